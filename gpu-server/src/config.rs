@@ -15,8 +15,8 @@ use options::{File, Layer, manual, parse_size};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::store::{self, Store};
-use crate::driver::software::Imitate;
-use crate::worker_protocol::{Amounts, Limits};
+use crate::driver::software::imitate::Imitate;
+use crate::limits::{Amounts, Limits};
 
 /// Share the GPUs of this machine with rgpu clients.
 ///

@@ -18,81 +18,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use protocol::Status;
-use serde::{Deserialize, Serialize};
 
+use crate::limits::Resource;
 use crate::shared_event::{self, SLOTS};
-use crate::worker_protocol::{self, FromWorker, Resource};
+use crate::worker_protocol::{self, FromWorker, Refusal, Reply, Shared, Token};
 
 /// How long a worker waits for a connection that its daemon makes.
 const CONNECT_WITHIN: Duration = Duration::from_secs(60);
 
-/// Names a shared object.
-pub type Token = [u8; 16];
-
 /// Maximum number of objects that one session may share at a time.
 pub const MAX_OF_SESSION: usize = 8192;
-
-/// A shared object.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Shared {
-    /// Device memory, with its descriptor.
-    Memory {
-        /// The device's number on this server, the same in every worker.
-        device: u32,
-        /// Bytes.
-        size: u64,
-    },
-    /// An [interprocess event](crate::shared_event), with its descriptor.
-    Event {
-        /// The session's slot: 0 for the one that shares it. The daemon gives each session that opens it
-        /// another one.
-        slot: u16,
-    },
-}
-
-/// Why a token is refused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Refusal {
-    /// It names no object that this client may open.
-    Unknown,
-    /// The session, its principal, or the daemon has reached its maximum.
-    Full,
-    /// The device has no room now, but others may make some.
-    Crowded,
-}
-
-/// The daemon's answer.
-#[derive(Debug, Serialize, Deserialize)]
-pub enum Reply {
-    /// To a request to share.
-    Shared(Token),
-    /// To a request to open, with the object's descriptor if it has one.
-    Opened {
-        /// The object.
-        what: Shared,
-        /// Whether the session that opens it is the one that shared it.
-        own: bool,
-    },
-    /// To a request to charge bytes.
-    Charged,
-    /// To a request for a ticket of a [direct connection](crate::direct).
-    Ticket {
-        /// Its name.
-        token: Token,
-        /// Its secret.
-        secret: [u8; 32],
-        /// Whether connections over TCP are under TLS.
-        encrypted: bool,
-        /// Where this server listens.
-        addresses: Vec<String>,
-    },
-    /// To a request for a connection to another server, which is attached.
-    Connected,
-    /// To such a request: why there is no connection.
-    NotConnected(String),
-    /// The request is refused.
-    Refused(Refusal),
-}
 
 type Answered = (Reply, Option<OwnedFd>);
 

@@ -25,8 +25,8 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 mod buffers;
@@ -47,24 +47,26 @@ use protocol::device::{Answer, untext};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{Hello, MAGIC, Welcome, greeting, purpose};
 use protocol::ops::direct::{
-    DirectCloseReply, DirectFailuresReply, DirectMemoryReply, DirectOfferReply, DirectOpenReply,
-    DirectPrepareReply, DirectReceive, DirectSendNow, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, PIECES,
+    DirectCloseReply, DirectMemoryReply, DirectOfferReply, DirectOpenReply, DirectPrepareReply,
+    DirectReceive, DirectSendNow, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, PIECES,
 };
 use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
 
-use self::buffers::Pool;
-use self::incoming::Expected;
+use self::buffers::{Common, Pool};
 pub use self::incoming::Incoming;
+use self::incoming::{Expected, Failures};
 pub use self::near::{Memory as PieceMemory, MirrorCarrier, Near, Still};
 use self::near::{Motion, Named};
 pub use self::outgoing::Outgoing;
 pub use self::series::Series;
-use self::verbs::{Memory, Verbs};
-use crate::cuda_ipc::{Broker, Token};
+use self::verbs::Verbs;
+use crate::cuda_ipc::Broker;
 use crate::driver::call::Pending;
 use crate::driver::gpu::{Carrier, Preparer};
 use crate::driver::rows::Rows;
+use crate::lock::lock;
+use crate::worker_protocol::Token;
 
 /// How long setting up a connection may take, from the connected socket on, and then the first message over
 /// verbs.
@@ -73,10 +75,6 @@ const WITHIN: Duration = Duration::from_secs(10);
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How long memory that is freed waits for pieces that are just being copied from or to it.
 const COPIED_WITHIN: Duration = Duration::from_secs(5);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A session's direct connections.
 pub struct Directs {
@@ -93,39 +91,6 @@ pub struct Directs {
     /// Whether a connection was ever prepared, and whether one ever carried a box.
     prepared: AtomicBool,
     boxes: AtomicBool,
-}
-
-/// Connections on which an expected piece will not come.
-#[derive(Default)]
-struct Failures(Mutex<(Vec<u32>, Option<Pending>)>);
-
-impl Failures {
-    /// A connection has failed.
-    fn tell(&self, direct: u32) {
-        let mut state = lock(&self.0);
-        state.0.push(direct);
-        Self::answer(&mut state);
-    }
-
-    fn answer((failed, waiting): &mut (Vec<u32>, Option<Pending>)) {
-        if !failed.is_empty()
-            && let Some(pending) = waiting.take()
-        {
-            pending.answer(Ok(DirectFailuresReply { directs: std::mem::take(failed) }));
-        }
-    }
-}
-
-/// What a session's connections share.
-#[derive(Default)]
-struct Common {
-    /// Bytes of pieces sent and received.
-    all: AtomicU64,
-    /// Those of them that went over verbs.
-    over_verbs: AtomicU64,
-    /// Buffers of closed connections. CUDA would wait for running kernels if they were released, and others
-    /// will need them.
-    spare: Mutex<Vec<Arc<Memory>>>,
 }
 
 #[derive(Default)]

@@ -9,7 +9,7 @@
 //! In reading order:
 //! - [`config`]: the command line and the configuration file; [`policy`]: the rules for clients;
 //! - [`parent`]: the daemon;
-//! - [`worker_protocol`]: the messages between the daemon and its workers;
+//! - [`limits`]: what sessions may use; [`worker_protocol`]: the messages between the daemon and its workers;
 //! - [`confinement`]: what a worker may reach;
 //! - [`pages`]: memory that the daemon shares with each worker; [`room`]: how a worker waits for memory of a device;
 //! - [`cache`]: what clients need not send again;
@@ -27,6 +27,8 @@ mod direct;
 #[cfg(any(test, fuzzing))]
 mod doubles;
 mod driver;
+mod limits;
+mod lock;
 mod pages;
 mod parent;
 mod policy;

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use crate::worker_protocol::MOST_DEVICES;
+use crate::limits::MOST_DEVICES;
 
 /// `F_SEAL_FUTURE_WRITE`: no further writable mappings (Linux 5.1).
 const SEAL_FUTURE_WRITE: i32 = 0x10;

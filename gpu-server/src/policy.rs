@@ -28,7 +28,7 @@ use options::document::Part;
 use options::{File, Layer, Section, parse_size};
 
 use crate::config::{Arguments, Share, Sharing};
-use crate::worker_protocol::Limits;
+use crate::limits::Limits;
 
 /// The rules for clients in one section.
 #[derive(Debug, Clone, Default, Args)]

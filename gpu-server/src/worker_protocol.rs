@@ -1,7 +1,6 @@
 //! The protocol between the daemon and its workers: JSON messages with descriptors over a seqpacket socket
 //! pair, one message per packet.
 
-use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
@@ -14,8 +13,7 @@ use sandbox::Report;
 
 use crate::config::WorkerOptions;
 use crate::confinement::Orders;
-use crate::cuda_ipc::Token;
-pub use crate::cuda_ipc::{Reply, Shared};
+use crate::limits::{Limits, Resource};
 
 /// Maximum bytes of a message.
 const MAX_MESSAGE: usize = 64 * 1024;
@@ -49,90 +47,69 @@ impl Kind {
 /// A daemon takes over sessions of the same version.
 pub const FORMAT: u32 = 4;
 
-/// What a session may use. The daemon derives it from the client's identity and the operator's policy;
-/// nothing that a client or worker says changes it.
+/// Names a shared object.
+pub type Token = [u8; 16];
+
+/// An object that sessions of one client share ([`cuda_ipc`](crate::cuda_ipc)).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Limits {
-    /// Who opened the session, for accounting only: sessions with the same text share
-    /// [`total`](Limits::total), [`sessions`](Limits::sessions) and their turns on a GPU.
-    pub principal: String,
-    /// Numbers of the devices that it may use, as counted by `--devices`. Empty: all that the server shares.
-    pub devices: Vec<u32>,
-    /// How many of these devices a session gets, the least used ones. 0: all of them, or one if they are
-    /// exclusive.
-    pub device_count: u32,
-    /// Whether its devices serve nobody else while it has a session.
-    pub exclusive: bool,
-    /// What one session may hold.
-    pub session: Amounts,
-    /// What all sessions of the principal together may hold.
-    pub total: Amounts,
-    /// How many sessions of each kind the principal may have, including waiting ones. 0: no limit.
-    pub sessions: u32,
-    /// Its share of a GPU's time while others want it, too, in proportion to the weights. At least 1; the
-    /// default is 100.
-    pub weight: u32,
-    /// While a principal with a higher priority has work for a GPU, those with lower ones wait. The default
-    /// is 0.
-    pub priority: i32,
-    /// Maximum run time of a kernel in seconds. 0: no limit.
-    pub kernel_seconds: u32,
-    /// Whether its device memory may be moved to the server's memory while it is idle.
-    pub swappable: bool,
+pub enum Shared {
+    /// Device memory, with its descriptor.
+    Memory {
+        /// The device's number on this server, the same in every worker.
+        device: u32,
+        /// Bytes.
+        size: u64,
+    },
+    /// An [interprocess event](crate::shared_event), with its descriptor.
+    Event {
+        /// The session's slot: 0 for the one that shares it. The daemon gives each session that opens it
+        /// another one.
+        slot: u16,
+    },
 }
 
-impl Limits {
-    /// The default weight.
-    pub const WEIGHT: u32 = 100;
-}
-
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
-            principal: String::new(),
-            devices: Vec::new(),
-            device_count: 0,
-            exclusive: false,
-            session: Amounts::default(),
-            total: Amounts::default(),
-            sessions: 0,
-            weight: Limits::WEIGHT,
-            priority: 0,
-            kernel_seconds: 0,
-            swappable: true,
-        }
-    }
-}
-
-/// Amounts of memory. 0: no limit.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Amounts {
-    /// Bytes on each device.
-    pub device_memory: u64,
-    /// Bytes of this machine's memory that are page-locked for programs.
-    pub pinned_memory: u64,
-}
-
-/// How many devices of a server have their use counted, by number.
-pub const MOST_DEVICES: usize = 64;
-
-/// What is limited.
+/// Why a token is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Resource {
-    /// Memory of the device with this number.
-    Device(u32),
-    /// Page-locked memory of this machine.
-    Pinned,
+pub enum Refusal {
+    /// It names no object that this client may open.
+    Unknown,
+    /// The session, its principal, or the daemon has reached its maximum.
+    Full,
+    /// The device has no room now, but others may make some.
+    Crowded,
 }
 
-impl fmt::Display for Resource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Resource::Device(number) => write!(f, "memory of device {number}"),
-            Resource::Pinned => f.write_str("page-locked memory"),
-        }
-    }
+/// The daemon's answer to a worker's request.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Reply {
+    /// To a request to share.
+    Shared(Token),
+    /// To a request to open, with the object's descriptor if it has one.
+    Opened {
+        /// The object.
+        what: Shared,
+        /// Whether the session that opens it is the one that shared it.
+        own: bool,
+    },
+    /// To a request to charge bytes.
+    Charged,
+    /// To a request for a ticket of a [direct connection](crate::direct).
+    Ticket {
+        /// Its name.
+        token: Token,
+        /// Its secret.
+        secret: [u8; 32],
+        /// Whether connections over TCP are under TLS.
+        encrypted: bool,
+        /// Where this server listens.
+        addresses: Vec<String>,
+    },
+    /// To a request for a connection to another server, which is attached.
+    Connected,
+    /// To such a request: why there is no connection.
+    NotConnected(String),
+    /// The request is refused.
+    Refused(Refusal),
 }
 
 /// Messages from the daemon.

@@ -23,6 +23,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 /// The most descriptors in one message: 62 memories, two eventfds and a socket.
 pub const MAX_FDS: usize = 65;
 
+/// Each second of silence in which an end must show that it is there, it says [`ALIVE`](protocol::link::frame::ALIVE), or asks for it.
+pub(crate) const ALIVE_EVERY: Duration = Duration::from_secs(1);
+
 /// Where a server listens.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Address {

@@ -84,7 +84,8 @@ use zerocopy::{FromBytes, FromZeros};
 
 use crate::device::{Answer, text};
 use crate::schema::{layouts, numbers};
-use crate::version::{Mismatch, OURS, Speaks, Version};
+use crate::version::OURS;
+use crate::version::rules::{Mismatch, Speaks, Version};
 
 /// The bytes `rGPUlink`, with which both greetings begin.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"rGPUlink");

@@ -11,7 +11,7 @@
 //! Closing the connection ends the session, and the end of a session closes the connection.
 
 use crate::schema::layouts;
-use crate::version::Version;
+use crate::version::rules::Version;
 
 /// Where the daemon listens by default.
 pub const DEFAULT_SOCKET: &str = "/run/rgpu/native.sock";

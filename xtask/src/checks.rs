@@ -1,10 +1,10 @@
-//! Checks that come before all tests: formatting, lints, fuzz targets, licenses.
+//! Checks that come before all tests: formatting, cycles of modules, lints, fuzz targets, licenses.
 
 use anyhow::Result;
 use rgpu_tests::tree;
 
 use crate::progress::Step;
-use crate::{licenses, process};
+use crate::{licenses, process, structure};
 
 /// Runs the checks in order and stops at the first that fails.
 pub fn checks() -> Result<()> {
@@ -16,6 +16,9 @@ pub fn checks() -> Result<()> {
         Ok(())
     };
     check("checking the format", &["fmt", "--all", "--check", "--", "--color", "never"])?;
+    let step = Step::spinner("checking the cycles of modules");
+    structure::check()?;
+    step.done("");
     check(
         "checking the lints",
         &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"],

@@ -1,16 +1,34 @@
 //! The buffers that pieces are in at one end of a connection.
 
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
+use host_bridge::endpoint::Region;
+use host_bridge::verbs::{Access, Domain, PieceBuffer, Registration, VerbsError};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::ops::direct::{MAX_PIECE, PIECES};
 
-use super::verbs::{Bell, Memory};
-use super::{Common, lock};
 use crate::driver::gpu::Preparer;
+use crate::lock::lock;
 
 /// Buffers that are made ready for a connection in advance. It has no others then.
 const PREPARED: usize = PIECES / 4 * 3;
+
+/// What a session's connections share.
+#[derive(Default)]
+pub(super) struct Common {
+    /// Bytes of pieces sent and received.
+    pub(super) all: AtomicU64,
+    /// Those of them that went over verbs.
+    pub(super) over_verbs: AtomicU64,
+    /// Buffers of closed connections. CUDA would wait for running kernels if they were released, and others
+    /// will need them.
+    pub(super) spare: Mutex<Vec<Arc<Memory>>>,
+}
 
 /// The buffers of one end of a connection.
 pub(super) struct Pool {
@@ -121,6 +139,66 @@ impl Pool {
     }
 }
 
+/// A buffer's memory.
+pub(super) struct Memory {
+    /// Made when the buffer is first used over verbs. Dropped before the memory.
+    registration: OnceLock<Registration>,
+    region: Arc<Region>,
+}
+
+impl Memory {
+    pub(super) fn new(len: usize) -> io::Result<Arc<Memory>> {
+        let len = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Arc::new(Memory { registration: OnceLock::new(), region: Region::own(len)? }))
+    }
+
+    pub(super) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Registers it, unless that was done. Each buffer is used by one connection, and in one way.
+    pub(super) fn register(&self, domain: &Arc<Domain>, access: Access) -> Result<(), VerbsError> {
+        if self.registration.get().is_some() {
+            return Ok(());
+        }
+        let len = self.region.size();
+        let runs = self.region.runs(0, len as u64).unwrap_or_default();
+        let [(at, len)] = runs[..] else {
+            return Err(VerbsError::Region { size: len as u64, why: "it is not in one piece".into() });
+        };
+        // SAFETY: the region is mapped as long as this, which drops the registration first. Slices of it exist
+        // only while its buffer is with its owner, and not with a queue.
+        let registration = unsafe { domain.register(at, len, access) }?;
+        // Nobody else registers it: one thread has the buffer.
+        let _ = self.registration.set(registration);
+        Ok(())
+    }
+}
+
+/// Wakes the thread of one end.
+pub(super) struct Bell(EventFd);
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Bell> {
+        Ok(Bell(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+    }
+
+    pub(super) fn ring(&self) {
+        // A full counter means that it has rung.
+        let _ = self.0.write(1);
+    }
+
+    /// Readable when it has rung.
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    pub(super) fn silence(&self) {
+        // It may not have rung.
+        let _ = self.0.read();
+    }
+}
+
 /// A buffer in use. Dropping it makes it free again.
 pub(super) struct Buffer {
     pub(super) memory: Arc<Memory>,
@@ -150,6 +228,14 @@ impl Drop for Buffer {
         drop(state);
         self.pool.changed.notify_all();
         self.pool.bell.get().inspect(|bell| bell.ring());
+    }
+}
+
+// SAFETY: the memory belongs to the buffer, and whoever has the buffer has it exclusively (`Buffer::bytes`). A
+// registration that was made stays as long as the memory.
+unsafe impl PieceBuffer for Buffer {
+    fn registration(&self) -> Option<&Registration> {
+        self.memory.registration.get()
     }
 }
 

@@ -10,17 +10,18 @@ use host_bridge::endpoint::Mapped;
 use host_bridge::stream::Stream;
 use protocol::Status;
 use protocol::link::DirectHeader;
-use protocol::ops::direct::{DirectArrivalReply, MAX_COPIES};
+use protocol::ops::direct::{DirectArrivalReply, DirectFailuresReply, MAX_COPIES};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::buffers::{Buffer, InUse, Pool};
+use super::buffers::{Buffer, Common, InUse, Pool};
 use super::near::{Copies, Memory, Named};
 use super::series::{Awaited, InMotion, Landing, Series};
+use super::verbs;
 use super::verbs::Verbs;
-use super::{Common, Failures, lock, verbs};
 use crate::driver::call::Pending;
 use crate::driver::gpu::Carrier;
 use crate::driver::rows::Rows;
+use crate::lock::lock;
 
 /// Maximum number of answers that a client may wait for on one connection.
 const MAX_WAITING: usize = 64;
@@ -37,6 +38,27 @@ pub struct Expected {
     pub seq: u64,
     /// What lands it.
     pub carrier: Arc<dyn Carrier>,
+}
+
+/// Connections on which an expected piece will not come.
+#[derive(Default)]
+pub(super) struct Failures(pub(super) Mutex<(Vec<u32>, Option<Pending>)>);
+
+impl Failures {
+    /// A connection has failed.
+    pub(super) fn tell(&self, direct: u32) {
+        let mut state = lock(&self.0);
+        state.0.push(direct);
+        Self::answer(&mut state);
+    }
+
+    pub(super) fn answer((failed, waiting): &mut (Vec<u32>, Option<Pending>)) {
+        if !failed.is_empty()
+            && let Some(pending) = waiting.take()
+        {
+            pending.answer(Ok(DirectFailuresReply { directs: std::mem::take(failed) }));
+        }
+    }
 }
 
 /// The receiving end of a connection.

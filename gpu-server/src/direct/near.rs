@@ -16,13 +16,12 @@ use protocol::Status;
 use protocol::handle::{ContextId, StreamId};
 use protocol::ops::direct::{DirectCloseReply, MAX_NAMED, MAX_PIECE};
 
-use super::lock;
-use crate::driver::End;
 use crate::driver::beside::Beside;
-use crate::driver::call::Pending;
+use crate::driver::call::{End, Pending};
 use crate::driver::gpu::{Carrier, Progress};
 use crate::driver::rows::Rows;
 use crate::driver::store::Way;
+use crate::lock::lock;
 
 /// A prepared end.
 pub struct Near {

@@ -14,11 +14,11 @@ use protocol::link::DirectHeader;
 use protocol::ops::direct::MAX_COPIES;
 use zerocopy::IntoBytes;
 
-use super::buffers::{Buffer, InUse, Pool};
+use super::buffers::{Bell, Buffer, Common, InUse, Pool};
 use super::near::{Copies, Moving, Named};
 use super::series::{InMotion, Leaving, Series};
-use super::verbs::Bell;
-use super::{Common, lock, verbs};
+use super::verbs;
+use crate::lock::lock;
 
 /// The sending end of a connection.
 pub struct Outgoing {

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 use protocol::Status;
 use protocol::ops::direct::{DirectReceiveAllReply, MAX_PIECE};
 
-use super::lock;
 use super::near::{Copies, Moving};
 use crate::driver::call::Pending;
 use crate::driver::gpu::Carrier;
 use crate::driver::rows::Rows;
+use crate::lock::lock;
 
 /// A box, of which some pieces are still to be sent or to come.
 pub struct Series {

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use super::buffers::*;
 use super::outgoing::*;
 use super::*;
-use crate::driver::End;
+use crate::driver::call::End;
 use crate::driver::gpu::Carrier;
 use host_bridge::endpoint::Mapped;
 use host_bridge::verbs::software::{self, Outside};

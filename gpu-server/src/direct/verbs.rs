@@ -17,27 +17,26 @@
 //! other's memory.
 
 use std::io;
-use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use host_bridge::endpoint::Region;
 use host_bridge::stream::Stream;
 use host_bridge::verbs::pieces::{Done, End};
-use host_bridge::verbs::{Access, Device, Domain, PieceBuffer, Pieces, Registration, Settings, VerbsError};
+use host_bridge::verbs::{Access, Device, Domain, Pieces, Settings, VerbsError};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::{text, untext};
 use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
 use protocol::ops::direct::PIECES;
 use protocol::version::Version;
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::buffers::{Buffer, Pool};
+use super::buffers::{Bell, Buffer, Common, Pool};
+use super::incoming::Incoming;
 use super::outgoing::{Jobs, Piece};
-use super::{Common, Incoming, PATIENCE, WITHIN, lock};
+use super::{PATIENCE, WITHIN};
+use crate::lock::lock;
 
 /// Receives that are posted at first. There are twice as many whenever half of them are used at once, up to
 /// [`PIECES`]: each costs a buffer of page-locked memory.
@@ -65,69 +64,6 @@ impl Verbs {
         };
         drop(kept);
         Pieces::new(&domain, end, PIECES, &self.settings)
-    }
-}
-
-/// A buffer's memory.
-pub(super) struct Memory {
-    /// Made when the buffer is first used over verbs. Dropped before the memory.
-    registration: OnceLock<Registration>,
-    region: Arc<Region>,
-}
-
-impl Memory {
-    pub(super) fn new(len: usize) -> io::Result<Arc<Memory>> {
-        let len = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(Arc::new(Memory { registration: OnceLock::new(), region: Region::own(len)? }))
-    }
-
-    pub(super) fn region(&self) -> &Arc<Region> {
-        &self.region
-    }
-
-    /// Registers it, unless that was done. Each buffer is used by one connection, and in one way.
-    fn register(&self, domain: &Arc<Domain>, access: Access) -> Result<(), VerbsError> {
-        if self.registration.get().is_some() {
-            return Ok(());
-        }
-        let len = self.region.size();
-        let runs = self.region.runs(0, len as u64).unwrap_or_default();
-        let [(at, len)] = runs[..] else {
-            return Err(VerbsError::Region { size: len as u64, why: "it is not in one piece".into() });
-        };
-        // SAFETY: the region is mapped as long as this, which drops the registration first. Slices of it exist
-        // only while its buffer is with its owner, and not with a queue.
-        let registration = unsafe { domain.register(at, len, access) }?;
-        // Nobody else registers it: one thread has the buffer.
-        let _ = self.registration.set(registration);
-        Ok(())
-    }
-}
-
-// SAFETY: the memory belongs to the buffer, and whoever has the buffer has it exclusively (`Buffer::bytes`). A
-// registration that was made stays as long as the memory.
-unsafe impl PieceBuffer for Buffer {
-    fn registration(&self) -> Option<&Registration> {
-        self.memory.registration.get()
-    }
-}
-
-/// Wakes the thread of one end.
-pub(super) struct Bell(EventFd);
-
-impl Bell {
-    pub(super) fn new() -> io::Result<Bell> {
-        Ok(Bell(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
-    }
-
-    pub(super) fn ring(&self) {
-        // A full counter means that it has rung.
-        let _ = self.0.write(1);
-    }
-
-    fn silence(&self) {
-        // It may not have rung.
-        let _ = self.0.read();
     }
 }
 
@@ -340,7 +276,7 @@ pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving
         match queue.turn(incoming, stream)? {
             Turn::Worked => {}
             Turn::Idle(limit) => {
-                wait(&[queue.pieces.fd(), stream.as_fd(), queue.bell.0.as_fd()], limit)?;
+                wait(&[queue.pieces.fd(), stream.as_fd(), queue.bell.as_fd()], limit)?;
                 queue.bell.silence();
             }
             Turn::Over => return Ok(()),
@@ -448,7 +384,7 @@ pub(super) fn send(
         match turn {
             Turn::Worked => {}
             Turn::Idle(limit) => {
-                wait(&[sender.pieces.fd(), stream.as_fd(), bell.0.as_fd()], limit)?;
+                wait(&[sender.pieces.fd(), stream.as_fd(), bell.as_fd()], limit)?;
                 bell.silence();
             }
             Turn::Over => return Ok(()),

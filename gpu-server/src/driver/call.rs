@@ -19,6 +19,9 @@ pub type Result<T = (), E = Status> = std::result::Result<T, E>;
 /// The result of an operation of class `sync`.
 pub type Reply<R> = Result<Answer<R>>;
 
+/// Called with success when the awaited work is done, or else with the error.
+pub type End = Box<dyn FnOnce(Status) + Send>;
+
 /// The ID of no context.
 const UNNAMED: ContextId = ContextId(u32::MAX);
 

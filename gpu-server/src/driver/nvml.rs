@@ -6,6 +6,8 @@
 //!
 //! There are no queries about processes, because the server's processes belong to all its clients.
 
+pub mod answers;
+
 use std::cell::OnceCell;
 
 use protocol::Status;
@@ -16,29 +18,12 @@ use protocol::ops::nvml::{
 };
 use protocol::wire::Bytes;
 
+use self::answers::Answers;
 use super::call::Call;
 use super::cuda::{self, nvml::Nvidia};
 use super::quota::Quota;
 use super::software::nvml::Devices;
 use crate::config::{Backend, Backing};
-
-/// The devices of one session, as NVML describes them. Errors are NVML statuses.
-pub trait Answers: Send {
-    /// Names of the devices, by ordinal.
-    fn devices(&self) -> Vec<String>;
-
-    /// The driver's version and NVML's.
-    fn versions(&self) -> [Result<String, u32>; 2];
-
-    /// `nvmlSystemGetCudaDriverVersion`.
-    fn cuda_version(&self) -> u32;
-
-    /// Answers a query about the device with an ordinal.
-    fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32>;
-
-    /// Answers a query about two devices.
-    fn pair(&self, op: &NvmlPair) -> Result<u32, u32>;
-}
 
 /// Finds the devices. The error is an NVML status.
 type Find = Box<dyn Fn() -> Result<Box<dyn Answers>, u32> + Send>;

@@ -17,9 +17,9 @@ use protocol::Status;
 
 use super::store::Way;
 use crate::cuda_ipc::Broker;
+use crate::limits::{Amounts, Limits, MOST_DEVICES, Resource};
 use crate::pages::{Meter, Page, Terms};
 use crate::room::{AGAIN, Room, WITHIN};
-use crate::worker_protocol::{Amounts, Limits, MOST_DEVICES, Resource};
 
 /// What a session may hold, and what it holds. Clones share this state.
 #[derive(Clone, Default)]

@@ -12,8 +12,8 @@ use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
 
 use super::quota::{Charge, Quota};
 use super::store::Place;
-use crate::cuda_ipc::Token;
-use crate::worker_protocol::Resource;
+use crate::limits::Resource;
+use crate::worker_protocol::Token;
 
 /// Maximum number of a session's memories, and of its reservations.
 const MOST: usize = 1 << 17;

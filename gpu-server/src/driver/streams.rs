@@ -1,11 +1,13 @@
-//! A session's table of streams.
+//! A session's streams and events.
 //!
-//! It is passed to the backend with each operation on a stream, because such an operation may concern other
+//! The table of streams is passed to the backend with each operation on a stream, because such an operation may concern other
 //! streams, too: work on a legacy default stream is ordered with the blocking streams of its context.
 
 use protocol::handle::{ContextId, GreenId};
 
 use super::ids::Ids;
+use crate::shared_event::SharedEvent;
+use crate::worker_protocol::Token;
 
 /// One of the client's streams. `S` belongs to the backend.
 pub struct Stream<S> {
@@ -17,6 +19,16 @@ pub struct Stream<S> {
     pub is_blocking: bool,
     /// The backend's.
     pub native: S,
+}
+
+/// One of the client's events. `E` belongs to the GPU.
+pub struct Event<E> {
+    pub context: ContextId,
+    pub native: E,
+    /// The tokens under which it is shared.
+    pub tokens: Vec<Token>,
+    /// For an interprocess event: the state that sessions share.
+    pub shared: Option<SharedEvent>,
 }
 
 /// Streams by the client's IDs.

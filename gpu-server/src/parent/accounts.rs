@@ -4,119 +4,14 @@
 //! it returned, and ends with its worker. So a worker that lies gets no more than its principal's limit, and
 //! takes nothing from other principals.
 
-use std::io;
-use std::os::fd::OwnedFd;
+pub(super) mod account;
+
 use std::sync::atomic::Ordering;
 
-use super::arbiter::Gate;
-use super::record::Record;
-use super::{State, turns};
-use crate::cuda_ipc::{Refusal, Reply};
-use crate::pages::{Meter, Page, Terms, gate};
-use crate::worker_protocol::{MOST_DEVICES, Resource};
-
-/// A session's charges, and the pages that it shares with the daemon.
-pub(super) struct Account {
-    terms: Page<Terms>,
-    meter: Page<Meter>,
-    /// Granted bytes, and everything else that a successor of this daemon needs.
-    record: Record,
-    /// Whether the next request may be one that the previous daemon has already carried out.
-    may_repeat: bool,
-    /// The gate, and how often the session was asked to report its work.
-    gate: Gate,
-    tells: u32,
-    /// Whether there is an order for its memory.
-    asked: bool,
-}
-
-impl Account {
-    /// An empty account, and the descriptors of its pages and of the bell for the worker.
-    pub(super) fn open(bell: &turns::Bell) -> io::Result<(Account, [OwnedFd; 3])> {
-        let ((terms, terms_fd), (meter, meter_fd)) = (Page::new()?, Page::new()?);
-        let record = Record::new()?;
-        let account =
-            Account { terms, meter, record, may_repeat: false, gate: Gate::Open, tells: 0, asked: false };
-        Ok((account, [terms_fd, meter_fd, bell.share()?]))
-    }
-
-    /// The account of a session of the previous daemon, the last of `daemons`. Also the descriptor of the
-    /// worker's new terms.
-    pub(super) fn take_over(meter: &OwnedFd, record: Record, daemons: u32) -> io::Result<(Account, OwnedFd)> {
-        let ((terms, terms_fd), meter) = (Page::<Terms>::new()?, Page::adopt(meter)?);
-        terms.daemons.store(daemons, Ordering::Relaxed);
-        let account =
-            Account { terms, meter, record, may_repeat: true, gate: Gate::Open, tells: 0, asked: false };
-        Ok((account, terms_fd))
-    }
-
-    /// What a successor of this daemon needs.
-    pub(super) fn record(&self) -> &Record {
-        &self.record
-    }
-
-    /// Called when a worker's message has been handled: the next one cannot be a repetition.
-    pub(super) fn heard(&mut self) {
-        self.may_repeat = false;
-    }
-
-    /// The worker's figures.
-    pub(super) fn meter(&self) -> &Meter {
-        &self.meter
-    }
-
-    /// Sets the session's gate, and wakes the session if it waits there.
-    pub(super) fn set_gate(&mut self, gate: Gate) {
-        if gate == self.gate {
-            return;
-        }
-        self.tells = self.tells.wrapping_add(u32::from(gate == Gate::Tell));
-        self.gate = gate;
-        if let Gate::Metered { allowance, .. } = gate {
-            self.terms.allowance.store(allowance, Ordering::Relaxed);
-        }
-        self.show_gate();
-    }
-
-    /// Tells the worker whether to look for an order before its next command.
-    pub(super) fn set_asked(&mut self, asked: bool) {
-        if std::mem::replace(&mut self.asked, asked) != asked {
-            self.show_gate();
-        }
-    }
-
-    /// Publishes how often sessions have moved device memory.
-    pub(super) fn set_moves(&self, moves: u64) {
-        self.terms.moves.store(moves, Ordering::Relaxed);
-    }
-
-    fn show_gate(&self) {
-        let asked = if self.asked { gate::ASKED } else { 0 };
-        self.terms.gate.store(turns::word(self.gate, self.tells) | asked, Ordering::Release);
-        let at = std::ptr::from_ref(&self.terms.gate);
-        // SAFETY: a futex word in a page that stays mapped; the call only wakes its waiters.
-        unsafe { libc::syscall(libc::SYS_futex, at, libc::FUTEX_WAKE, i32::MAX) };
-    }
-
-    /// Memory that the process uses on a device beyond what the session has charged.
-    pub(super) fn implicit(&self, number: usize) -> u64 {
-        self.terms.implicit.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed))
-    }
-
-    /// Bytes that the session holds on a device, according to its worker and NVML.
-    pub(super) fn held(&self, number: usize) -> u64 {
-        let charged = self.meter.held.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed));
-        charged.saturating_add(self.implicit(number))
-    }
-
-    /// Notes how many bytes the session's process uses on a device, according to NVML.
-    pub(super) fn measured(&self, number: usize, bytes: u64) {
-        if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
-            let charged = held.load(Ordering::Relaxed).saturating_sub(self.away(number as u32));
-            implicit.store(bytes.saturating_sub(charged), Ordering::Relaxed);
-        }
-    }
-}
+use self::account::Account;
+use super::state::State;
+use crate::limits::{MOST_DEVICES, Resource};
+use crate::worker_protocol::{Refusal, Reply};
 
 impl State {
     /// Bytes of a resource that a principal's sessions hold together. Saturates, so that a nonexistent
@@ -190,8 +85,10 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::{Amounts, Limits};
+    use crate::pages::{Meter, Page};
     use crate::parent::queue::tests::session_of_limits;
-    use crate::worker_protocol::{Amounts, Limits};
+    use crate::parent::record::Record;
     use std::os::fd::AsFd;
 
     const DEVICE: Resource = Resource::Device(1);
@@ -273,7 +170,7 @@ mod tests {
     fn uncharged_memory_of_the_process_counts_against_the_limit() {
         let mut state = state(&[(1, "a", 100)]);
         let account = &state.sessions[&1].account;
-        account.meter.held[1].store(20, Ordering::Relaxed);
+        account.meter().held[1].store(20, Ordering::Relaxed);
         account.measured(1, 70);
         assert_eq!(account.held(1), 70);
         assert!(!granted(&state.charge(1, 1, DEVICE, 60)) && granted(&state.charge(1, 1, DEVICE, 50)));

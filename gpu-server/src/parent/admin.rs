@@ -31,9 +31,10 @@ use nix::unistd::geteuid;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::listen::{Files, serve_unix};
+use super::listen::{Files, own_addresses, serve_unix};
+use super::state::Server;
 use super::trust::Trust;
-use super::{Server, drain, ends, leases, takeover};
+use super::{drain, ends, leases, takeover};
 
 /// A request.
 #[derive(Debug, Deserialize)]
@@ -178,39 +179,4 @@ fn check(addresses: Vec<String>) -> Result<Vec<String>, String> {
         Err(e) => Err(e.to_string()),
     };
     addresses.into_iter().map(tcp).collect()
-}
-
-/// Where this server can probably be reached: what it listens at; for a wildcard address, this machine's name
-/// and each of its addresses.
-pub(super) fn own_addresses(server: &Server) -> Vec<String> {
-    let mut all = Vec::new();
-    let mut add = |host: String, port| {
-        let address = Address::Tcp(host, port).to_string();
-        if !all.contains(&address) {
-            all.push(address);
-        }
-    };
-    for address in &server.options.listen {
-        match address {
-            Address::Tcp(host, port) if ["*", "::", "0.0.0.0"].contains(&host.as_str()) => {
-                add(super::host_name(), *port);
-                interface_addresses().into_iter().for_each(|host| add(host, *port));
-            }
-            Address::Tcp(host, port) => add(host.clone(), *port),
-            Address::Unix(_) => {}
-        }
-    }
-    all
-}
-
-/// The addresses of this machine's interfaces that others can use.
-fn interface_addresses() -> Vec<String> {
-    let Ok(all) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
-    let address = |interface: nix::ifaddrs::InterfaceAddress| {
-        let address = interface.address?;
-        let v4 = address.as_sockaddr_in().map(|a| std::net::IpAddr::V4(a.ip()));
-        let v6 = address.as_sockaddr_in6().map(|a| a.ip()).filter(|ip| !ip.is_unicast_link_local());
-        v4.or(v6.map(std::net::IpAddr::V6)).filter(|ip| !ip.is_loopback()).map(|ip| ip.to_string())
-    };
-    all.filter_map(address).collect()
 }

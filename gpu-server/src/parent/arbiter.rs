@@ -29,7 +29,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::worker_protocol::Limits;
+use crate::limits::Limits;
 
 /// Length of a turn in ns of charged time; work that was started may last longer.
 const TURN: u64 = 20_000_000;

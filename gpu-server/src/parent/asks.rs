@@ -1,69 +1,26 @@
 //! Client requests that need no session: the inventory, and [leases](super::leases). One thread answers them,
 //! so that a slow reading of the devices' figures delays no session.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+pub(super) mod waiting;
+
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use host_bridge::ask::{self, Question};
 use identity::Secret;
 
-use super::handshake::{Control, Refused, refuse};
-use super::leases::{self, Known};
+use self::waiting::Ask;
+use super::control::Refused;
+use super::leases;
+use super::leases::Known;
 use super::refusals::Reason;
+use super::state::{Server, State};
 use super::trust::Principal;
-use super::{Server, State};
 use crate::driver::cuda::nvml::readings::Reading;
 
-/// Maximum number of waiting questions, of all clients and of one.
-const MOST: (usize, usize) = (256, 16);
 /// How long an answer waits for fresh figures from NVML.
 const FIGURES_WITHIN: Duration = Duration::from_secs(1);
-
-/// A client's question.
-pub(super) struct Ask {
-    pub(super) connection: Arc<Control>,
-    pub(super) peer: String,
-    pub(super) who: Principal,
-    /// The question as received, not parsed yet.
-    pub(super) question: Vec<u8>,
-}
-
-/// Questions waiting for their answers.
-#[derive(Default)]
-pub(super) struct Asks {
-    waiting: Mutex<VecDeque<Ask>>,
-    came: Condvar,
-}
-
-impl Asks {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Ask>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Puts a question at the end of the queue.
-    pub(super) fn take(&self, ask: Ask) -> Result<(), Refused> {
-        let mut waiting = self.lock();
-        let of_client = waiting.iter().filter(|other| other.who.name == ask.who.name).count();
-        if waiting.len() >= MOST.0 || of_client >= MOST.1 {
-            return Err(Refused(Reason::ServerFull, "too many questions are waiting for an answer".into()));
-        }
-        waiting.push_back(ask);
-        self.came.notify_all();
-        Ok(())
-    }
-
-    fn next(&self) -> Ask {
-        let mut waiting = self.lock();
-        loop {
-            match waiting.pop_front() {
-                Some(ask) => return ask,
-                None => waiting = self.came.wait(waiting).unwrap_or_else(PoisonError::into_inner),
-            }
-        }
-    }
-}
 
 /// Starts the thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
@@ -91,7 +48,7 @@ fn serve(server: &Server, ask: &Ask) {
         Ok(())
     });
     if let Err(refused) = answered {
-        refuse(server, connection, Some(who), peer, "", "", &refused);
+        server.refuse(connection, Some(who), peer, "", "", &refused);
     }
 }
 
@@ -152,31 +109,4 @@ fn with_reading(gpu: ask::Gpu, readings: &[Reading]) -> ask::Gpu {
     let memory = reading.and_then(|reading| reading.memory).map(|(free, _)| free);
     let utilization = reading.and_then(|reading| reading.utilization).map(|(gpu, _)| gpu);
     ask::Gpu { memory_free: memory.or(gpu.memory_free), utilization, ..gpu }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::net::UnixStream;
-
-    #[test]
-    fn one_client_cannot_fill_the_queue_for_others() {
-        let asks = Asks::default();
-        let ask = |name: &str| {
-            let (connection, _) = UnixStream::pair().unwrap();
-            let who = Principal::of_address(name);
-            Ask {
-                connection: Arc::new(Control::Local(connection)),
-                peer: String::new(),
-                who,
-                question: vec![],
-            }
-        };
-        for _ in 0..MOST.1 {
-            assert!(asks.take(ask("a:1")).is_ok());
-        }
-        assert!(asks.take(ask("a:2")).is_err() && asks.take(ask("b:1")).is_ok());
-        assert_eq!(asks.next().who.name, "insecure:a");
-        assert!(asks.take(ask("a:3")).is_ok());
-    }
 }

@@ -25,9 +25,9 @@ use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-use super::Session;
-use super::leases::Lease;
-use super::queue::Parked;
+use super::leases::table::Lease;
+use super::queue::parked::Parked;
+use super::state::Session;
 use super::trust::Principal;
 
 /// Maximum number of lines waiting for a slow or stuck disk. Further lines are lost and counted.

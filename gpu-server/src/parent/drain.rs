@@ -11,6 +11,8 @@
 //! - `{"done": {"finished": N, "lost": N, "ended": N}}`: all are over. The connection closes when the process
 //!   ends.
 
+pub(super) mod progress;
+
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, MutexGuard};
@@ -19,8 +21,9 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::json;
 
+use self::progress::{Drain, Outcome};
+use super::state::{Server, State};
 use super::workers::Stage;
-use super::{Server, Session, State};
 use crate::worker_protocol::Kind;
 
 /// How long operators may take to read the last messages.
@@ -29,99 +32,6 @@ const LAST_WORDS: Duration = Duration::from_secs(5);
 const FAREWELL: Duration = Duration::from_secs(2);
 /// How long the rest of the shutdown may take on a busy machine.
 const REST: Duration = Duration::from_secs(20);
-
-/// The state of a shutdown.
-pub(super) struct Drain {
-    /// When the time for sessions to end by themselves runs out.
-    until: Instant,
-    /// The time has run out: the sessions are being ended.
-    over: bool,
-    /// Sessions that have ended since the shutdown began.
-    ended: Vec<Ended>,
-    /// Whether none is left.
-    done: bool,
-    /// Number of operators who still get messages.
-    told: usize,
-}
-
-/// A session that is over.
-#[derive(Clone, Serialize)]
-struct Ended {
-    program: String,
-    client: String,
-    pid: u32,
-    outcome: Outcome,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    reason: Option<String>,
-    /// Sessions that still run.
-    running: usize,
-}
-
-/// How a session has ended.
-#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Outcome {
-    /// Its program closed it.
-    Finished,
-    /// Something failed.
-    Lost,
-    /// Its time ran out.
-    Ended,
-}
-
-impl Drain {
-    fn seconds_left(&self) -> u64 {
-        let left = self.until.saturating_duration_since(Instant::now());
-        if self.over { 0 } else { left.as_secs() + u64::from(left.subsec_nanos() > 0) }
-    }
-
-    fn count(&self, outcome: Outcome) -> usize {
-        self.ended.iter().filter(|ended| ended.outcome == outcome).count()
-    }
-
-    /// Notes that a session is over, leaving `running` others. `lost`: the reason, if its program did not
-    /// close it.
-    pub(super) fn note(&mut self, session: &Session, lost: Option<&str>, running: usize) {
-        let (outcome, reason) = match lost {
-            None => (Outcome::Finished, None),
-            Some(_) if self.over => (Outcome::Ended, None),
-            Some(why) => (Outcome::Lost, Some(why.to_owned())),
-        };
-        let (program, client) = (session.program.clone(), session.client.clone());
-        self.ended.push(Ended { program, client, pid: session.pid, outcome, reason, running });
-    }
-}
-
-impl State {
-    /// Whether the daemon is shutting down.
-    pub(super) fn draining(&self) -> bool {
-        self.drain.is_some()
-    }
-
-    /// Seconds that sessions have left, if the daemon is shutting down.
-    pub(super) fn drain_seconds_left(&self) -> Option<u64> {
-        self.drain.as_ref().map(Drain::seconds_left)
-    }
-
-    /// Number of sessions that have begun and are not over.
-    pub(super) fn running(&self) -> usize {
-        self.sessions.values().filter(|session| session.begun && !session.ended).count()
-    }
-
-    /// See [`Drain::note`].
-    pub(super) fn note_end(&mut self, session: &Session, lost: Option<&str>) {
-        let running = self.running();
-        self.drain.iter_mut().for_each(|drain| drain.note(session, lost, running));
-    }
-
-    /// The same for the session that a worker still has.
-    pub(super) fn note_end_of(&mut self, worker: u32, lost: Option<&str>) {
-        let running = self.running();
-        if let (Some(drain), Some(session)) = (&mut self.drain, self.sessions.get(&worker)) {
-            drain.note(session, lost, running);
-        }
-    }
-}
 
 /// Starts the shutdown, or changes its time: sessions have `seconds` to end by themselves.
 pub(super) fn within(server: &Server, seconds: u64) {

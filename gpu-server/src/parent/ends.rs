@@ -1,12 +1,11 @@
 //! Sessions that the daemon ends, and why recent sessions ended.
 
-use super::handshake::Refused;
-use super::leases::LeaseId;
+use super::control::Refused;
+use super::leases::table::LeaseId;
 use super::refusals::Reason;
+use super::state::{Server, State};
 use super::trust::Principal;
-use super::{Server, State};
-use crate::cuda_ipc::Token;
-use crate::worker_protocol::Kind;
+use crate::worker_protocol::{Kind, Token};
 
 /// Ends all sessions, including those waiting for a worker, for which `reason` returns one, and tells their
 /// clients. Returns their number.
@@ -22,7 +21,7 @@ pub(super) fn end_sessions(
             match reason(&parked.principal, parked.lease) {
                 Some(why) => {
                     count += 1;
-                    parked.refuse(server, &Refused(Reason::NotAllowed, why));
+                    server.refuse_parked(&parked, &Refused(Reason::NotAllowed, why));
                 }
                 None => queue.push_back(parked),
             }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
-use super::Server;
+use super::state::Server;
 use crate::driver::cuda::nvml::readings::{self, Reading};
 
 /// Figures younger than this are not queried again.

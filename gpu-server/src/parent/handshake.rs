@@ -1,125 +1,30 @@
 //! The first message of a connection, which decides where the connection goes. For connections that have not
 //! sent it yet, and their limits, see [`super::listen`].
 
-use std::io::{self, Write};
-use std::net::TcpStream;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::Instant;
 
 use identity::Secret;
-use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{
-    COMPRESSED_OUT_SINCE, FrameHeader, Hello, VERBS_RESUME_SINCE, Welcome, frame, purpose, wish,
-};
-use rustls::ServerConnection;
-use zerocopy::IntoBytes;
+use protocol::link::{COMPRESSED_OUT_SINCE, Hello, VERBS_RESUME_SINCE, Welcome, purpose, wish};
 
-use super::asks::Ask;
-use super::leases::{self, LeaseId};
-use super::listen::Now;
-use super::queue::{Parked, join};
+use super::asks::waiting::Ask;
+use super::control::{Control, Refused, welcome};
+use super::leases::table::{LeaseId, UNKNOWN};
+use super::queue::join;
+use super::queue::parked::Parked;
 use super::refusals::Reason;
+use super::state::{Server, State};
 use super::trust::Principal;
 use super::workers::Worker;
-use super::{Server, State, Token};
 use crate::cuda_ipc::random_token;
 use crate::policy::Grant;
-use crate::worker_protocol::{Kind, ToWorker, Transport};
+use crate::worker_protocol::{Kind, ToWorker, Token, Transport};
 
 /// Data connections of a session: default and maximum.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
-
-/// A connection.
-pub(super) enum Control {
-    /// From a Unix socket.
-    Local(UnixStream),
-    /// From another machine, without TLS.
-    Tcp(TcpStream),
-    /// From another machine, under TLS.
-    Tls(TcpStream, Box<Mutex<ServerConnection>>),
-}
-
-impl AsFd for Control {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Control::Local(stream) => stream.as_fd(),
-            Control::Tcp(stream) | Control::Tls(stream, _) => stream.as_fd(),
-        }
-    }
-}
-
-impl Control {
-    /// A TLS connection whose handshake is complete.
-    pub(super) fn tls(stream: TcpStream, mut tls: ServerConnection) -> Control {
-        // Only short messages are sent here.
-        tls.set_buffer_limit(Some(64 << 10));
-        Control::Tls(stream, Box::new(Mutex::new(tls)))
-    }
-
-    /// Whether it uses TLS. The daemon then keeps it, and the session opens other connections.
-    pub(super) fn is_encrypted(&self) -> bool {
-        matches!(self, Control::Tls(..))
-    }
-
-    /// Sends bytes without blocking. It is an error if the client has left so much unread that there is no
-    /// room.
-    fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let full = || io::Error::new(io::ErrorKind::WouldBlock, "the client does not read");
-        if let Control::Tls(stream, tls) = self {
-            let mut tls = tls.lock().unwrap_or_else(|e| e.into_inner());
-            tls.writer().write_all(bytes)?;
-            while tls.wants_write() {
-                tls.write_tls(&mut Now(stream.as_fd()))?;
-            }
-            return Ok(());
-        }
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        match send(self.as_fd().as_raw_fd(), bytes, flags)? {
-            n if n == bytes.len() => Ok(()),
-            _ => Err(full()),
-        }
-    }
-
-    /// Sends a welcome without blocking.
-    pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
-        self.send(welcome.as_bytes())
-    }
-
-    /// Sends the answer to a question after a welcome, without blocking.
-    pub(super) fn send_answer(&self, answer: &[u8]) -> io::Result<()> {
-        let welcome = welcome(Answer::Ok, [0; 16], 0, "");
-        let header = FrameHeader { kind: frame::ANSWER, len: answer.len() as u32 };
-        self.send(&[welcome.as_bytes(), header.as_bytes(), answer].concat())
-    }
-
-    /// The transport's name, for the log and the status.
-    pub(super) fn transport(&self) -> &'static str {
-        match self {
-            Control::Local(_) => "local",
-            Control::Tcp(_) | Control::Tls(..) => "tcp",
-        }
-    }
-
-    /// Tells the client that its session is over, on behalf of a worker that no longer can. Never blocks: a
-    /// client that doesn't read notices that the connection closes.
-    pub(super) fn bye(&self, reason: &str) {
-        let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
-        let _ = self.send(&[header.as_bytes(), reason.as_bytes()].concat());
-        self.shut_down();
-    }
-
-    /// Closes the connection in both directions, which also wakes a thread that reads from it.
-    pub(super) fn shut_down(&self) {
-        // It may be closed already.
-        let _ = shutdown(self.as_fd().as_raw_fd(), Shutdown::Both);
-    }
-}
-
-/// A refusal: its reason, and a message.
-pub(super) struct Refused(pub(super) Reason, pub(super) String);
 
 /// Handles a client's first message. `who`: the verified client, or why there is none.
 pub(super) fn serve(
@@ -149,7 +54,7 @@ pub(super) fn serve(
         }
     });
     if let Err(refused) = result {
-        refuse(server, &connection, principal.as_ref(), peer, &client, &program, &refused);
+        server.refuse(&connection, principal.as_ref(), peer, &client, &program, &refused);
     }
 }
 
@@ -188,24 +93,6 @@ pub(super) fn hand_over(server: &Server, session: &Token, connection: BorrowedFd
         .map_err(|e| format!("the worker of its session does not take it: {e}"))
 }
 
-/// Tells a client why it is refused. `who`: the verified client, if any.
-pub(super) fn refuse(
-    server: &Server,
-    connection: &Control,
-    who: Option<&Principal>,
-    peer: &str,
-    client: &str,
-    program: &str,
-    refused: &Refused,
-) {
-    let Refused(cause, reason) = refused;
-    server.refusals.count(*cause);
-    tracing::info!(peer, client, program, "refused: {reason}");
-    server.audit.refused(who, peer, client, program, reason);
-    // The client may be gone already.
-    let _ = connection.send_welcome(&welcome(cause.answer(), [0; 16], 0, reason));
-}
-
 fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
     match (connection, hello.purpose) {
         (
@@ -234,11 +121,6 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
             format!("purpose {other} is not served over {}", connection.transport()),
         )),
     }
-}
-
-/// A welcome or a refusal, as a message.
-pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
-    Welcome { token, data_connections, server: text(&super::host_name()), ..Welcome::new(answer, reason) }
 }
 
 /// Passes a connection without TLS to the worker of its session. Without the session's secret, a client
@@ -364,7 +246,7 @@ fn lease_of(
     }
     let state = server.lock();
     let lease = state.leases.find(&hello.secret, &principal.name);
-    let lease = lease.ok_or_else(|| refused(leases::UNKNOWN.into()))?;
+    let lease = lease.ok_or_else(|| refused(UNKNOWN.into()))?;
     lease.narrow(&mut grant.limits);
     Ok(Some(lease.id))
 }

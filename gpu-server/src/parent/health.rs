@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use protocol::Status;
 
+use super::queue;
+use super::state::{Illness, Server, State};
 use super::workers::{Stage, Worker};
-use super::{Server, State, queue};
 use crate::config::Serve;
 use crate::driver::cuda::nvml::health::Watch;
 use crate::driver::health::{Event, Verdict};
@@ -25,18 +26,6 @@ use crate::worker_protocol::{Kind, ToWorker};
 
 /// The time between attempts to start watching.
 const RETRY: Duration = Duration::from_secs(60);
-
-/// A device's problem.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Illness {
-    /// In words, for the log, the status and clients.
-    pub(super) why: String,
-    pub(super) since: Instant,
-    /// Whether it is permanent: the device serves again only after the server was restarted.
-    pub(super) lasting: bool,
-    /// What CUDA reports to every program on the device.
-    pub(super) error: Option<Status>,
-}
 
 /// Starts the thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
@@ -225,8 +214,8 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::Limits;
     use crate::parent::queue::tests::session_of_limits;
-    use crate::worker_protocol::Limits;
 
     fn state() -> (State, Serve) {
         let mut state =

@@ -8,142 +8,28 @@
 //!   no longer use the server. Its sessions end with it.
 //! - A daemon keeps its leases for its successor ([`super::takeover`]).
 
-use std::collections::BTreeMap;
-use std::fmt;
+pub(super) mod table;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use host_bridge::ask::{self, Wish};
 use identity::Secret;
-use serde::{Deserialize, Serialize};
 
-use super::handshake::Refused;
+use self::table::{Lease, LeaseId, UNKNOWN, account};
+use super::control::Refused;
 use super::placement::NoDevice;
 use super::refusals::Reason;
-use super::{Server, State, ends, queue};
+use super::state::{Server, State};
+use super::{ends, queue};
 use crate::cuda_ipc::random_token;
+use crate::limits::Limits;
 use crate::policy::Grant;
-use crate::worker_protocol::{Kind, Limits};
+use crate::worker_protocol::Kind;
 
 /// Maximum number of leases of all clients together.
 const MOST: usize = 256;
-
-/// The message for a lease that doesn't exist or belongs to another client, without telling which.
-pub(super) const UNKNOWN: &str =
-    "this client has no such lease: its time was over, it was released, or rgpu-server was restarted";
-
-/// The server's name for a lease, which is not a secret.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) struct LeaseId(u32);
-
-impl fmt::Display for LeaseId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:08x}", self.0)
-    }
-}
-
-/// A lease.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Lease {
-    pub(super) id: LeaseId,
-    key: [u8; 32],
-    /// Its principal.
-    pub(super) principal: String,
-    /// The account of that principal's sessions without a lease: its own name, or its group's.
-    account: String,
-    name: String,
-    pub(super) devices: Vec<u32>,
-    pub(super) exclusive: bool,
-    /// Limit in bytes on each device; 0: none.
-    memory: u64,
-    weight: u32,
-    /// How long it lasts after it was granted or last renewed.
-    lasts: Duration,
-    #[serde(with = "past")]
-    granted: Instant,
-    #[serde(with = "past")]
-    renewed: Instant,
-}
-
-/// Serializes points in time as the time passed since, so that another daemon can read them.
-mod past {
-    use std::time::Instant;
-
-    use handover::clock;
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(time: &Instant, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_u64(clock::to_ns(*time))
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Instant, D::Error> {
-        u64::deserialize(from).map(clock::from_ns)
-    }
-}
-
-impl Lease {
-    /// The account of its sessions.
-    pub(super) fn account(&self) -> String {
-        account(&self.account, self.id)
-    }
-
-    fn until(&self) -> Instant {
-        self.renewed + self.lasts
-    }
-
-    /// Narrows a client's limits to this lease.
-    pub(super) fn narrow(&self, limits: &mut Limits) {
-        let least = |limit: u64| match (limit, self.memory) {
-            (0, memory) => memory,
-            (limit, 0) => limit,
-            (limit, memory) => limit.min(memory),
-        };
-        limits.principal = self.account();
-        limits.devices.clone_from(&self.devices);
-        limits.device_count = 0;
-        limits.exclusive = self.exclusive;
-        limits.weight = self.weight;
-        limits.session.device_memory = least(limits.session.device_memory);
-        limits.total.device_memory = least(limits.total.device_memory);
-    }
-}
-
-fn account(of: &str, id: LeaseId) -> String {
-    // Principals' names contain no slash.
-    format!("{of}/{id}")
-}
-
-/// All leases.
-#[derive(Debug, Default)]
-pub(super) struct Leases(BTreeMap<LeaseId, Lease>);
-
-impl Leases {
-    /// The leases of a previous daemon.
-    pub(super) fn restore(leases: Vec<Lease>) -> Leases {
-        Leases(leases.into_iter().map(|lease| (lease.id, lease)).collect())
-    }
-
-    pub(super) fn all(&self) -> impl Iterator<Item = &Lease> {
-        self.0.values()
-    }
-
-    pub(super) fn has(&self, id: LeaseId) -> bool {
-        self.0.contains_key(&id)
-    }
-
-    /// The lease with this key, if it belongs to this principal.
-    pub(super) fn find(&self, key: &[u8; 32], principal: &str) -> Option<&Lease> {
-        self.0.values().find(|lease| Secret(lease.key).matches(key) && lease.principal == principal)
-    }
-
-    /// Bytes of a device that were promised to leases, of one account or of all.
-    fn promised(&self, device: u32, of: Option<&str>) -> u64 {
-        let those = self.all().filter(|lease| lease.devices.contains(&device) && !lease.exclusive);
-        let those = those.filter(|lease| of.is_none_or(|account| lease.account == account));
-        those.fold(0, |sum, lease| sum.saturating_add(lease.memory))
-    }
-}
 
 /// What leases need to know about a GPU.
 #[derive(Debug, Clone, Default)]
@@ -435,6 +321,7 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::table::Leases;
     use super::*;
     use crate::config::Serve;
     use crate::parent::queue::tests::session_of_limits;

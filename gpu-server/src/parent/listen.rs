@@ -17,7 +17,7 @@
 pub(super) mod fuzzing;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
@@ -32,16 +32,18 @@ use host_bridge::framing::Address;
 use identity::tls::session_of;
 use metrics::Place;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use nix::sys::socket::{MsgFlags, recv, send};
+use nix::sys::socket::{MsgFlags, recv};
 use protocol::link::{BadGreeting, Hello, MAX_QUESTION, greeting, purpose};
 use protocol::version::OURS;
 use rustls::ServerConnection;
 use rustls::server::Acceptor;
 use zerocopy::FromBytes;
 
-use super::Server;
-use super::handshake::{self, Control, Refused};
+use super::control::{Control, Now, Refused};
+use super::handshake;
+use super::host::host_name;
 use super::refusals::Reason;
+use super::state::Server;
 use super::trust::Principal;
 
 /// How long a client may take for its first message. With TLS it takes four trips to the server.
@@ -71,6 +73,41 @@ impl Drop for Files {
 /// The addresses, for display.
 pub(super) fn addresses(all: &[Address]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// Where this server can probably be reached: what it listens at; for a wildcard address, this machine's name
+/// and each of its addresses.
+pub(super) fn own_addresses(server: &Server) -> Vec<String> {
+    let mut all = Vec::new();
+    let mut add = |host: String, port| {
+        let address = Address::Tcp(host, port).to_string();
+        if !all.contains(&address) {
+            all.push(address);
+        }
+    };
+    for address in &server.options.listen {
+        match address {
+            Address::Tcp(host, port) if ["*", "::", "0.0.0.0"].contains(&host.as_str()) => {
+                add(host_name(), *port);
+                interface_addresses().into_iter().for_each(|host| add(host, *port));
+            }
+            Address::Tcp(host, port) => add(host.clone(), *port),
+            Address::Unix(_) => {}
+        }
+    }
+    all
+}
+
+/// The addresses of this machine's interfaces that others can use.
+fn interface_addresses() -> Vec<String> {
+    let Ok(all) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
+    let address = |interface: nix::ifaddrs::InterfaceAddress| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|a| std::net::IpAddr::V4(a.ip()));
+        let v6 = address.as_sockaddr_in6().map(|a| a.ip()).filter(|ip| !ip.is_unicast_link_local());
+        v4.or(v6.map(std::net::IpAddr::V6)).filter(|ip| !ip.is_loopback()).map(|ip| ip.to_string())
+    };
+    all.filter_map(address).collect()
 }
 
 /// The name under which a listening socket is kept for the next daemon.
@@ -257,25 +294,6 @@ impl AsFd for Socket {
             Socket::Unix(stream) => stream.as_fd(),
             Socket::Tcp(stream) => stream.as_fd(),
         }
-    }
-}
-
-/// A socket whose calls never block, whatever its mode.
-pub(super) struct Now<'a>(pub(super) BorrowedFd<'a>);
-
-impl Read for Now<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        Ok(recv(self.0.as_raw_fd(), buffer, MsgFlags::MSG_DONTWAIT)?)
-    }
-}
-
-impl Write for Now<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        Ok(send(self.0.as_raw_fd(), bytes, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL)?)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }
 
@@ -625,7 +643,7 @@ impl Greeter {
                 let reason = "this server does not speak TLS (--insecure)".to_owned();
                 let refused = Refused(Reason::NoTls, reason);
                 // Sent without TLS instead of TLS's answer, it tells the client that there is no TLS.
-                handshake::refuse(&self.server, &arrival.into_control(), None, &peer, "", "", &refused);
+                self.server.refuse(&arrival.into_control(), None, &peer, "", "", &refused);
             }
             Step::Session(session) => {
                 if let Err(why) = handshake::hand_over(&self.server, &session, arrival.socket.as_fd()) {
@@ -636,7 +654,7 @@ impl Greeter {
                 let reason = mismatch.describe("the client speaks", "this server speaks");
                 // The client's name is in a part of the hello whose position depends on the version.
                 let refused = Refused(Reason::Version, reason);
-                handshake::refuse(&self.server, &arrival.into_control(), None, &peer, "", "", &refused);
+                self.server.refuse(&arrival.into_control(), None, &peer, "", "", &refused);
             }
             Step::Said(Err(BadGreeting::Magic(_))) => {}
             Step::Said(Ok(said)) => {

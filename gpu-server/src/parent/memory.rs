@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::Context;
 use protocol::ops::nvml::status;
 
-use super::{Server, State};
+use super::state::{Server, State};
 use crate::driver::cuda::nvml::processes::{self, Use};
 
 /// The delay before a query.
@@ -91,7 +91,7 @@ mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::super::workers::{Managed, Stage};
     use super::*;
-    use crate::worker_protocol::Limits;
+    use crate::limits::Limits;
 
     #[test]
     fn a_workers_earlier_memory_use_counts_from_the_sessions_start() {

@@ -1,7 +1,9 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`listen`]: listening sockets, and connections without a first message; [`direct`]: connections between
-//!   workers of two servers;
+//! - [`state`]: what the threads share, below all that acts on it; [`bells`]: what wakes them; [`host`]: the
+//!   server's name;
+//! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with one;
+//!   [`direct`]: connections between workers of two servers;
 //! - [`handshake`]: the first message of a connection;
 //! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; the [policy](crate::policy): what
 //!   they may use;
@@ -20,8 +22,8 @@
 //! - [`status`]: the status for `rgpuctl status`; [`scrape`]: the same and more for Prometheus, with the
 //!   definitions in [`families`];
 //! - [`drain`]: the daemon's shutdown, and `rgpuctl drain`;
-//! - [`takeover`]: from one daemon to the next, and `rgpuctl upgrade`; [`record`]: what one daemon writes
-//!   down for the next.
+//! - [`takeover`]: from one daemon to the next, and `rgpuctl upgrade`; [`record`]: the
+//!   memory in which one daemon writes things down for the next.
 //!
 //! The daemon never touches a device, nor any byte of a session after its handshake. One client's or worker's
 //! misbehavior cannot affect another.
@@ -31,6 +33,8 @@ mod admin;
 mod arbiter;
 mod asks;
 mod audit;
+mod bells;
+mod control;
 mod direct;
 mod drain;
 mod ends;
@@ -38,6 +42,7 @@ mod families;
 mod gpus;
 mod handshake;
 mod health;
+mod host;
 mod leases;
 mod listen;
 mod memory;
@@ -50,6 +55,7 @@ mod record;
 mod refusals;
 mod residency;
 mod scrape;
+mod state;
 mod status;
 mod swap;
 mod takeover;
@@ -58,252 +64,18 @@ mod turns;
 mod watch;
 mod workers;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Instant;
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use handover::Inherited;
-use host_bridge::framing::Address;
-use identity::Secret;
 use nix::sys::signal::{SigSet, Signal};
 
-use self::accounts::Account;
-use self::asks::Asks;
-use self::audit::Audit;
-use self::direct::Tickets;
-use self::drain::Drain;
-use self::gpus::Gpus;
-use self::handshake::Control;
-use self::health::Illness;
-use self::leases::{LeaseId, Leases};
-use self::pace::Paces;
-use self::pool::Pool;
-use self::queue::Nudge;
-use self::refusals::Refusals;
-use self::scrape::{Settled, Waits};
-use self::swap::Swapping;
-use self::takeover::Succession;
-use self::trust::{Principal, Trust};
-use self::turns::Bell;
-use self::workers::{Managed, Worker};
-use crate::cache::{self, store::Store};
+pub use self::host::server_name;
+use self::state::{Server, read_policy};
+use self::trust::Trust;
 use crate::config::Serve;
-use crate::confinement::Confining;
-use crate::cuda_ipc::{Shares, Token};
 use crate::policy::Policy;
-use crate::worker_protocol::{Counters, Kind, Limits};
-
-/// The daemon's state.
-struct Server {
-    options: Serve,
-    confining: Confining,
-    state: Mutex<State>,
-    /// Notified whenever the state changes.
-    changed: Condvar,
-    /// Wakes the queue's thread.
-    nudge: Nudge,
-    /// Identifies clients over TLS. `None`: the server doesn't use TLS.
-    trust: Option<Trust>,
-    policy: Mutex<Arc<Policy>>,
-    audit: Audit,
-    /// Wakes the thread that gives principals their turns.
-    bell: Bell,
-    /// Client data that need not be sent again.
-    cache: Option<Store>,
-    /// What the next daemon inherits.
-    succession: Succession,
-    gpus: Gpus,
-    /// Refusals so far, and how long sessions waited for a worker.
-    refusals: Refusals,
-    waits: Waits,
-    asks: Asks,
-}
-
-#[derive(Default)]
-struct State {
-    /// Workers for sessions that use devices.
-    gpu: Pool,
-    /// Workers for sessions that only query NVML.
-    nvml: Pool,
-    /// Every worker process, by process id.
-    workers: HashMap<u32, Managed>,
-    /// By the worker's process id.
-    sessions: HashMap<u32, Session>,
-    tokens: HashMap<Token, Arc<Worker>>,
-    /// For direct connections from other servers.
-    tickets: Tickets,
-    /// Why sessions ended that their clients may try to resume, latest last.
-    ended: VecDeque<(Token, String)>,
-    shares: Shares,
-    leases: Leases,
-    /// The backend and devices that workers serve, once a worker has been ready.
-    serving: Option<(String, Vec<String>)>,
-    paces: Paces,
-    /// Why nothing can be served at all.
-    fatal: Option<String>,
-    /// Set once the daemon is shutting down.
-    drain: Option<Drain>,
-    /// Another program is about to take over. Once this is set, no worker starts and no session begins.
-    upgrading: bool,
-    closed: bool,
-    /// Unhealthy devices, by number.
-    ill: BTreeMap<u32, Illness>,
-    /// Where sessions' device memory is, if it can be moved.
-    swapping: Option<Swapping>,
-    /// Whether to ask NVML for the workers' memory.
-    measure: bool,
-    /// GPU time charged to principals, in ns.
-    charged: HashMap<String, u64>,
-    /// The same since the start of the daemon, and what ended sessions have done.
-    charged_ever: metrics::Ledger<u64>,
-    settled: metrics::Ledger<Settled>,
-    sessions_begun: u64,
-    sessions_lost: u64,
-    workers_crashed: u64,
-    /// Sessions that ended because a kernel ran too long.
-    kernels_overrun: u64,
-    leases_granted: u64,
-}
-
-impl State {
-    fn pool(&self, kind: Kind) -> &Pool {
-        match kind {
-            Kind::Gpu => &self.gpu,
-            Kind::Nvml => &self.nvml,
-        }
-    }
-
-    /// Whether no session may begin any more.
-    fn stopped(&self) -> bool {
-        self.draining() || self.closed
-    }
-
-    fn pool_mut(&mut self, kind: Kind) -> &mut Pool {
-        match kind {
-            Kind::Gpu => &mut self.gpu,
-            Kind::Nvml => &mut self.nvml,
-        }
-    }
-}
-
-/// A session, as the daemon knows it.
-struct Session {
-    kind: Kind,
-    client: String,
-    program: String,
-    pid: u32,
-    transport: &'static str,
-    peer: String,
-    since: Instant,
-    counters: Counters,
-    /// Its name in metrics.
-    key: metrics::Key,
-    limits: Limits,
-    /// The lease under which it runs.
-    lease: Option<LeaseId>,
-    /// Numbers of its devices.
-    devices: Vec<u32>,
-    account: Account,
-    token: Token,
-    secret: Secret,
-    principal: Principal,
-    /// Data connections that it was granted, and those of its first link without TLS.
-    data_connections: (u32, u32),
-    /// Whether its connections use TLS.
-    encrypted: bool,
-    /// For telling the client why its session ended if the worker no longer can. Replaced whenever the
-    /// session is resumed without TLS. `None`: the previous daemon had it.
-    control: Option<Arc<Control>>,
-    /// Since when it has no link.
-    parked: Option<Instant>,
-    /// The latest of its links, and how often it resumed over new connections.
-    attempt: u32,
-    resumed: u64,
-    /// Whether the worker has the connection. Before that, the client can still be given to another worker.
-    begun: bool,
-    /// Whether a kernel has run too long.
-    overrun: bool,
-    /// Whether the worker has reported the session's end, or the daemon has decided it.
-    ended: bool,
-    /// Whether it ended without its client closing it.
-    lost: bool,
-    /// How many daemons it has had before this one.
-    daemons: u32,
-    /// Whether it is kept for the next daemon.
-    kept: bool,
-    /// Events of other sessions that it has opened, and its slot in each.
-    opened: Vec<(Token, u16)>,
-}
-
-impl Server {
-    fn new(options: Serve, inherited: &mut Inherited) -> anyhow::Result<Server> {
-        let network = options.listen.iter().any(|address| matches!(address, Address::Tcp(..)));
-        let trust = if network && !options.insecure { Some(Trust::open(&options)?) } else { None };
-        let policy = Mutex::new(Arc::new(read_policy(&options)?));
-        let audit = Audit::open(options.audit_log.as_deref())?;
-        let sockets = options.mps.as_deref().map(mps::sockets);
-        let confining = Confining::new(&options.sandbox, &options.worker.backing, sockets.as_deref());
-        let (state, changed) = (Mutex::default(), Condvar::new());
-        let succession = Succession::new(inherited).context("what the next daemon gets")?;
-        let (nudge, bell) = (Nudge::new()?, Bell::take_or_new(inherited, &succession.store)?);
-        let (gpus, refusals, waits, asks) = Default::default();
-        let cache = options.cache.open().context("opening the cache (--cache)")?;
-        Ok(Server {
-            options,
-            confining,
-            state,
-            changed,
-            nudge,
-            bell,
-            succession,
-            gpus,
-            refusals,
-            waits,
-            asks,
-            trust,
-            policy,
-            audit,
-            cache,
-        })
-    }
-
-    /// Opens a connection to a client's blocks in the cache and returns the worker's end. `None`: there is no
-    /// cache, or it cannot be used.
-    fn cache_of(&self, client: &str) -> Option<UnixStream> {
-        let store = self.cache.as_ref()?;
-        let opened = UnixStream::pair().and_then(|(ours, theirs)| {
-            cache::serve(store, client, ours)?;
-            Ok(theirs)
-        });
-        opened.inspect_err(|e| tracing::warn!(client, "a session does without the cache: {e}")).ok()
-    }
-
-    /// The rules as they are now.
-    fn policy(&self) -> Arc<Policy> {
-        Arc::clone(&self.policy.lock().unwrap_or_else(|e| e.into_inner()))
-    }
-
-    /// Why a client verified as this principal may have no session, if so. Its access may have been revoked
-    /// since.
-    fn unwelcome(&self, principal: &Principal) -> Option<String> {
-        if let Some(why) = self.trust.as_ref().and_then(|trust| trust.doubt(principal)) {
-            return Some(why);
-        }
-        self.not_allowed(&principal.name)
-    }
-
-    /// Why the rules give a principal nothing, if so.
-    fn not_allowed(&self, principal: &str) -> Option<String> {
-        self.policy().grant(principal, &self.options.share).err()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
-    }
-}
 
 #[cfg(fuzzing)]
 pub use self::listen::fuzzing::handshake_any;
@@ -313,12 +85,6 @@ pub(crate) use self::takeover::takes_over;
 pub fn check(options: &Serve) -> anyhow::Result<Policy> {
     options.metrics.check()?;
     Ok(read_policy(options)?)
-}
-
-/// Reads the rules that the options name.
-fn read_policy(options: &Serve) -> Result<Policy, options::Error> {
-    let read = |path: &std::path::PathBuf| Policy::read(path, &options.worker.backing.devices);
-    options.clients.as_ref().map_or_else(|| Ok(Policy::default()), read)
 }
 
 /// Reloads what the operator may change while the server runs: its key and certificates, and the rules for
@@ -346,16 +112,6 @@ fn reload(server: &Server) {
         + leases::end(server, |lease| server.not_allowed(&lease.principal));
     tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
     server.succession.store.ready();
-}
-
-/// The version and host of this `rgpu-server`, for display.
-pub fn server_name() -> String {
-    format!("rgpu-server {} on {}", env!("CARGO_PKG_VERSION"), host_name())
-}
-
-fn host_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname")
-        .map_or_else(|_| "unknown".into(), |name| name.trim().to_owned())
 }
 
 /// Sends the log to standard error.

@@ -9,8 +9,9 @@
 //!   are unused by others. Meanwhile no later client gets the devices that it waits for, so that it doesn't
 //!   wait forever.
 
-use super::State;
-use crate::worker_protocol::{Kind, Limits};
+use super::state::State;
+use crate::limits::Limits;
+use crate::worker_protocol::Kind;
 
 /// Why a session gets no devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -155,8 +156,8 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::parent::health::Illness;
     use crate::parent::queue::tests::session_of_limits;
+    use crate::parent::state::Illness;
     use std::time::Instant;
 
     const ALL: [u32; 4] = [0, 1, 2, 3];

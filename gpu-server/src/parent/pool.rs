@@ -1,59 +1,23 @@
 //! Workers without a session, which the daemon starts in advance.
 
-use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, bail};
 use sandbox::{Command, Process, Report};
 
-use super::queue::Parked;
+use super::mps;
+use super::state::{Server, State};
+use super::takeover::kept;
 use super::watch::{describe, start_watching};
 use super::workers::{Managed, Worker};
-use super::{Server, State, mps, takeover};
 use crate::config::Serve;
 use crate::worker_protocol::{self, FromWorker, Kind, ToWorker};
 
-/// How long to wait after a worker failed to start. Doubled for each failure in a row, up to [`MAX_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// The longest pause after a failure.
-const MAX_PAUSE: Duration = Duration::from_secs(10);
-/// After this many failures in a row, waiting clients are refused.
-pub(super) const GIVE_UP: u32 = 5;
-/// How long to wait before the next try on a device without memory for another context. The end of a session
-/// shortens this.
-const FULL_PAUSE: Duration = Duration::from_secs(1);
 /// Device memory for a context in bytes, with a margin. It is 530 MiB on an H100.
 const CONTEXT: u64 = 640 << 20;
-
-/// The workers of one kind without a session, and the clients that wait for them.
-#[derive(Default)]
-pub(super) struct Pool {
-    /// Ready for a session.
-    pub(super) idle: VecDeque<Arc<Worker>>,
-    /// Clients that wait for a worker, in order of arrival.
-    pub(super) queue: VecDeque<Parked>,
-    /// Number of workers that are starting.
-    pub(super) starting: usize,
-    /// Number of sessions that have begun.
-    pub(super) begun: u64,
-    /// When a session last began or a worker last became ready.
-    pub(super) moved: Option<Instant>,
-    /// Number of workers in a row that failed to start.
-    pub(super) failures: u32,
-    /// Number of workers that failed to start.
-    pub(super) failed: u64,
-    /// Why the last one failed.
-    pub(super) last_failure: String,
-    /// Whether the device had no memory for another context at the last try.
-    pub(super) full: bool,
-    /// No worker is started before this time.
-    pub(super) not_before: Option<Instant>,
-    /// Free bytes on the device when the last worker became ready, if no worker has ended since.
-    pub(super) free: Option<u64>,
-}
 
 /// Starts the thread that keeps the pools filled.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
@@ -153,28 +117,6 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
     }
 }
 
-impl Pool {
-    /// A worker could not be started, or died before it was ready.
-    pub(super) fn fail(&mut self, now: Instant, why: String) {
-        self.failed += 1;
-        self.last_failure = why;
-        if self.full {
-            self.not_before = Some(now + FULL_PAUSE);
-        } else {
-            self.failures = self.failures.saturating_add(1);
-            self.not_before =
-                Some(now + FIRST_PAUSE.saturating_mul(1 << self.failures.min(10)).min(MAX_PAUSE));
-        }
-    }
-
-    /// A worker became ready.
-    pub(super) fn succeed(&mut self, now: Instant, free: Option<u64>) {
-        (self.failures, self.full, self.not_before, self.free) = (0, false, None, free);
-        self.last_failure.clear();
-        self.moved = Some(now);
-    }
-}
-
 fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
     let (ours, theirs) = worker_protocol::pair().context("creating a socket pair")?;
     let process = spawn(server, &theirs)?;
@@ -182,7 +124,7 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
     let orders = server.confining.orders(&process);
     let alive = process.alive().map(|alive| alive.try_clone_to_owned()).transpose();
     let alive = alive.context("duplicating a descriptor")?;
-    let worker = Arc::new(Worker::new(ours, &process, takeover::describe(&process), alive));
+    let worker = Arc::new(Worker::new(ours, &process, kept::describe(&process), alive));
     let mut options = server.options.worker.clone();
     {
         let mut state = server.lock();
@@ -268,7 +210,11 @@ pub(super) fn keep_idle(state: &mut State, options: &Serve, worker: &Arc<Worker>
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::time::Duration;
+
+    use super::super::queue::parked::Parked;
     use super::super::watch::{become_ready, remove_worker};
+    use super::super::workers::MAX_PAUSE;
     use super::*;
 
     fn options(flags: &[&str]) -> Serve {

@@ -10,131 +10,34 @@
 //! A waiting connection costs a descriptor but no thread. Only its worker reads from it. Messages to it are
 //! sent under the state's lock without blocking, so a position is never sent after the welcome.
 
+pub(super) mod parked;
+
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use identity::{Fingerprint, Secret};
+use identity::Fingerprint;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::{Answer, text};
 use protocol::link::Welcome;
 
-use super::accounts::Account;
-use super::handshake::{Control, Refused, refuse, welcome};
-use super::leases::{self, LeaseId};
+use self::parked::Parked;
+use super::accounts::account::Account;
+use super::control::{Control, Refused, welcome};
+use super::leases::table::UNKNOWN;
 use super::placement::NoDevice;
-use super::pool::GIVE_UP;
 use super::refusals::Reason;
-use super::trust::Principal;
-use super::workers::{Stage, Worker};
-use super::{Server, Session, State, Token, takeover};
-use crate::policy::Rules;
-use crate::worker_protocol::{Counters, Kind, Limits, ToWorker, Transport, Visitor};
+use super::state::{Server, Session, State};
+use super::takeover::kept;
+use super::workers::{GIVE_UP, Stage, Worker};
+use crate::limits::Limits;
+use crate::worker_protocol::{Counters, Kind, ToWorker, Transport, Visitor};
 
 /// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);
-
-/// A client that waits for a worker.
-pub(super) struct Parked {
-    pub(super) connection: Arc<Control>,
-    pub(super) peer: String,
-    pub(super) client: String,
-    pub(super) program: String,
-    pub(super) pid: u32,
-    pub(super) transport: Transport,
-    pub(super) data_connections: u32,
-    pub(super) token: Token,
-    pub(super) secret: Secret,
-    /// The verified client.
-    pub(super) principal: Principal,
-    /// Seconds that the session is kept without its connections.
-    pub(super) grace: u32,
-    /// MiB of data that its bridge may send eagerly.
-    pub(super) eager: u32,
-    /// What its session may use.
-    pub(super) limits: Limits,
-    /// The lease under which it will run.
-    pub(super) lease: Option<LeaseId>,
-    /// The devices that it requests, by the server's numbers and in its order. Empty: any.
-    pub(super) devices: Vec<u32>,
-    /// The rules that a refusal names.
-    pub(super) rules: Rules,
-    /// Whether the client understands messages about its position in the queue.
-    pub(super) may_wait: bool,
-    pub(super) since: Instant,
-    /// When it was last told its position.
-    pub(super) told: Option<Instant>,
-    /// The number of workers that had failed when it arrived.
-    pub(super) failures: u64,
-    /// Why it got no devices, if a worker was ready for it.
-    pub(super) unplaced: Option<String>,
-}
-
-impl Parked {
-    /// Tells the client why it is refused.
-    pub(super) fn refuse(&self, server: &Server, refused: &Refused) {
-        let Parked { connection, principal, peer, client, program, .. } = self;
-        refuse(server, connection, Some(principal), peer, client, program, refused);
-    }
-
-    /// The transport's name, for the log and the status.
-    pub(super) fn transport_name(&self) -> &'static str {
-        match self.transport {
-            Transport::Verbs { .. } => "verbs",
-            Transport::Tcp { .. } | Transport::Local => self.connection.transport(),
-        }
-    }
-}
-
-#[cfg(test)]
-impl Parked {
-    /// A client for tests.
-    pub(super) fn fake() -> Parked {
-        let (connection, _) = std::os::unix::net::UnixStream::pair().unwrap();
-        Parked {
-            connection: Arc::new(Control::Local(connection)),
-            peer: "this host".into(),
-            client: "test".into(),
-            program: "a test".into(),
-            pid: 0,
-            transport: Transport::Local,
-            data_connections: 0,
-            token: [0; 16],
-            secret: Secret([0; 32]),
-            principal: Principal::test(),
-            grace: 0,
-            eager: 0,
-            devices: Vec::new(),
-            limits: Limits::default(),
-            lease: None,
-            rules: Rules { sessions: "--client-sessions".into(), ..Rules::default() },
-            may_wait: true,
-            since: Instant::now(),
-            told: None,
-            failures: 0,
-            unplaced: None,
-        }
-    }
-}
-
-/// Wakes the queue's thread.
-pub(super) struct Nudge(EventFd);
-
-impl Nudge {
-    pub(super) fn new() -> anyhow::Result<Nudge> {
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        Ok(Nudge(EventFd::from_value_and_flags(0, flags).context("an eventfd for the queue")?))
-    }
-
-    pub(super) fn nudge(&self) {
-        // Writing fails only when the counter is at its maximum. Then the thread is awake.
-        let _ = self.0.write(1);
-    }
-}
 
 /// Adds a client to the end of the queue, and serves it if a worker is ready.
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {
@@ -149,7 +52,7 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
         }
         // The same applies to leases that end after this point.
         if parked.lease.is_some_and(|lease| !state.leases.has(lease)) {
-            return Err(Refused(Reason::NoLease, leases::UNKNOWN.into()));
+            return Err(Refused(Reason::NoLease, UNKNOWN.into()));
         }
         let most = server.options.max_sessions;
         // A waiting client will become a session, so both count. One that has ended does not: its worker will be gone
@@ -228,7 +131,7 @@ fn first_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(us
             Err(NoDevice::Never(why)) => {
                 if let Some(parked) = state.pool_mut(kind).queue.remove(at) {
                     let why = parked.rules.explain(why);
-                    parked.refuse(server, &Refused(Reason::NoDevice, why));
+                    server.refuse_parked(&parked, &Refused(Reason::NoDevice, why));
                 }
             }
         }
@@ -253,7 +156,7 @@ pub(super) fn serve(server: &Server, kind: Kind) {
                 Ok(opened) => opened,
                 Err(e) => {
                     let why = format!("the server cannot make memory to share with a worker: {e}");
-                    parked.refuse(server, &Refused(Reason::Failed, why));
+                    server.refuse_parked(&parked, &Refused(Reason::Failed, why));
                     continue;
                 }
             };
@@ -311,7 +214,7 @@ pub(super) fn serve(server: &Server, kind: Kind) {
             }
             // Before its client knows of it, so that no session that a client has is lost if this daemon is
             // killed. A session that no client has ends as if its client were gone.
-            takeover::keep(server, &mut state, &worker, meter);
+            kept::keep(server, &mut state, &worker, meter);
             state.save_daemon(&server.succession, false);
             begin(&worker, &parked, cache.is_some());
             drop(state);
@@ -488,7 +391,7 @@ fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
                 None
             };
             if let Some(refused) = refused {
-                parked.refuse(server, &refused);
+                server.refuse_parked(&parked, &refused);
                 continue;
             }
             let time_to_tell =
@@ -541,7 +444,7 @@ fn last_failure(state: &State, kind: Kind) -> String {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::super::turns::Bell;
+    use super::super::bells::Bell;
     use super::*;
     use handover::Inherited;
     use host_bridge::framing::recv_struct;

@@ -5,14 +5,15 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use handover::Text;
+use handover::{Inherited, Store, Text};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::limits::{MOST_DEVICES, Resource};
 use crate::pages::{self, Page, Shared};
-use crate::worker_protocol::{MOST_DEVICES, Resource};
 
 /// Maximum size of a text in bytes.
 const ROOM: u64 = 1 << 20;
@@ -126,6 +127,38 @@ impl Record {
             && is(last, request)
             && is(by, bytes)
             && place(resource).is_some_and(|place| is(of, place as u64))
+    }
+}
+
+/// The name of the daemon's own record.
+const DAEMON: &str = "daemon";
+
+/// The transition from this program to the next one.
+pub(super) struct Succession {
+    pub(super) store: Store,
+    /// The daemon's own record.
+    pub(super) record: Record,
+    /// The file that this program was started from. It may have been replaced since.
+    pub(super) program: PathBuf,
+}
+
+impl Succession {
+    /// Continues with the previous daemon's record, if there was one.
+    pub(super) fn new(inherited: &mut Inherited) -> io::Result<Succession> {
+        let store = Store::new();
+        let before = inherited.remove(DAEMON).map(Record::open);
+        let record = match before {
+            Some(Ok(record)) => record,
+            before => {
+                if let Some(Err(e)) = before {
+                    tracing::warn!("cannot read the previous daemon's record: {e}");
+                    store.forget(DAEMON);
+                }
+                Record::new()?
+            }
+        };
+        store.keep(DAEMON, &record)?;
+        Ok(Succession { store, record, program: std::env::current_exe()? })
     }
 }
 

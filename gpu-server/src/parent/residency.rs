@@ -114,6 +114,18 @@ pub(super) struct Decided {
     pub(super) pending: bool,
 }
 
+/// The state of moving device memory.
+#[derive(Debug, Default)]
+pub(super) struct Swapping {
+    pub(super) residency: Residency,
+    /// Bytes of each device. A device without an entry has no known limit.
+    pub(super) budget: Bytes,
+    /// Times that a session had to wait because others had only just got their memory back.
+    pub(super) held_back: u64,
+    /// Bytes that ended sessions have moved off the devices and back.
+    pub(super) settled: [u64; 2],
+}
+
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Residency {

@@ -5,90 +5,28 @@
 //! a session has done is added to the ledger when it is over ([`State::settle`]); running sessions are added
 //! when somebody asks.
 
-use std::collections::{BTreeMap, HashMap};
+pub(super) mod totals;
+
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use handover::Inherited;
 use metrics::serve::Listener;
-use metrics::{Histogram, Place, Samples};
+use metrics::{Place, Samples};
 
+use self::totals::Settled;
 use super::families as f;
+use super::host::host_name;
 use super::listen::{Files, bind_unix};
-use super::{Server, Session, State};
+use super::state::{Server, State};
 use crate::cache::store::Figures;
 use crate::driver::cuda::nvml::readings::Reading;
-use crate::worker_protocol::{Counters, Kind};
+use crate::worker_protocol::Kind;
 
 /// How long a scrape waits for NVML.
 const NVML_WITHIN: Duration = Duration::from_secs(1);
-
-/// Totals of the ended sessions under one name.
-#[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Settled {
-    sessions: u64,
-    lost: u64,
-    resumed: u64,
-    time: Duration,
-    counters: Counters,
-}
-
-impl Settled {
-    /// Adds a session.
-    fn add(&mut self, session: &Session) {
-        let mut counters = session.counters;
-        let own = [
-            (&mut self.sessions, 1),
-            (&mut self.lost, session.lost.into()),
-            (&mut self.resumed, session.resumed),
-        ];
-        let of_worker = self.counters.growing().into_iter().zip(counters.growing().map(|value| *value));
-        for (sum, value) in own.into_iter().chain(of_worker) {
-            *sum = sum.saturating_add(value);
-        }
-        self.time = self.time.saturating_add(session.since.elapsed());
-    }
-}
-
-/// How long sessions waited for a worker, by kind.
-#[derive(Debug)]
-pub(super) struct Waits([Histogram; Kind::ALL.len()]);
-
-impl Default for Waits {
-    fn default() -> Waits {
-        Waits(Kind::ALL.map(|_| Histogram::new([0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0])))
-    }
-}
-
-impl Waits {
-    /// Notes that a session begins after waiting this long.
-    pub(super) fn observe(&self, kind: Kind, waited: Duration) {
-        let of_kind = Kind::ALL.into_iter().zip(&self.0).find(|(other, _)| *other == kind);
-        of_kind.inspect(|(_, histogram)| histogram.observe(waited.as_secs_f64()));
-    }
-}
-
-impl State {
-    /// Adds a session that is over, and whose worker has ended.
-    pub(super) fn settle(&mut self, session: &Session) {
-        self.settled.value(&session.key, Instant::now()).add(session);
-        self.settle_moved(session);
-    }
-
-    /// Notes the total time that the arbiter has charged to principals since they have had sessions.
-    pub(super) fn note_charged(&mut self, charged: &HashMap<String, u64>) {
-        let now = Instant::now();
-        for (principal, ns) in charged {
-            let more = ns.saturating_sub(self.charged.get(principal).copied().unwrap_or(0));
-            if more > 0 {
-                let key = self.charged_ever.enter([principal, "", ""], now);
-                let sum = self.charged_ever.value(&key, now);
-                *sum = sum.saturating_add(more);
-            }
-        }
-    }
-}
 
 /// Starts serving metrics, if the options ask for it.
 pub(super) fn start(
@@ -254,7 +192,7 @@ fn gpus(samples: &mut Samples, server: &Server, state: &State, readings: &[Readi
         let leases = state.leases.all().filter(|lease| lease.devices.contains(&number)).count();
         samples.add(&f::GPU_LEASES, &[&gpu], leases);
     }
-    let host = super::host_name();
+    let host = host_name();
     for reading in readings {
         let gpu = reading.device.to_string();
         let labels = [gpu.as_str(), &reading.uuid, &reading.name, &host];
@@ -277,9 +215,13 @@ fn gpus(samples: &mut Samples, server: &Server, state: &State, readings: &[Readi
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+    use std::time::Instant;
+
     use super::super::queue::tests::session_of_limits;
     use super::*;
-    use crate::worker_protocol::Limits;
+    use crate::limits::Limits;
+    use crate::worker_protocol::Counters;
 
     fn text(state: &State) -> String {
         let mut samples = Samples::default();

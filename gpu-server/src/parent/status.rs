@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 use handover::Inherited;
 use serde_json::json;
 
-use super::health::Illness;
 use super::listen::{Files, serve_unix};
+use super::state::{Illness, Server, Session, State};
 use super::workers::Managed;
-use super::{Server, Session, State};
 use crate::cache::store::Figures;
 use crate::driver::cuda::nvml::readings::Reading;
 

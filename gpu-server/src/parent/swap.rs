@@ -18,28 +18,17 @@ use anyhow::Context;
 use handover::clock;
 use nix::fcntl::OFlag;
 
-use super::accounts::Account;
-use super::residency::{Bytes, Residency, Rules, View};
+use super::accounts::account::Account;
+use super::residency::{Bytes, Residency, Rules, Swapping, View};
+use super::state::{Server, Session, State};
 use super::workers::Stage;
-use super::{Server, Session, State};
 use crate::config::{Backend, Serve, Swap};
 use crate::confinement;
-use crate::worker_protocol::{Kind, MemoryOrder, Resource, ToWorker};
+use crate::limits::Resource;
+use crate::worker_protocol::{Kind, MemoryOrder, ToWorker};
 
 /// Memory of an NVIDIA device that stays free.
 const RESERVE: u64 = 1 << 30;
-
-/// The state of moving device memory.
-#[derive(Debug, Default)]
-pub(super) struct Swapping {
-    residency: Residency,
-    /// Bytes of each device. A device without an entry has no known limit.
-    budget: Bytes,
-    /// Times that a session had to wait because others had only just got their memory back.
-    pub(super) held_back: u64,
-    /// Bytes that ended sessions have moved off the devices and back.
-    pub(super) settled: [u64; 2],
-}
 
 /// Starts moving device memory, if the options ask for it. Called before any session begins.
 pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
@@ -273,8 +262,8 @@ impl State {
 mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::*;
-    use crate::cuda_ipc::{Refusal, Reply};
-    use crate::worker_protocol::Limits;
+    use crate::limits::Limits;
+    use crate::worker_protocol::{Refusal, Reply};
 
     const DEVICE: Resource = Resource::Device(0);
 

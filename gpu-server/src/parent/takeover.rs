@@ -18,267 +18,40 @@
 //! Workers without a session, waiting clients, and connections without a first message are not kept. Bridges
 //! connect again.
 
+pub(super) mod kept;
+
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use handover::{Inherited, Store, clock};
-use protocol::Status;
+use handover::{Inherited, clock};
 use sandbox::Process;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
-use super::accounts::Account;
-use super::audit::hex;
-use super::health::Illness;
-use super::leases::{Lease, LeaseId, Leases};
-use super::record::Record;
-use super::trust::SavedPrincipal;
+use self::kept::{PARTS, Saved, SavedDaemon, name, parse_share};
+use super::accounts::account::Account;
+use super::host::host_name;
+use super::record::{Record, Succession};
+use super::state::{Server, Session, State};
 use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
-use super::{Server, Session, State, ends, leases};
-use crate::cuda_ipc::{Shared, Token, origin};
+use super::{ends, leases};
+use crate::cuda_ipc::origin;
 use crate::shared_event;
-use crate::worker_protocol::{Counters, FORMAT, Kind, Limits, ToWorker};
+use crate::worker_protocol::{FORMAT, Kind, Shared, ToWorker, Token};
 
 /// How long waiting clients may delay an upgrade.
 const QUEUE_WITHIN: Duration = Duration::from_secs(5);
 /// Maximum time for workers without a session to end. The driver may take long.
 const UNUSED_WITHIN: Duration = Duration::from_secs(30);
-/// The name of the daemon's own record.
-const DAEMON: &str = "daemon";
-
-/// The text of a session's record.
-#[derive(Serialize, Deserialize)]
-struct Saved {
-    format: u32,
-    /// How many daemons the session has had.
-    daemons: u32,
-    process: sandbox::Description,
-    kind: Kind,
-    client: String,
-    program: String,
-    pid: u32,
-    transport: String,
-    peer: String,
-    /// Times are ns of CLOCK_MONOTONIC.
-    since: u64,
-    parked: Option<u64>,
-    counters: Counters,
-    limits: Limits,
-    lease: Option<LeaseId>,
-    devices: Vec<u32>,
-    token: Token,
-    secret: [u8; 32],
-    principal: SavedPrincipal,
-    encrypted: bool,
-    data_connections: (u32, u32),
-    attempt: u32,
-    resumed: u64,
-    overrun: bool,
-    ended: bool,
-    lost: bool,
-    /// Events of other sessions that it has opened, and its slot in each.
-    opened: Vec<(Token, u16)>,
-}
-
 /// The beginning of every record, in any version.
 #[derive(Deserialize)]
 struct Head {
     format: u32,
-}
-
-/// The text of the daemon's own record.
-#[derive(Default, Serialize, Deserialize)]
-struct SavedDaemon {
-    format: u32,
-    serving: Option<(String, Vec<String>)>,
-    /// By device: the problem, since when, whether it is permanent, and the error for programs.
-    ill: Vec<(u32, String, u64, bool, Option<u32>)>,
-    /// Counts of sessions begun and lost, workers crashed, kernels overrun, leases granted.
-    counts: [u64; 5],
-    leases: Vec<Lease>,
-    ended: Vec<(Token, String)>,
-}
-
-/// The transition from this program to the next one.
-pub(super) struct Succession {
-    pub(super) store: Store,
-    /// The daemon's own record.
-    record: Record,
-    /// The file that this program was started from. It may have been replaced since.
-    program: PathBuf,
-}
-
-impl Succession {
-    /// Continues with the previous daemon's record, if there was one.
-    pub(super) fn new(inherited: &mut Inherited) -> io::Result<Succession> {
-        let store = Store::new();
-        let before = inherited.remove(DAEMON).map(Record::open);
-        let record = match before {
-            Some(Ok(record)) => record,
-            before => {
-                if let Some(Err(e)) = before {
-                    tracing::warn!("cannot read the previous daemon's record: {e}");
-                    store.forget(DAEMON);
-                }
-                Record::new()?
-            }
-        };
-        store.keep(DAEMON, &record)?;
-        Ok(Succession { store, record, program: std::env::current_exe()? })
-    }
-}
-
-fn name(worker: u32, what: &str) -> String {
-    format!("worker-{worker}-{what}")
-}
-
-/// What is kept of each worker, by the last part of its name.
-const PARTS: [&str; 4] = ["record", "socket", "meter", "alive"];
-
-/// Keeps a session that has begun for a successor. If that fails, the session will not survive a crash of the
-/// daemon, so it is only logged.
-pub(super) fn keep(server: &Server, state: &mut State, worker: &Worker, meter: &OwnedFd) {
-    let pid = worker.pid();
-    let Some(session) = state.sessions.get_mut(&pid) else { return };
-    session.kept = true;
-    state.save(pid);
-    let Some(session) = state.sessions.get(&pid) else { return };
-    let store = &server.succession.store;
-    let keep = || -> io::Result<()> {
-        let [record, socket, meters, alive] = PARTS.map(|part| name(pid, part));
-        // The record comes last: if it is there, everything is.
-        store.keep(&socket, worker.socket())?;
-        store.keep(&meters, meter)?;
-        worker.alive().map_or(Ok(()), |fd| store.keep(&alive, fd))?;
-        store.keep(&record, session.account.record())
-    };
-    if let Err(e) = keep() {
-        tracing::warn!(worker = pid, "cannot keep the session for another daemon: {e}");
-    }
-}
-
-/// A worker has ended: keeps nothing of it any more.
-pub(super) fn forget(server: &Server, worker: u32) {
-    PARTS.iter().for_each(|part| server.succession.store.forget(&name(worker, part)));
-}
-
-/// The name under which a shared object is kept. It contains everything known about the object.
-pub(super) fn share_name(token: &Token, owner: u32, what: &Shared) -> String {
-    let token = hex(token);
-    match what {
-        Shared::Memory { device, size } => format!("share-{token}-{owner}-memory-{device}-{size}"),
-        Shared::Event { .. } => format!("share-{token}-{owner}-event"),
-    }
-}
-
-/// Parses a name from [`share_name`], without its first part.
-fn parse_share(name: &str) -> Option<(Token, u32, Shared)> {
-    let mut parts = name.split('-');
-    let token = u128::from_str_radix(parts.next().filter(|hex| hex.len() == 32)?, 16).ok()?.to_be_bytes();
-    let owner = parts.next()?.parse().ok()?;
-    let what = match (parts.next()?, parts.next(), parts.next()) {
-        ("memory", Some(device), Some(size)) => {
-            Shared::Memory { device: device.parse().ok()?, size: size.parse().ok()? }
-        }
-        ("event", None, None) => Shared::Event { slot: 0 },
-        _ => return None,
-    };
-    parts.next().is_none().then_some((token, owner, what))
-}
-
-impl State {
-    /// Saves what a successor must know of a session after a change.
-    pub(super) fn save(&self, worker: u32) {
-        let (Some(session), Some(managed)) = (self.sessions.get(&worker), self.workers.get(&worker)) else {
-            return;
-        };
-        let Some(process) = managed.worker.process().filter(|_| session.kept) else { return };
-        let saved = Saved {
-            format: FORMAT,
-            daemons: session.daemons,
-            process: process.clone(),
-            kind: session.kind,
-            client: session.client.clone(),
-            program: session.program.clone(),
-            pid: session.pid,
-            transport: session.transport.to_owned(),
-            peer: session.peer.clone(),
-            since: clock::to_ns(session.since),
-            parked: session.parked.map(clock::to_ns),
-            counters: session.counters,
-            limits: session.limits.clone(),
-            lease: session.lease,
-            devices: session.devices.clone(),
-            token: session.token,
-            secret: session.secret.0,
-            principal: session.principal.save(),
-            encrypted: session.encrypted,
-            data_connections: session.data_connections,
-            attempt: session.attempt,
-            resumed: session.resumed,
-            overrun: session.overrun,
-            ended: session.ended,
-            lost: session.lost,
-            opened: session.opened.clone(),
-        };
-        if let Err(e) = session.account.record().write(&saved) {
-            tracing::warn!(worker, "cannot save a session for another daemon: {e}");
-        }
-    }
-
-    /// Saves everything else that a successor must know. Includes the reasons for sessions' ends only if
-    /// `ended`, because there may be many.
-    pub(super) fn save_daemon(&self, succession: &Succession, ended: bool) {
-        let ill = self.ill.iter().map(|(device, illness)| {
-            let Illness { why, since, lasting, error } = illness;
-            (*device, why.clone(), clock::to_ns(*since), *lasting, error.map(|status| status.0))
-        });
-        let saved = SavedDaemon {
-            format: FORMAT,
-            serving: self.serving.clone(),
-            ill: ill.collect(),
-            counts: [
-                self.sessions_begun,
-                self.sessions_lost,
-                self.workers_crashed,
-                self.kernels_overrun,
-                self.leases_granted,
-            ],
-            leases: self.leases.all().cloned().collect(),
-            ended: if ended { self.ended.iter().cloned().collect() } else { Vec::new() },
-        };
-        if let Err(e) = succession.record.write(&saved) {
-            tracing::warn!("cannot save the state for another daemon: {e}");
-        }
-    }
-
-    /// Restores the previous daemon's state.
-    fn restore(&mut self, saved: SavedDaemon) {
-        self.serving = saved.serving;
-        [
-            self.sessions_begun,
-            self.sessions_lost,
-            self.workers_crashed,
-            self.kernels_overrun,
-            self.leases_granted,
-        ] = saved.counts;
-        self.leases = Leases::restore(saved.leases);
-        self.ended = saved.ended.into();
-        self.ill = saved
-            .ill
-            .into_iter()
-            .map(|(device, why, since, lasting, error)| {
-                let (since, error) = (clock::from_ns(since), error.map(Status));
-                (device, Illness { why, since, lasting, error })
-            })
-            .collect();
-    }
 }
 
 /// A session that could not be taken over.
@@ -332,7 +105,7 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
                 let opened = session.saved.as_ref().map(|saved| saved.opened.clone());
                 gone.push((worker, opened.unwrap_or_default()));
                 note_gone(server, worker, session);
-                forget(server, worker);
+                kept::forget(server, worker);
             }
         }
     }
@@ -399,7 +172,7 @@ fn take_worker(server: &Server, parts: [Option<OwnedFd>; 4]) -> Result<Found, Go
     let (process, worker, account, terms, meter) = match prepare() {
         Ok(prepared) => prepared,
         Err(e) => {
-            let host = super::host_name();
+            let host = host_name();
             let why =
                 format!("the worker of this session on {host} ended while rgpu-server was not running ({e})");
             return Err(Gone { saved: Some(saved), why });
@@ -421,7 +194,7 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
         }
         state.workers.remove(&worker.pid());
         drop(state);
-        forget(server, worker.pid());
+        kept::forget(server, worker.pid());
     })?;
     // The watcher notices when the worker is gone.
     let _ = worker.send(&ToWorker::TakenOver, &[terms.as_fd()]);
@@ -478,7 +251,7 @@ fn take_session(server: &Server, worker: &Arc<Worker>, session: Session, meter: 
     state.sessions.insert(pid, session);
     state.publish(&principal);
     state.measure = true;
-    keep(server, &mut state, worker, meter);
+    kept::keep(server, &mut state, worker, meter);
 }
 
 /// Takes over an object that a session shares. Returns false if its session is gone, or if this is no shared
@@ -609,33 +382,4 @@ pub(crate) fn takes_over(format: u32) -> anyhow::Result<()> {
         "this version cannot go on with the running server's sessions (they are of format {format}, and this version's is {FORMAT}): let them finish with rgpuctl drain, and start the server again"
     );
     Ok(())
-}
-
-/// What a successor needs to find a worker's process. Without it, the session ends with this daemon.
-pub(super) fn describe(process: &Process) -> Option<sandbox::Description> {
-    process.describe().inspect_err(|e| tracing::debug!("a worker cannot be described: {e}")).ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_name_of_a_shared_object_says_what_it_is() {
-        for what in [Shared::Memory { device: 3, size: 1 << 33 }, Shared::Event { slot: 0 }] {
-            let name = share_name(&[0xab; 16], 77, &what);
-            let parsed = parse_share(name.strip_prefix("share-").unwrap());
-            assert_eq!(parsed, Some(([0xab; 16], 77, what)));
-        }
-        for wrong in [
-            "",
-            "-",
-            "00-1-event",
-            "x",
-            &format!("{}-1-event-2", "0".repeat(32)),
-            &format!("{}-1-memory-2", "0".repeat(32)),
-        ] {
-            assert_eq!(parse_share(wrong), None, "{wrong}");
-        }
-    }
 }

@@ -5,20 +5,18 @@
 //! that workers ring wakes it.
 
 use std::collections::{BTreeSet, HashMap};
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use handover::{Inherited, Store};
-use nix::fcntl::OFlag;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::PollTimeout;
 
-use super::arbiter::{Arbiter, Clock, Gate, View};
-use super::{Server, Session, State, swap};
-use crate::pages::gate;
-use crate::worker_protocol::{Kind, MOST_DEVICES};
+use super::arbiter::{Arbiter, Clock, View};
+use super::state::{Server, Session, State};
+use super::swap;
+use crate::limits::MOST_DEVICES;
+use crate::worker_protocol::Kind;
 
 /// The time between two steps while principals take turns.
 const TICK: u16 = 1;
@@ -27,56 +25,6 @@ const MEMORY_TICK: u16 = 10;
 /// Minimum time between two steps, and the minimum multiple of a step's duration, however often workers ring.
 const LEAST: Duration = Duration::from_micros(50);
 const REST: u32 = 4;
-
-/// Wakes the thread. It is a pipe whose write end workers have, so none can take away what another has rung.
-pub(super) struct Bell {
-    read: OwnedFd,
-    write: OwnedFd,
-}
-
-impl Bell {
-    /// The previous daemon's bell, which its workers have, or a new one.
-    pub(super) fn take_or_new(inherited: &mut Inherited, store: &Store) -> anyhow::Result<Bell> {
-        let (read, write) = ("bell-read", "bell-write");
-        let bell = match (inherited.remove(read), inherited.remove(write)) {
-            (Some(read), Some(write)) => Bell { read, write },
-            _ => {
-                [read, write].iter().for_each(|name| store.forget(name));
-                Bell::new()?
-            }
-        };
-        store
-            .keep(read, &bell.read)
-            .and_then(|()| store.keep(write, &bell.write))
-            .context("keeping the bell")?;
-        Ok(bell)
-    }
-
-    pub(super) fn new() -> anyhow::Result<Bell> {
-        let (read, write) =
-            nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).context("a pipe for turns")?;
-        Ok(Bell { read, write })
-    }
-
-    pub(super) fn ring(&self) {
-        // Writing fails only if the pipe is full. The thread is then awake.
-        let _ = nix::unistd::write(&self.write, &[1]);
-    }
-
-    /// The end for a worker.
-    pub(super) fn share(&self) -> std::io::Result<OwnedFd> {
-        self.write.as_fd().try_clone_to_owned()
-    }
-
-    /// Waits until it rings, or for `limit`, and clears it.
-    fn wait(&self, limit: PollTimeout) {
-        let mut bell = [PollFd::new(self.read.as_fd(), PollFlags::POLLIN)];
-        if poll(&mut bell, limit).is_ok_and(|ready| ready > 0) {
-            // As much as a pipe holds. Whatever arrives meanwhile rings again.
-            let _ = nix::unistd::read(&self.read, &mut [0; 64 << 10]);
-        }
-    }
-}
 
 /// Starts the thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
@@ -150,35 +98,4 @@ fn step(state: &mut State, arbiter: &mut Arbiter, now: u64) {
     }
     state.note_charged(&charged);
     state.charged = charged;
-}
-
-/// The gate as the word that the worker reads. `tells` counts how often the session was asked to report its
-/// work.
-pub(super) fn word(decided: Gate, tells: u32) -> u32 {
-    let (mode, steps) = match decided {
-        Gate::Open => (gate::OPEN, 0),
-        Gate::Tell => (gate::TELL, tells),
-        Gate::Metered { steps, .. } => (gate::METERED, steps),
-        Gate::Closed { steps } => (gate::CLOSED, steps),
-    };
-    gate::word(mode, steps)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_worker_can_ring_the_bell_but_not_clear_it() {
-        let bell = Bell::new().unwrap();
-        let worker = bell.share().unwrap();
-        bell.ring();
-        assert!(nix::unistd::read(&worker, &mut [0; 8]).is_err());
-        // However often it rings, the others' rings are not delayed, and the daemon clears all of them at
-        // once.
-        while nix::unistd::write(&worker, &[1; 4096]).is_ok() {}
-        bell.ring();
-        bell.wait(PollTimeout::NONE);
-        assert!(nix::unistd::read(&bell.read, &mut [0; 8]).is_err(), "nothing is left");
-    }
 }

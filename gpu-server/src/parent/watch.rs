@@ -11,11 +11,14 @@ use anyhow::Context;
 use nix::sys::signal::Signal;
 use sandbox::Process;
 
+use super::host::host_name;
 use super::pool::keep_idle;
+use super::state::{Server, Session, State};
+use super::takeover::kept;
 use super::workers::{Stage, Worker};
-use super::{Server, Session, State, direct, queue, takeover};
-use crate::cuda_ipc::{Refusal, Reply, Shared, Token, origin};
-use crate::worker_protocol::{self, FromWorker, Kind};
+use super::{direct, queue};
+use crate::cuda_ipc::origin;
+use crate::worker_protocol::{self, FromWorker, Kind, Refusal, Reply, Shared, Token};
 
 /// Starts the thread that receives a worker's messages until it ends.
 pub(super) fn start_watching(
@@ -159,7 +162,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
             FromWorker::Unshare { token } => {
                 if let Some(what) = state.shares.remove(&token, pid) {
-                    server.succession.store.forget(&takeover::share_name(&token, pid, &what));
+                    server.succession.store.forget(&kept::share_name(&token, pid, &what));
                 }
             }
             FromWorker::Counters(counters) => {
@@ -247,11 +250,11 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     let clean = ended.is_ok_and(|status| status.success());
     {
         let mut state = server.lock();
-        for name in state.shares.of(pid).map(|(token, what)| takeover::share_name(token, pid, what)) {
+        for name in state.shares.of(pid).map(|(token, what)| kept::share_name(token, pid, what)) {
             server.succession.store.forget(&name);
         }
         if let Some((session, reason)) = remove_worker(&mut state, pid, clean, &how, broken) {
-            takeover::forget(server, pid);
+            kept::forget(server, pid);
             state.save_daemon(&server.succession, false);
             server.audit.ended(&session, session.lost, &reason);
         }
@@ -375,7 +378,7 @@ fn origin_of(state: &State, pid: u32) -> Option<String> {
 
 fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Reply {
     let Some(origin) = origin_of(state, pid) else { return Reply::Refused(Refusal::Unknown) };
-    let name = |token| takeover::share_name(token, pid, &what);
+    let name = |token| kept::share_name(token, pid, &what);
     match state.shares.add(pid, origin, what.clone(), fd) {
         Ok(Ok(token)) => {
             let kept = state.shares.file(&token).map(|fd| server.succession.store.keep(&name(&token), &fd));
@@ -456,7 +459,7 @@ pub(super) fn remove_worker(
         let seconds = session.since.elapsed().as_secs();
         let (client, program) = (&session.client, &session.program);
         tracing::error!(worker = pid, client, program, seconds, "session lost: its worker {how}");
-        let reason = format!("the worker of this session on {} {how}", super::host_name());
+        let reason = format!("the worker of this session on {} {how}", host_name());
         state.remember_end(session.token, reason.clone());
         state.note_end(&session, Some(&reason));
         session.control.iter().for_each(|control| control.bye(&reason));

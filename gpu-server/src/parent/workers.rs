@@ -1,16 +1,17 @@
 //! Worker processes from the daemon's point of view.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use identity::Fingerprint;
 use nix::sys::socket::{Shutdown, shutdown};
 use sandbox::{Description, Handle, Process};
 
-use super::State;
-use crate::cuda_ipc::Reply;
-use crate::worker_protocol::{self, Kind, ToWorker};
+use super::queue::parked::Parked;
+use crate::worker_protocol::{self, Kind, Reply, ToWorker};
 
 /// A worker process.
 pub(super) struct Worker {
@@ -106,6 +107,15 @@ impl Worker {
     }
 }
 
+/// How long to wait after a worker failed to start. Doubled for each failure in a row, up to [`MAX_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// The longest pause after a failure.
+pub(super) const MAX_PAUSE: Duration = Duration::from_secs(10);
+/// After this many failures in a row, waiting clients are refused.
+pub(super) const GIVE_UP: u32 = 5;
+/// How long to wait before the next try on a device without memory for another context. The end of a session
+/// shortens this.
+const FULL_PAUSE: Duration = Duration::from_secs(1);
 /// A worker process and its stage.
 pub(super) struct Managed {
     pub(super) worker: Arc<Worker>,
@@ -159,9 +169,51 @@ impl Stage {
     }
 }
 
-impl State {
-    /// The kind of a starting worker.
-    pub(super) fn starting(&self, pid: u32) -> Option<Kind> {
-        self.workers.get(&pid).filter(|managed| managed.stage == Stage::Starting).map(|managed| managed.kind)
+/// The workers of one kind without a session, and the clients that wait for them.
+#[derive(Default)]
+pub(super) struct Pool {
+    /// Ready for a session.
+    pub(super) idle: VecDeque<Arc<Worker>>,
+    /// Clients that wait for a worker, in order of arrival.
+    pub(super) queue: VecDeque<Parked>,
+    /// Number of workers that are starting.
+    pub(super) starting: usize,
+    /// Number of sessions that have begun.
+    pub(super) begun: u64,
+    /// When a session last began or a worker last became ready.
+    pub(super) moved: Option<Instant>,
+    /// Number of workers in a row that failed to start.
+    pub(super) failures: u32,
+    /// Number of workers that failed to start.
+    pub(super) failed: u64,
+    /// Why the last one failed.
+    pub(super) last_failure: String,
+    /// Whether the device had no memory for another context at the last try.
+    pub(super) full: bool,
+    /// No worker is started before this time.
+    pub(super) not_before: Option<Instant>,
+    /// Free bytes on the device when the last worker became ready, if no worker has ended since.
+    pub(super) free: Option<u64>,
+}
+
+impl Pool {
+    /// A worker could not be started, or died before it was ready.
+    pub(super) fn fail(&mut self, now: Instant, why: String) {
+        self.failed += 1;
+        self.last_failure = why;
+        if self.full {
+            self.not_before = Some(now + FULL_PAUSE);
+        } else {
+            self.failures = self.failures.saturating_add(1);
+            self.not_before =
+                Some(now + FIRST_PAUSE.saturating_mul(1 << self.failures.min(10)).min(MAX_PAUSE));
+        }
+    }
+
+    /// A worker became ready.
+    pub(super) fn succeed(&mut self, now: Instant, free: Option<u64>) {
+        (self.failures, self.full, self.not_before, self.free) = (0, false, None, free);
+        self.last_failure.clear();
+        self.moved = Some(now);
     }
 }

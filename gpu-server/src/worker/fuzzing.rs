@@ -32,9 +32,10 @@ use crate::cuda_ipc::Broker;
 use crate::direct::Directs;
 use crate::driver;
 use crate::driver::quota::Quota;
+use crate::limits::{Amounts, Limits};
 use crate::pages::Page;
 use crate::room::Room;
-use crate::worker_protocol::{Amounts, Kind, Limits};
+use crate::worker_protocol::Kind;
 
 /// Commands of one session.
 const COMMANDS: u64 = 100;

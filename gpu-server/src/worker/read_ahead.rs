@@ -22,7 +22,7 @@ use std::time::Duration;
 use host_bridge::endpoint::{Commands, Lost};
 use protocol::channel::Record;
 
-use crate::driver::beside::{Express, is_served};
+use crate::driver::express::{Express, is_served};
 
 /// How often the watcher checks.
 const TICK: Duration = Duration::from_millis(1);

@@ -21,7 +21,7 @@ use super::read_ahead::Ahead;
 use super::residence::{Patience, Residence};
 use super::timeline::{Timeline, work_stream};
 use super::turns::Turns;
-use crate::driver::beside::Express;
+use crate::driver::express::Express;
 use crate::driver::{Backend, Call, Errors};
 use crate::worker_protocol::Kind;
 

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use crate::error::{cudaGetErrorName, cudaGetErrorString};
+use crate::last_error::{cudaGetErrorName, cudaGetErrorString};
 use crate::properties::{self, DeviceProp};
 use crate::types::*;
 

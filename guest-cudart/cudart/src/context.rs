@@ -266,8 +266,8 @@ mod tests {
     use crate::device::{
         cudaDeviceReset, cudaDeviceSynchronize, cudaGetDevice, cudaGetDeviceCount, cudaSetDevice,
     };
-    use crate::error::{cudaGetLastError, cudaPeekAtLastError};
     use crate::fake_driver::{self, Fake};
+    use crate::last_error::{cudaGetLastError, cudaPeekAtLastError};
 
     fn device_of_thread() -> c_int {
         let mut device = -1;

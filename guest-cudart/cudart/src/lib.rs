@@ -50,6 +50,7 @@ mod external;
 mod function;
 mod graph;
 mod graph_nodes;
+mod last_error;
 mod launch;
 mod library;
 mod memory;

@@ -208,8 +208,8 @@ fn pointer_attributes(d: &Driver, address: *mut c_void) -> Result<PointerAttribu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{cudaGetLastError, cudaPeekAtLastError};
     use crate::fake_driver::{Fake, MEMORY};
+    use crate::last_error::{cudaGetLastError, cudaPeekAtLastError};
     use crate::stream::{cudaStreamQuery, cudaStreamQuery_ptsz};
 
     fn malloc(size: usize) -> (c_int, usize) {

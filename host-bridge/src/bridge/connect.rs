@@ -12,7 +12,7 @@
 //! ([`Unwelcomed`]): the worker is known by its key, and its daemon has agreed to a version. That connection is established while the daemon answers ([`Spare`]).
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::thread::JoinHandle;
@@ -23,21 +23,20 @@ use identity::tls::session_name;
 use identity::{Credentials, Fingerprint, Secret};
 use nix::poll::PollFd;
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{setsockopt, sockopt};
-use nix::sys::time::TimeVal;
 use protocol::device::{Answer, text, untext};
-use protocol::link::{BadGreeting, Hello, MAGIC, MAX_DEVICE_LIST, Welcome, frame, greeting, purpose};
-use protocol::version::{OURS, Version};
+use protocol::link::{Hello, MAGIC, MAX_DEVICE_LIST, Welcome, frame, greeting, purpose};
+use protocol::version::OURS;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use zerocopy::IntoBytes;
 
+use super::config::{Security, SessionConfig};
+use super::error::ConnectError;
 use super::relay::EndReason;
-use super::session::{Handshake, Turn, welcome_at_once, welcome_in_turn};
 use super::state::thread_name;
-use super::{ConnectError, Security, SessionConfig};
+use super::welcome::{Handshake, Turn, welcome_at_once, welcome_in_turn};
 use crate::ask::{self, Question};
-use crate::framing::{Address, FrameReader, recv_greeting};
+use crate::framing::{Address, FrameReader};
 use crate::stream::Stream;
 
 /// A server that has welcomed a session.
@@ -443,24 +442,6 @@ pub(super) fn protect_session(
         Some(tls) => Stream::tls_client(socket, tls, session_name(token), deadline.min(in_time(config))),
         None => Ok(Stream::from(socket)),
     }
-}
-
-/// Reads a welcome with a deadline.
-pub(super) fn receive_welcome(
-    connection: &Stream,
-    deadline: Instant,
-) -> io::Result<Result<(Welcome, Version), BadGreeting>> {
-    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    let time = TimeVal::new(left.as_secs() as i64, i64::from(left.subsec_micros()));
-    setsockopt(&connection.as_fd(), sockopt::ReceiveTimeout, &time)?;
-    setsockopt(&connection.as_fd(), sockopt::SendTimeout, &time)?;
-    recv_greeting(&mut &*connection, &OURS).map_err(|e| match e.kind() {
-        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no answer in time"),
-        io::ErrorKind::UnexpectedEof => {
-            io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer")
-        }
-        _ => e,
-    })
 }
 
 #[cfg(test)]

@@ -30,10 +30,12 @@ use protocol::link::{
 use std::os::fd::AsRawFd;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::saved::{About, SavedLocal, duplicate, hears_paused, say};
-use super::session::{Handshake, InheritedRegion, Turn, hello, welcome_in_turn};
+use super::config::SessionConfig;
+use super::error::{ConnectError, RegionError};
+use super::saved::{About, InheritedRegion, SavedLocal, duplicate, hears_paused, say};
 use super::state::{ChannelMemory, SessionState, thread_name};
-use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
+use super::transport::{Closed, RegionMemory, Transport};
+use super::welcome::{Handshake, Turn, hello, welcome_in_turn};
 use crate::framing::{Address, MAX_FDS, recv_frame, send_frame, send_message, split_struct};
 use crate::stream::Stream;
 

@@ -8,35 +8,35 @@
 //! ```
 //!
 //! In reading order:
-//! - [`session`]: [`Session`], what a daemon holds for each channel, and how it is configured;
+//! - [`session`]: [`Session`], what a daemon holds for each channel; [`config`]: how it is configured; `error`: why there is none;
 //! - [`saved`]: what of a session outlives the process that had it;
-//! - `connect`: connections to a server, protected and greeted;
+//! - `connect`: connections to a server, protected and greeted; `welcome`: the first message of each, and its answer;
 //! - [`state`]: what session and transport share; the only code that writes into a channel when a session is lost;
-//! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out;
+//! - [`transport`]: what a session needs of a transport;
+//! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out; `relayed`: such a session as a transport;
 //! - `resume`: new connections for a session that has lost its own;
 //! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no relay;
-//! - [`polling`], [`counters`], `link` (how long the way to the server is): small parts.
+//! - [`counters`], `link` (how long the way to the server is), `socket` (a stream that never waits): small parts.
 //!
 //! Whatever a client does wrong ends its own session, with a readable reason, and no other session.
 
+pub mod config;
 mod connect;
 pub mod counters;
+mod error;
 mod link;
 pub mod local;
 mod relay;
+mod relayed;
 mod resume;
 pub mod saved;
 pub mod session;
+mod socket;
 pub mod state;
 pub mod tcp;
+pub mod transport;
 pub mod verbs;
-
-use std::time::Duration;
-
-use protocol::device::Extent;
-use thiserror::Error;
-
-use crate::memory::{Memories, MemoryError};
+mod welcome;
 
 pub use self::relay::CacheUse;
 #[cfg(fuzzing)]
@@ -45,125 +45,13 @@ pub use self::relay::relay_any;
 pub use self::relay::take_over_any;
 pub use self::state::{ChannelMemory, Wakeup, tell_lost};
 pub use crate::compression::CompressUse;
+pub use config::{Connector, Security, SessionConfig, TransportKind};
 pub use connect::{ask, join};
 pub use counters::Counters;
+pub use error::{ConnectError, RegionError};
 pub use link::LinkState;
 pub use resume::finish_farewells;
-pub use saved::Saved;
-pub use session::{
-    ConnectError, Connector, InheritedRegion, Opened, Prepared, Security, Session, SessionConfig,
-    TransportKind, Turn,
-};
-
-/// A region of the client's memory that is about to be registered: where it lies, unchecked.
-#[derive(Debug)]
-pub struct RegionMemory {
-    /// The memories that the extents count in.
-    pub memories: Memories,
-    /// The region's extents, in order, byte-granular.
-    pub extents: Vec<Extent>,
-    /// Bytes in all; equals the sum of the extents' lengths.
-    pub size: u64,
-    /// `memories` is this region's own (one file, its addresses being offsets in that file) and not the channel's.
-    pub own_memory: bool,
-    /// Nobody may write the region.
-    pub read_only: bool,
-}
-
-/// Why a region was not registered or unregistered.
-#[derive(Debug, Error)]
-pub enum RegionError {
-    /// The id is taken.
-    #[error("region {0} is registered already")]
-    InUse(u32),
-    /// The id is not known.
-    #[error("region {0} is not registered")]
-    Unknown(u32),
-    /// A limit of this host.
-    #[error(
-        "region of {size} bytes: {held} bytes in {count} regions are registered, the limit is {limit} bytes in {max_count} regions"
-    )]
-    Limit {
-        /// Bytes asked for.
-        size: u64,
-        /// Bytes that the session has registered.
-        held: u64,
-        /// Regions that the session has registered.
-        count: usize,
-        /// The most bytes.
-        limit: u64,
-        /// The most regions.
-        max_count: usize,
-    },
-    /// The memory is not the client's.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-    /// The server refused.
-    #[error("{server} refused the region: {reason}")]
-    Refused {
-        /// The server.
-        server: String,
-        /// Its answer.
-        answer: protocol::device::Answer,
-        /// Its words.
-        reason: String,
-    },
-    /// The RDMA device cannot use the memory.
-    #[error(transparent)]
-    Verbs(#[from] crate::verbs::VerbsError),
-    /// The session is over.
-    #[error("{0}")]
-    Over(String),
-}
-
-/// How a [`Transport::close`] ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Closed {
-    /// Nothing accesses the client's memory any more.
-    Released,
-    /// The other side did not release the memory in the given time. It must stay as it is until a later `close` returns [`Released`](Closed::Released).
-    StillHeld,
-}
-
-/// What carries a session once it stands.
-///
-/// An implementation is made by a `connect` of its own, which blocks until the server has answered (or the configured time is over) and leaves the session running:
-/// commands that the client appends to its ring reach the server, with all they refer to, without any further call. It then keeps these promises:
-///
-/// - **Order.** The server sees records in ring order. A reply or a progress word that says data has arrived is published after the data.
-/// - **Loss.** When the server is gone, says goodbye, or the client sends what no correct client sends, it calls [`state::SessionState::lose`] once, from a thread of its own,
-///   and touches the client's memory no more after that.
-/// - **Isolation.** It never panics on anything that came out of the channel or off the network, and what it allocates for a client is bounded.
-///
-/// All methods may be called from any thread, at the same time, also after a loss. They may block and so must not be called from a thread that serves a
-/// virtqueue, nor from the callbacks given to [`Session::connect`].
-pub trait Transport: Send + Sync + std::fmt::Debug {
-    /// Makes `region` known as `id`. The caller has checked that `id` is free and that limits hold, and that the extents lie inside `region.memories`.
-    ///
-    /// Once this has returned `Ok`, records that name the region are accepted.
-    fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError>;
-
-    /// Forgets a region. Returns when neither this process nor the server touches it any more: records that the client appended before the call are
-    /// forwarded first, and transfers under way are finished. A record that names the region after that is malformed.
-    ///
-    /// On a session that is over this returns `Ok` at once, or once the server has released the memory.
-    fn unregister_region(&self, id: u32) -> Result<(), RegionError>;
-
-    /// Ends the session, with `reason` in words for the server and for the client's sleeping threads. Idempotent. Waits at most `patience` for the other side to release
-    /// the client's memory.
-    fn close(&self, reason: &str, patience: Duration) -> Closed;
-
-    /// Has the session pause: neither this process nor the server touches the client's memory until [`go_on`](Self::go_on), and the session stands meanwhile, as long as the server keeps it.
-    /// Does not wait until that is reached. Where a session cannot pause this does nothing.
-    fn pause(&self) {}
-
-    /// Waits up to `patience` until a session that was told to [pause](Self::pause) does, or is over. False: it does not, and has to be closed before the client's memory is somebody else's.
-    fn is_paused(&self, _patience: Duration) -> bool {
-        false
-    }
-
-    /// A session that is paused goes on. An error: it cannot, and is to be closed.
-    fn go_on(&self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
+pub use saved::{InheritedRegion, Saved};
+pub use session::{Opened, Prepared, Session};
+pub use transport::{Closed, RegionMemory, Transport};
+pub use welcome::Turn;

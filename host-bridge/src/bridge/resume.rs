@@ -21,12 +21,13 @@ use protocol::link::{COMPRESSED_SINCE, Hello, frame, purpose, wish};
 use rustls::ClientConfig;
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::config::SessionConfig;
 use super::connect::{Daemon, Greeted, protect_session, session_trust};
+use super::error::ConnectError;
 use super::relay::{CacheUse, EndReason, Mailbox, Wakeups};
-use super::session::{Handshake, welcome_at_once};
+use super::socket::{Socket, not_now};
 use super::state::{SessionState, thread_name};
-use super::tcp::{Socket, not_now};
-use super::{ConnectError, SessionConfig};
+use super::welcome::{Handshake, welcome_at_once};
 use crate::compression::CompressUse;
 use crate::framing::{FrameReader, resumed_body, resumed_counts, with_causes};
 use crate::stream::Stream;

@@ -2,349 +2,26 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::str::FromStr;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use identity::servers::CredentialsError;
-use identity::{ClientFiles, Fingerprint, Secret, Source};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::PollFd;
 use nix::sys::eventfd::EventFd;
 use protocol::channel::{Header, State};
-use protocol::device::{Answer, text, untext};
-use protocol::link::{BadGreeting, COMPRESSED_OUT_SINCE, Hello, MAGIC, MAX_DEVICE_LIST, purpose, wish};
-use protocol::polling;
-use protocol::version::{Mismatch, OURS, Version};
-use thiserror::Error;
+use protocol::version::OURS;
 
-use super::connect::receive_welcome;
+use super::config::{SessionConfig, TransportKind};
+use super::counters::Counters;
+use super::error::{ConnectError, RegionError};
+use super::link::LinkState;
 use super::local::{self, Local};
-use super::saved::{About, Kind, Saved, duplicate};
+use super::saved::{About, InheritedRegion, Kind, Saved, duplicate};
 use super::state::{ChannelMemory, SessionState, Wakeup};
-use super::tcp::{self, Tcp};
-use super::verbs::{self, Verbs};
-use super::{CacheUse, Closed, CompressUse, Counters, LinkState, RegionError, RegionMemory, Transport};
-use crate::framing::{self, Address};
+use super::transport::{Closed, RegionMemory, Transport};
+use super::welcome::{Handshake, Turn, printable};
+use super::{tcp, verbs};
 use crate::memory::Memories;
-use crate::stream::Stream;
-use crate::verbs::{Settings, VerbsError};
-
-/// Which transport carries a session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TransportKind {
-    /// The server is on this host and maps the client's memory.
-    Local,
-    /// Over sockets.
-    Tcp,
-    /// Over InfiniBand or RoCE.
-    Verbs,
-}
-
-impl TransportKind {
-    /// The usual one for an address.
-    pub fn default_for(address: &Address) -> TransportKind {
-        match address {
-            Address::Unix(_) => TransportKind::Local,
-            Address::Tcp(..) => TransportKind::Tcp,
-        }
-    }
-
-    /// Whether it can reach such an address.
-    pub fn reaches(self, address: &Address) -> bool {
-        self != TransportKind::Local || matches!(address, Address::Unix(_))
-    }
-}
-
-impl FromStr for TransportKind {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "local" => Ok(TransportKind::Local),
-            "tcp" => Ok(TransportKind::Tcp),
-            "verbs" => Ok(TransportKind::Verbs),
-            _ => Err(format!("{s:?} is not a transport: local, tcp and verbs are")),
-        }
-    }
-}
-
-impl std::fmt::Display for TransportKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            TransportKind::Local => "local",
-            TransportKind::Tcp => "tcp",
-            TransportKind::Verbs => "verbs",
-        })
-    }
-}
-
-/// How connections to a server on another machine are protected.
-#[derive(Debug, Clone)]
-pub enum Security {
-    /// By TLS, with the key and the pins that this has.
-    Tls(Arc<dyn Source>),
-    /// Not at all: everybody on the network can read and change what passes.
-    Insecure,
-}
-
-/// Connects to a session's server for a process that cannot do so itself.
-pub trait Connector: std::fmt::Debug + Send + Sync {
-    /// A connected socket. `timeout` counts for each address that the server's name has.
-    fn connect(&self, timeout: Duration) -> io::Result<OwnedFd>;
-}
-
-/// How to open sessions.
-#[derive(Debug, Clone)]
-pub struct SessionConfig {
-    /// The server.
-    pub server: Address,
-    /// The devices to ask the server for, by its numbers and in this order. Empty: those that it gives anyway.
-    pub devices: Vec<u8>,
-    /// The lease under which to open sessions, if any.
-    pub lease: Option<Secret>,
-    /// What connects to it. `None`: this process.
-    pub connector: Option<Arc<dyn Connector>>,
-    /// What carries the session.
-    pub transport: TransportKind,
-    /// How connections to other machines are protected. Those to a server of this host need no protection.
-    pub security: Security,
-    /// Name of the virtual machine or host, for display.
-    pub client: String,
-    /// Longest time to poll for work before sleeping.
-    pub poll: Duration,
-    /// Data connections to ask for.
-    pub data_connections: u32,
-    /// Whether each data connection gets threads of its own for long chunks of data (transport `tcp`).
-    pub io_threads: bool,
-    /// Longest time to wait for a connection.
-    pub connect_timeout: Duration,
-    /// Longest time, after that, that the server may be silent before its welcome. A server that lets the session wait its turn says so again and again.
-    pub handshake_timeout: Duration,
-    /// A server silent for longer is lost.
-    pub silence: Duration,
-    /// The most bytes that one session may register; 0: no limit.
-    pub max_registered: u64,
-    /// The most regions that one session may register.
-    pub max_regions: usize,
-    /// How to use verbs, for that transport.
-    pub verbs: Settings,
-    /// When the server's cache is used (transport `tcp`).
-    pub cache: CacheUse,
-    /// When data to the server is compressed, and whether data from it may be (transport `tcp`).
-    pub compress: CompressUse,
-}
-
-impl SessionConfig {
-    /// Where credentials for the server come from, if its connections are protected.
-    pub fn source(&self) -> Option<&Arc<dyn Source>> {
-        match (&self.server, &self.security) {
-            (Address::Tcp(..), Security::Tls(source)) => Some(source),
-            (Address::Unix(_), _) | (_, Security::Insecure) => None,
-        }
-    }
-
-    /// The lease's key, as a hello that opens a session has it.
-    fn lease_key(&self, purpose: u32) -> [u8; 32] {
-        self.lease.filter(|_| opens_session(purpose)).map_or([0; 32], |key| key.0)
-    }
-
-    /// The devices to ask for, as a hello that opens a session names them.
-    fn device_list(&self, purpose: u32) -> [u8; MAX_DEVICE_LIST] {
-        let mut list = [0; MAX_DEVICE_LIST];
-        if opens_session(purpose) {
-            for (place, device) in list.iter_mut().zip(&self.devices) {
-                *place = device.saturating_add(1);
-            }
-        }
-        list
-    }
-
-    /// Connects to the server. `timeout` counts for each address that its name has.
-    pub(super) fn dial(&self, timeout: Duration) -> io::Result<OwnedFd> {
-        match &self.connector {
-            Some(connector) => connector.connect(timeout),
-            None => framing::connect(&self.server, timeout),
-        }
-    }
-
-    /// The usual settings for a server.
-    pub fn new(server: Address, client: &str) -> SessionConfig {
-        SessionConfig {
-            transport: TransportKind::default_for(&server),
-            devices: Vec::new(),
-            lease: None,
-            connector: None,
-            security: Security::Tls(Arc::new(ClientFiles::of_machine())),
-            server,
-            client: client.to_owned(),
-            poll: polling::RELAY.here(),
-            data_connections: 4,
-            io_threads: polling::processors() >= polling::SPARE,
-            connect_timeout: Duration::from_secs(5),
-            handshake_timeout: Duration::from_secs(15),
-            silence: Duration::from_secs(10),
-            max_registered: 0,
-            max_regions: 65536,
-            verbs: Settings::default(),
-            cache: CacheUse::Slow,
-            compress: CompressUse::Auto,
-        }
-    }
-}
-
-fn opens_session(purpose: u32) -> bool {
-    matches!(purpose, purpose::CONTROL | purpose::LOCAL | purpose::VERBS)
-}
-
-/// Why no session came about.
-#[derive(Debug, Error)]
-pub enum ConnectError {
-    /// The server could not be reached.
-    #[error("the server at {server} cannot be reached: {source}")]
-    NoServer {
-        /// Its address.
-        server: String,
-        /// The system's answer.
-        source: io::Error,
-    },
-    /// The server could be reached, and is not the one that this host trusts, or does not speak TLS.
-    #[error("no protected connection to the server at {server}: {source}")]
-    Unsafe {
-        /// Its address.
-        server: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// This host cannot protect a connection to the server.
-    #[error("no session with the server at {server}: {source}")]
-    Credentials {
-        /// Its address.
-        server: String,
-        /// Why.
-        source: CredentialsError,
-    },
-    /// The server's version does not fit.
-    #[error("{}", .mismatch.describe(&format!("the server at {server} speaks"), "this host speaks"))]
-    Version {
-        /// Its address.
-        server: String,
-        /// Why.
-        mismatch: Mismatch,
-    },
-    /// The server refused.
-    #[error("the server at {server} refused the session: {reason}")]
-    Refused {
-        /// Its address.
-        server: String,
-        /// Its answer.
-        answer: Answer,
-        /// Its words.
-        reason: String,
-    },
-    /// What answered is no rgpu server, or a broken one.
-    #[error("the server at {server} does not keep to the protocol: {what}")]
-    Protocol {
-        /// Its address.
-        server: String,
-        /// What it did.
-        what: String,
-    },
-    /// Verbs cannot be used, or did not come about.
-    #[error("this host cannot open a session over verbs: {source}")]
-    Verbs {
-        /// Why.
-        source: VerbsError,
-    },
-    /// The client went away while it waited.
-    #[error("the program gave up waiting for its turn at the server at {server}")]
-    GivenUp {
-        /// Its address.
-        server: String,
-    },
-    /// Something on this host failed.
-    #[error("this host cannot open a session: {source}")]
-    Here {
-        /// The system's answer.
-        source: io::Error,
-    },
-}
-
-impl ConnectError {
-    /// The answer that a client gets.
-    pub fn answer(&self) -> Answer {
-        match self {
-            ConnectError::NoServer { .. } | ConnectError::Protocol { .. } | ConnectError::Unsafe { .. } => {
-                Answer::NoServer
-            }
-            ConnectError::Credentials { .. } => Answer::Denied,
-            ConnectError::Version { .. } => Answer::Version,
-            ConnectError::Refused { answer, .. } => *answer,
-            ConnectError::Here { .. } | ConnectError::Verbs { .. } | ConnectError::GivenUp { .. } => {
-                Answer::NoResources
-            }
-        }
-    }
-}
-
-/// What a server's welcome says.
-#[derive(Debug)]
-pub(super) struct Handshake {
-    /// The version that this host and the server speak.
-    pub(super) version: Version,
-    pub(super) token: [u8; 16],
-    pub(super) secret: Secret,
-    /// The key of the session's connections under TLS.
-    pub(super) session_key: Fingerprint,
-    /// How long the server keeps the session when its connections are lost. Zero: it ends with them.
-    pub(super) grace: Duration,
-    pub(super) data_connections: u32,
-    /// Bytes of data that the server takes without a grant.
-    pub(super) eager: u64,
-    /// Whether it keeps what it is sent.
-    pub(super) has_cache: bool,
-    pub(super) server: String,
-    /// Whom the server takes this client for.
-    pub(super) principal: String,
-}
-
-/// The first message of a connection.
-pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u32, index: u32) -> Hello {
-    let speaks = OURS.at_most(channel.version);
-    let understands = purpose == purpose::CONTROL && speaks.version() >= COMPRESSED_OUT_SINCE;
-    let compressed = match config.compress.over(understands, config.source().is_some()) {
-        CompressUse::Never => 0,
-        _ => wish::COMPRESSED,
-    };
-    Hello {
-        magic: MAGIC,
-        version: speaks.version(),
-        purpose,
-        fingerprint: speaks.fingerprint(),
-        token: [0; 16],
-        index,
-        pid: channel.pid,
-        slot_count: channel.view.geometry().slot_count as u32,
-        wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT) | compressed,
-        client: text(&config.client),
-        program: text(&channel.program),
-        secret: config.lease_key(purpose),
-        attempt: 0,
-        reserved: 0,
-        devices: config.device_list(purpose),
-    }
-}
-
-/// How a client waits while the server serves others before it.
-pub trait Turn {
-    /// The session waits in the queue of the server of that name, and `ahead` others come first. Called as soon as that is known, and at least each second from then on, by the
-    /// thread that connects. Must not block for long.
-    fn wait(&mut self, server: &str, ahead: u32);
-
-    /// A descriptor, and the events on it, that say that nobody wants the session any more. The wait then ends with [`ConnectError::GivenUp`].
-    fn given_up(&self) -> Option<PollFd<'_>>;
-}
 
 /// Waits its turn and tells nobody.
 struct Patient;
@@ -357,133 +34,11 @@ impl Turn for Patient {
     }
 }
 
-/// How often a client that waits is told its place, also when the server is silent.
-const TELL_EVERY: Duration = Duration::from_secs(1);
-
-/// Waits for the answer to a hello that may put the session into a queue.
-pub(super) fn welcome_in_turn(
-    config: &SessionConfig,
-    socket: &Stream,
-    deadline: Instant,
-    turn: &mut dyn Turn,
-) -> Result<Handshake, ConnectError> {
-    let mut deadline = deadline;
-    let mut place: Option<(String, u32)> = None;
-    loop {
-        if wait_for_answer(config, socket, deadline, &*turn)? {
-            match welcome(config, socket, deadline)? {
-                Heard::Welcome(handshake) => return Ok(handshake),
-                Heard::Waiting { server, ahead } => {
-                    // The server is there. It may be silent for as long again.
-                    deadline = Instant::now() + config.handshake_timeout;
-                    place = Some((server, ahead));
-                }
-            }
-        }
-        if let Some((server, ahead)) = &place {
-            turn.wait(server, *ahead);
-        }
-    }
-}
-
-/// Waits a moment until the server has answered. False: not yet.
-fn wait_for_answer(
-    config: &SessionConfig,
-    socket: &Stream,
-    deadline: Instant,
-    turn: &dyn Turn,
-) -> Result<bool, ConnectError> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        let source = io::Error::new(io::ErrorKind::TimedOut, "no answer in time");
-        return Err(ConnectError::NoServer { server: config.server.to_string(), source });
-    }
-    if socket.has_input() {
-        return Ok(true);
-    }
-    let mut watched = vec![PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
-    watched.extend(turn.given_up());
-    let limit = left.min(TELL_EVERY).as_millis().max(1);
-    match poll(&mut watched, PollTimeout::from(u16::try_from(limit).unwrap_or(u16::MAX))) {
-        Ok(_) | Err(nix::Error::EINTR) => {}
-        Err(e) => return Err(ConnectError::Here { source: e.into() }),
-    }
-    let happened =
-        |index: usize| watched.get(index).and_then(PollFd::revents).is_some_and(|events| !events.is_empty());
-    if happened(1) {
-        return Err(ConnectError::GivenUp { server: config.server.to_string() });
-    }
-    Ok(happened(0))
-}
-
-/// What a server says to a hello.
-pub(super) enum Heard {
-    /// The session may begin.
-    Welcome(Handshake),
-    /// It waits in a queue.
-    Waiting {
-        /// The server's name.
-        server: String,
-        /// How many come first.
-        ahead: u32,
-    },
-}
-
-/// Waits for the answer to a hello that is served at once: of a data connection, for one.
-pub(super) fn welcome_at_once(
-    config: &SessionConfig,
-    socket: &Stream,
-    deadline: Instant,
-) -> Result<Handshake, ConnectError> {
-    match welcome(config, socket, deadline)? {
-        Heard::Welcome(handshake) => Ok(handshake),
-        Heard::Waiting { .. } => Err(ConnectError::Protocol {
-            server: config.server.to_string(),
-            what: "it lets a connection wait that no session begins with".into(),
-        }),
-    }
-}
-
-/// Receives the answer to a hello and judges it.
-fn welcome(config: &SessionConfig, socket: &Stream, deadline: Instant) -> Result<Heard, ConnectError> {
-    let server = config.server.to_string();
-    let (welcome, version) = match receive_welcome(socket, deadline) {
-        Ok(Ok(received)) => received,
-        Ok(Err(BadGreeting::Magic(magic))) => {
-            let what = format!("its answer begins with {magic:#x}; no rgpu-server listens there");
-            return Err(ConnectError::Protocol { server, what });
-        }
-        Ok(Err(BadGreeting::Version(mismatch))) => return Err(ConnectError::Version { server, mismatch }),
-        Err(source) => return Err(ConnectError::NoServer { server, source }),
-    };
-    match Answer::from_number(welcome.status) {
-        Answer::Ok => Ok(Heard::Welcome(Handshake {
-            version,
-            token: welcome.token,
-            secret: Secret(welcome.secret),
-            session_key: Fingerprint(welcome.session_key),
-            grace: Duration::from_secs(welcome.grace.into()),
-            data_connections: welcome.data_connections,
-            eager: u64::from(welcome.eager) << 20,
-            has_cache: welcome.cache == 1,
-            server: printable(&welcome.server),
-            principal: printable(&welcome.principal),
-        })),
-        Answer::Waiting => Ok(Heard::Waiting { server: printable(&welcome.server), ahead: welcome.ahead }),
-        answer => Err(ConnectError::Refused { server, answer, reason: untext(&welcome.reason) }),
-    }
-}
-
-/// A server's name. Nothing in it may steer a terminal.
-fn printable(name: &[u8]) -> String {
-    untext(name).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
-}
-
 /// A server that has welcomed a session. Nothing else has been done for it yet, so it can be [saved](Self::save); then it is [opened](Self::open) and [started](Opened::start).
 #[derive(Debug)]
 pub struct Prepared {
     config: SessionConfig,
-    link: Link<tcp::Greeting>,
+    link: Link<tcp::links::Greeting>,
     handshake: Handshake,
 }
 
@@ -491,14 +46,14 @@ pub struct Prepared {
 #[derive(Debug)]
 pub struct Opened {
     config: SessionConfig,
-    link: Link<tcp::Links>,
+    link: Link<tcp::links::Links>,
     handshake: Handshake,
 }
 
 #[derive(Debug)]
 enum Link<T> {
     Tcp(Box<T>),
-    Verbs(Box<verbs::Links>),
+    Verbs(Box<verbs::links::Links>),
     Local(local::Link),
 }
 
@@ -511,9 +66,9 @@ impl Prepared {
         turn: &mut dyn Turn,
     ) -> Result<Prepared, ConnectError> {
         let (link, handshake) = match config.transport {
-            TransportKind::Tcp => tcp::greet_server(config, channel, turn)
+            TransportKind::Tcp => tcp::links::greet_server(config, channel, turn)
                 .map(|(greeting, handshake)| (Link::Tcp(Box::new(greeting)), handshake))?,
-            TransportKind::Verbs => verbs::connect(config, channel, turn)
+            TransportKind::Verbs => verbs::links::connect(config, channel, turn)
                 .map(|(links, handshake)| (Link::Verbs(Box::new(links)), handshake))?,
             TransportKind::Local => local::connect(config, channel, turn)
                 .map(|(link, handshake)| (Link::Local(link), handshake))?,
@@ -562,8 +117,8 @@ impl Opened {
         channel.view.header().set_session_version(speaks.version(), speaks.fingerprint());
         let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
         let transport: Box<dyn Transport> = match link {
-            Link::Tcp(links) => Box::new(Tcp::start(&config, session.clone(), *links)?),
-            Link::Verbs(links) => Box::new(Verbs::start(&config, session.clone(), *links)?),
+            Link::Tcp(links) => tcp::start(&config, session.clone(), *links)?,
+            Link::Verbs(links) => verbs::start(&config, session.clone(), *links)?,
             Link::Local(link) => Box::new(Local::start(&config, session.clone(), link)?),
         };
         if waited {
@@ -597,17 +152,6 @@ enum Inherited {
     Awaited(Receiver<Vec<InheritedRegion>>),
     /// Nobody has asked yet.
     Known(Vec<InheritedRegion>),
-}
-
-/// A region that was registered before this process had the session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct InheritedRegion {
-    /// Its id.
-    pub region: u32,
-    /// Its size in bytes.
-    pub size: u64,
-    /// Pieces of memory that it is made of.
-    pub pieces: u32,
 }
 
 /// One channel's connection to one server.
@@ -663,15 +207,15 @@ impl Session {
                 (Box::new(local), Inherited::Awaited(inherited), saved.about)
             }
             Kind::Remote(saved) if config.transport == TransportKind::Verbs => {
-                let (verbs, inherited) = Verbs::resume(config, session.clone(), saved, own)?;
-                (Box::new(verbs), Inherited::Known(inherited), saved.about)
+                let (verbs, inherited) = verbs::resume(config, session.clone(), saved, own)?;
+                (verbs, Inherited::Known(inherited), saved.about)
             }
             Kind::Remote(saved) if saved.queues.is_some() => {
                 return Err(io::Error::other("it went over verbs, which is not configured any more"));
             }
             Kind::Remote(saved) => {
-                let (tcp, inherited) = Tcp::resume(config, session.clone(), saved, own)?;
-                (Box::new(tcp), Inherited::Known(inherited), saved.about)
+                let (tcp, inherited) = tcp::resume(config, session.clone(), saved, own)?;
+                (tcp, Inherited::Known(inherited), saved.about)
             }
         };
         let regions = match &inherited {

@@ -11,7 +11,7 @@ use protocol::link::wish;
 use protocol::trace::Recorder;
 use protocol::version::{OURS, Version};
 
-use super::Counters;
+use super::counters::Counters;
 use super::link::Link;
 use crate::memory::{ChannelView, Memories, MemoryError};
 

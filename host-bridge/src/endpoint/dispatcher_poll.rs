@@ -7,8 +7,23 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::Polling;
-use protocol::polling::PollTime;
+use protocol::polling::{self, PollTime};
+
+/// How long a worker's threads poll before they sleep.
+#[derive(Debug, Clone, Copy)]
+pub struct Polling {
+    /// The longest time for which [`Commands::next`](super::Commands::next) polls an empty ring or a silent connection.
+    pub most: Duration,
+    /// The same while the client waits for a reply, and will probably call again soon (`local`, `tcp`).
+    pub while_due: Duration,
+}
+
+impl Default for Polling {
+    /// What suits this machine's number of processors.
+    fn default() -> Self {
+        Polling { most: polling::DISPATCHER.here(), while_due: polling::DISPATCHER_REPLY_DUE.here() }
+    }
+}
 
 /// Number of replies that a session's client waits for. The dispatcher adds commands; the threads that answer them subtract.
 #[derive(Debug, Default)]

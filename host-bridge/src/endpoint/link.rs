@@ -18,7 +18,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use protocol::link::frame;
+
 use super::incoming::DataSource;
+use crate::framing::resumed_counts;
 use crate::stream::Stream;
 
 /// How long a session is kept at most whose bridge has not shown that it knows of it: its welcome may have
@@ -393,6 +396,15 @@ pub(super) fn receive_whole(stream: &Stream, buffer: &mut [u8]) -> (usize, io::E
         }
     }
     (got, io::ErrorKind::UnexpectedEof.into())
+}
+
+/// The numbers in a bridge's [`frame::RESUMED`].
+pub(super) fn resumed(kind: Option<u32>, body: &[u8], streams: usize) -> io::Result<Vec<u64>> {
+    let wrong = || {
+        let text = format!("a frame of kind {kind:?} with {} bytes where RESUMED was expected", body.len());
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    };
+    resumed_counts(body, streams).filter(|_| kind == Some(frame::RESUMED)).ok_or_else(wrong)
 }
 
 #[cfg(test)]

@@ -25,12 +25,13 @@ use protocol::link::{
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::dispatcher_poll::{DispatcherPoll, Replies};
+use super::contract::{Client, Commands, Sink, Source};
+use super::dispatcher_poll::{DispatcherPoll, Polling, Replies};
+use super::end::{Farewell, Lost};
 use super::pause::Touch;
 use super::region::{Leaving, Mapped, Regions, Released};
 use super::succession::{Next, Said, Succession};
-use super::wake::{self, Rouse, StopEvent, Watch};
-use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
+use super::wake::{self, Rouse, StopEvent, Waker, Watch};
 use crate::framing::{recv_frame, send_frame, split_struct, with_causes};
 use crate::memory::{ChannelView, Memories, RingReader};
 
@@ -86,30 +87,6 @@ pub struct LocalClient {
     held: (Mutex<bool>, Condvar),
     /// How long the session is kept while the client's machine is stopped.
     grace: Duration,
-}
-
-/// How the client's threads are reached.
-pub(super) enum Waker {
-    Futex,
-    Event(OwnedFd),
-}
-
-impl Waker {
-    /// Wakes the threads that sleep on the word at `offset` of the channel: a word of the header, or of a slot that exists.
-    pub(super) fn word(&self, view: &ChannelView, offset: usize) {
-        match self {
-            // SAFETY: the offset is that of a word of the channel, which is mapped.
-            Waker::Futex => unsafe { wake::futex_wake_all(view.base().add(offset).as_ptr().cast()) },
-            Waker::Event(event) => wake::signal(event),
-        }
-    }
-
-    /// Wakes the threads that sleep until the progress area changes, if there are any.
-    fn progress(&self, view: &ChannelView) {
-        if view.header().progress_sleep.take() {
-            self.word(view, Header::PROGRESS_SLEEP_OFFSET as usize);
-        }
-    }
 }
 
 impl LocalCommands {

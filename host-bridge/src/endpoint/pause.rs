@@ -10,9 +10,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
+use super::wake::Waker;
 use crate::memory::ChannelView;
-
-use super::local::Waker;
 
 type Later = Box<dyn FnOnce(&Touch) + Send>;
 

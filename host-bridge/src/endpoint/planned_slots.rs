@@ -20,13 +20,24 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 
 use protocol::link::{DataHeader, SLOT_DATA, chunk_len};
 
-use super::Lost;
+use super::end::Lost;
 use crate::shared::SharedBytes;
 
 /// Number of freed slots that the bridge is told of in one message.
 const BATCH: u64 = 8;
 /// Maximum number of pieces of data that commands have named and the bridge has not sent. Our own bridge stays far below it.
 const MAX_OWED: usize = 1 << 18;
+
+/// Memory of the transport's in which incoming data lies. See the module's text.
+#[derive(Debug, Clone, Copy)]
+pub struct StagingArea {
+    /// Its first byte, at the beginning of a page.
+    pub at: NonNull<u8>,
+    /// Bytes.
+    pub len: usize,
+    /// Slots that it is divided into.
+    pub slots: usize,
+}
 
 /// A driver whose device waits for slots and reads them itself.
 pub trait Arrivals: Send + Sync {

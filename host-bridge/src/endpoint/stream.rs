@@ -7,7 +7,7 @@ use protocol::channel::{
 use protocol::link::{FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
 use zerocopy::IntoBytes;
 
-use super::Lost;
+use super::end::Lost;
 
 /// Records to be taken apart, one behind the other.
 #[derive(Debug, Default)]

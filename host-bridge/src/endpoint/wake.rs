@@ -7,6 +7,9 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use protocol::channel::Header;
+
+use crate::memory::ChannelView;
 
 /// Signals that something has ended. It wakes the threads that poll it and stays raised.
 #[derive(Debug)]
@@ -47,6 +50,30 @@ impl Rouse {
 pub(super) fn signal(fd: &OwnedFd) {
     // If the counter is full or the peer is gone, there is no thread to wake.
     let _ = nix::unistd::write(fd, &1u64.to_ne_bytes());
+}
+
+/// How the client's threads are reached.
+pub(super) enum Waker {
+    Futex,
+    Event(OwnedFd),
+}
+
+impl Waker {
+    /// Wakes the threads that sleep on the word at `offset` of the channel: a word of the header, or of a slot that exists.
+    pub(super) fn word(&self, view: &ChannelView, offset: usize) {
+        match self {
+            // SAFETY: the offset is that of a word of the channel, which is mapped.
+            Waker::Futex => unsafe { futex_wake_all(view.base().add(offset).as_ptr().cast()) },
+            Waker::Event(event) => signal(event),
+        }
+    }
+
+    /// Wakes the threads that sleep until the progress area changes, if there are any.
+    pub(super) fn progress(&self, view: &ChannelView) {
+        if view.header().progress_sleep.take() {
+            self.word(view, Header::PROGRESS_SLEEP_OFFSET as usize);
+        }
+    }
 }
 
 /// Waits for a doorbell that another process shares, for a [`StopEvent`], or for a [`Rouse`].

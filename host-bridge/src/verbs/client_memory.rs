@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use protocol::device::Extent;
 
-use super::VerbsError;
+use super::error::VerbsError;
 use super::registration::{Access, Domain, Registration};
 use crate::memory::{ChannelView, Memories, reserve};
 

@@ -10,7 +10,7 @@
 
 use protocol::link::MAX_QUEUES;
 
-use super::VerbsError;
+use super::error::VerbsError;
 
 /// Minimum number of receives of queue 0, even if a smaller depth is configured. With fewer, announcements
 /// would cause announcements.

@@ -7,8 +7,9 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::error::VerbsError;
+use super::settings::Settings;
 use super::sys::{self, Gid, Library, check, number};
-use super::{Settings, VerbsError};
 
 /// An open device with the port that was chosen. Closed with its last user.
 #[derive(Debug)]
@@ -41,6 +42,23 @@ pub struct Port {
     pub mtu: u32,
     /// Traffic class of the packets.
     pub traffic_class: u8,
+}
+
+impl Port {
+    /// Checks that both sides are reached in the same way.
+    pub(super) fn check_route(&self, peer_global: u16) -> Result<(), VerbsError> {
+        if (peer_global != 0) == self.global {
+            return Ok(());
+        }
+        let (one, other) = if self.global {
+            ("RoCE or a GID", "an InfiniBand LID")
+        } else {
+            ("an InfiniBand LID", "RoCE or a GID")
+        };
+        Err(VerbsError::Peer(format!(
+            "it is reached by {other}, this side by {one}: both must be of one kind (gid_index of rdma, on InfiniBand)"
+        )))
+    }
 }
 
 /// The device's limits.

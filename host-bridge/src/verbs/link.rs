@@ -25,16 +25,17 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use protocol::link::{DataHeader, MAX_QUEUES, MessageHeader, Queues};
+use protocol::link::{DataHeader, MessageHeader, Queues};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::credits::{Credits, LEAST_RECEIVES};
-use super::device::{Port, mtu_number};
-use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target, first_packet_number};
-use super::registration::{Access, Domain, Segment, Slab};
+use super::error::VerbsError;
+use super::failure::{describe, failure};
+use super::queue::POLL_BATCH;
+use super::queue_pairs::{MESSAGE, PIECE, RECEIVE, Unconnected, Up, depths, post_receive};
+use super::registration::{Domain, Segment};
 use super::requests::{Requests, Settled};
-use super::sys::{Library, SendWr, Sge, Wc, number};
-use super::{DEEPEST, Settings, VerbsError};
+use super::settings::Settings;
+use super::sys::{SendWr, Sge, Wc, number};
 use crate::framing::SendBuffer;
 
 /// When a completion says that the link has broken, how long to wait for the one that says why.
@@ -42,17 +43,8 @@ const CAUSE: Duration = Duration::from_millis(20);
 /// How long queue pairs that were stopped may take to give all their receives back. What comes later is not acted on; the peer is told so.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// Maximum size of a message with its header, in bytes. A reply with the largest payload fits.
-const MESSAGE: usize = 8192;
 /// Size of a message's header, in bytes.
 const HEADER: usize = size_of::<MessageHeader>();
-/// Inline size to request for work requests, in bytes.
-const INLINE: u32 = 220;
-/// Room for one piece's header.
-const PIECE: usize = 32;
-/// A bit of a work request's id: it is a receive.
-const RECEIVE: u64 = 1 << 63;
-
 /// An event of a link.
 #[derive(Debug)]
 pub enum Event<'l> {
@@ -118,41 +110,6 @@ pub struct EarlierWrites {
     pub taken: u64,
 }
 
-#[derive(Debug)]
-struct Queue {
-    pair: QueuePair,
-    /// Maximum number of outstanding requests.
-    depth: usize,
-    unsignalled: usize,
-}
-
-impl Queue {
-    /// Whether the next request is to be signalled.
-    fn signals(&mut self, ask: bool) -> bool {
-        self.unsignalled += 1;
-        let signal = ask || self.unsignalled >= (self.depth / 4).max(1);
-        if signal {
-            self.unsignalled = 0;
-        }
-        signal
-    }
-}
-
-/// Queue pairs that accept receives but are not connected to the peer's.
-#[derive(Debug)]
-pub struct Unconnected {
-    queues: Vec<Queue>,
-    completions: Arc<Completions>,
-    inbox: Slab,
-    outbox: Slab,
-    headers: Slab,
-    domain: Arc<Domain>,
-    receives: u32,
-    depth: u32,
-    psn: u32,
-    loss: Duration,
-}
-
 /// A link. See the module.
 #[derive(Debug)]
 pub struct Link {
@@ -167,34 +124,6 @@ pub struct Link {
     /// Maximum number of outstanding requests of each queue.
     depths: Vec<usize>,
     counts: Counts,
-}
-
-/// Connected queue pairs.
-#[derive(Debug)]
-struct Up {
-    /// Dropped first: after that the device touches none of the memory below.
-    queues: Vec<Queue>,
-    completions: Arc<Completions>,
-    inbox: Slab,
-    outbox: Slab,
-    headers: Slab,
-    credits: Credits,
-    /// Free buffers of `outbox`.
-    free: Vec<u16>,
-    /// Queue of the last write.
-    turn: usize,
-    /// The most bytes of a message to the peer.
-    message: usize,
-    /// Messages sent and received.
-    messages: (u32, u32),
-    /// Receives that the device has.
-    receives: usize,
-    /// Nothing is sent before the peer has sent something: it may not be connected yet.
-    quiet: bool,
-    /// The peer has sent something.
-    heard: bool,
-    /// They are to be taken down: nothing is sent or received any more.
-    stopped: bool,
 }
 
 /// What a link has done so far, for figures.
@@ -212,105 +141,7 @@ pub struct Counts {
     pub completions: u64,
 }
 
-/// Writes a structure into a slab.
-pub(super) fn store(slab: &Slab, offset: usize, bytes: &[u8]) {
-    if let Some(at) = slab.pointer(offset, bytes.len()) {
-        // SAFETY: `pointer` checked the range; the device does not use it now, since the caller takes a place that no request under way names.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.as_ptr(), bytes.len()) };
-    }
-}
-
 impl Unconnected {
-    /// Makes queue pairs as configured (one more, for messages) and posts their receives.
-    pub fn new(domain: &Arc<Domain>, settings: &Settings) -> Result<Unconnected, VerbsError> {
-        settings.check()?;
-        Self::with_queues(domain, settings, settings.wish())
-    }
-
-    /// As [`new`](Self::new), with as many queues and requests as the peer wishes and the settings grant.
-    pub fn answering(
-        domain: &Arc<Domain>,
-        settings: &Settings,
-        peer: &Queues,
-    ) -> Result<Unconnected, VerbsError> {
-        settings.check()?;
-        check_peer(peer)?;
-        Self::with_queues(domain, settings, settings.grant((peer.count - 1, peer.depth)))
-    }
-
-    fn with_queues(
-        domain: &Arc<Domain>,
-        settings: &Settings,
-        (pairs, depth): (u32, u32),
-    ) -> Result<Unconnected, VerbsError> {
-        let count = pairs + 1;
-        let receives = depth.max(LEAST_RECEIVES);
-        let limits = domain.device().limits();
-        let most = limits.queue.min(limits.completions / (2 * count));
-        if receives > most {
-            return Err(VerbsError::Range {
-                name: "queue_depth",
-                value: depth.into(),
-                least: 1,
-                most: most.into(),
-            });
-        }
-        let depths = depths(count, depth);
-        let completions = Completions::new(domain.device(), count * 2 * receives)?;
-        let inbox = Slab::new(domain, receives as usize * MESSAGE, Access::Write)?;
-        let outbox = Slab::new(domain, depths[0] * MESSAGE, Access::Read)?;
-        let headers = Slab::new(domain, MAX_QUEUES * depth as usize * PIECE, Access::Read)?;
-        let mut queues = Vec::with_capacity(count as usize);
-        for depth in depths {
-            let sends = depth as u32;
-            let pair = QueuePair::new(
-                domain,
-                &completions,
-                Depth { sends, receives, receive_segments: 1, inline: INLINE },
-            )?;
-            queues.push(Queue { pair, depth, unsignalled: 0 });
-        }
-        let psn = first_packet_number()?;
-        let (domain, loss) = (Arc::clone(domain), settings.loss);
-        let link =
-            Unconnected { queues, completions, inbox, outbox, headers, domain, receives, depth, psn, loss };
-        for index in 0..receives {
-            for queue in 0..link.queues.len() {
-                post_receive(&link.queues[queue].pair, &link.inbox, queue, index as usize)?;
-            }
-        }
-        Ok(link)
-    }
-
-    /// What the peer must know. `slots`: the server's, with the size of each.
-    pub fn offer(&self, slots: Option<(&Slab, u32)>) -> Queues {
-        let port = self.domain.device().port();
-        let mut queue_pairs = [0; MAX_QUEUES];
-        for (number, queue) in queue_pairs.iter_mut().zip(&self.queues) {
-            *number = queue.pair.number();
-        }
-        let (address, key, count, size) = slots.map_or((0, 0, 0, 0), |(slab, size)| {
-            let r = slab.registration();
-            (r.address(), r.remote_key(), r.len() as u32 / size.max(1), size)
-        });
-        Queues {
-            count: self.queues.len() as u32,
-            receives: self.receives,
-            message: MESSAGE as u32,
-            mtu: port.mtu,
-            psn: self.psn,
-            lid: port.lid,
-            global: port.global.into(),
-            gid: port.gid,
-            queue_pairs,
-            slots_address: address,
-            slots_key: key,
-            slots: count,
-            slot_size: size,
-            depth: self.depth,
-        }
-    }
-
     /// Connects to the peer's queue pairs. Queues that the peer does not have are dropped.
     pub fn connect(self, peer: &Queues) -> Result<Link, VerbsError> {
         let domain = Arc::clone(&self.domain);
@@ -325,96 +156,6 @@ impl Unconnected {
             depths,
             counts: Counts::default(),
         })
-    }
-
-    fn up(mut self, peer: &Queues) -> Result<Up, VerbsError> {
-        check_peer(peer)?;
-        let port = self.domain.device().port();
-        check_route(port, peer.global)?;
-        self.queues.truncate(peer.count as usize);
-        for (queue, qpn) in self.queues.iter().zip(peer.queue_pairs) {
-            let mtu = peer.mtu.min(port.mtu);
-            queue.pair.connect(
-                &Target { qpn, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu },
-                self.psn,
-                self.loss,
-            )?;
-        }
-        let buffers = self.queues[0].depth as u16;
-        let Unconnected { queues, completions, inbox, outbox, headers, receives, .. } = self;
-        Ok(Up {
-            receives: queues.len() * receives as usize,
-            queues,
-            completions,
-            inbox,
-            outbox,
-            headers,
-            credits: Credits::new(receives, peer.receives),
-            free: (0..buffers).collect(),
-            turn: 1,
-            message: MESSAGE.min(peer.message as usize),
-            messages: (0, 0),
-            quiet: false,
-            heard: false,
-            stopped: false,
-        })
-    }
-}
-
-/// Maximum number of outstanding requests of each queue: of messages, and of writes.
-fn depths(count: u32, writes: u32) -> Vec<usize> {
-    let messages = writes.clamp(LEAST_RECEIVES, 256) as usize;
-    std::iter::once(messages).chain((1..count).map(|_| writes as usize)).collect()
-}
-
-fn check_peer(peer: &Queues) -> Result<(), VerbsError> {
-    let wrong = |what: &str, value: u32| Err(VerbsError::Peer(format!("it offers {what} {value}")));
-    match peer {
-        Queues { count, .. } if !(2..=MAX_QUEUES as u32).contains(count) => wrong("queue pairs:", *count),
-        Queues { receives, .. } if !(LEAST_RECEIVES..=1 << 15).contains(receives) => {
-            wrong("receives:", *receives)
-        }
-        Queues { message, .. } if !(256..=1 << 20).contains(message) => wrong("messages of bytes:", *message),
-        Queues { mtu, .. } if mtu_number(*mtu).is_none() => wrong("an MTU of", *mtu),
-        Queues { depth, .. } if !(1..=DEEPEST).contains(depth) => wrong("requests under way:", *depth),
-        _ => Ok(()),
-    }
-}
-
-/// Checks that both sides are reached in the same way.
-pub(super) fn check_route(port: &Port, peer_global: u16) -> Result<(), VerbsError> {
-    if (peer_global != 0) == port.global {
-        return Ok(());
-    }
-    let (one, other) = if port.global {
-        ("RoCE or a GID", "an InfiniBand LID")
-    } else {
-        ("an InfiniBand LID", "RoCE or a GID")
-    };
-    Err(VerbsError::Peer(format!(
-        "it is reached by {other}, this side by {one}: both must be of one kind (gid_index of rdma, on InfiniBand)"
-    )))
-}
-
-fn post_receive(pair: &QueuePair, inbox: &Slab, queue: usize, index: usize) -> Result<(), VerbsError> {
-    let id = RECEIVE | (queue as u64) << 32 | index as u64;
-    let segment =
-        if queue == 0 { inbox.registration().slice((index * MESSAGE) as u64, MESSAGE as u32) } else { None };
-    // SAFETY: a buffer of the inbox, which is registered for the device's writes until after the queue pair is destroyed, and which is only read between
-    // this receive's completion and its being posted again.
-    unsafe { pair.receive(id, segment.as_ref().map_or(&[], |s| std::slice::from_ref(&s.sge))) }
-}
-
-impl Up {
-    /// Whether requests may be posted now.
-    fn sends(&self) -> bool {
-        !self.stopped && (self.heard || !self.quiet)
-    }
-
-    fn stop(&mut self) {
-        if !std::mem::replace(&mut self.stopped, true) {
-            self.queues.iter().for_each(|queue| queue.pair.stop());
-        }
     }
 }
 
@@ -493,8 +234,8 @@ impl Link {
             let header =
                 MessageHeader { len: len as u32, number: up.messages.0, credits: up.credits.announce() };
             let at = usize::from(buffer) * MESSAGE;
-            store(&up.outbox, at, header.as_bytes());
-            store(&up.outbox, at + HEADER, &out.unsent()[..len]);
+            up.outbox.store(at, header.as_bytes());
+            up.outbox.store(at + HEADER, &out.unsent()[..len]);
             out.advance(len);
             up.credits.spend(0);
             let segment = up.outbox.registration().slice(at as u64, (HEADER + len) as u32);
@@ -583,7 +324,7 @@ impl Link {
         if let Some(header) = &put.header {
             // As many places as requests can be under way, so this one is free.
             let place = (put.queue * depth + requests.next() as usize % depth) * PIECE;
-            store(&up.headers, place, header.as_bytes());
+            up.headers.store(place, header.as_bytes());
             let segment = up.headers.registration().slice(place as u64, size_of::<DataHeader>() as u32);
             let Some(segment) = segment else {
                 return Err(VerbsError::Wrong("no place for a piece's header".into()));
@@ -887,26 +628,6 @@ impl Link {
     }
 }
 
-/// Says why a request failed. `on`: the queue or the port.
-pub(super) fn describe(on: &str, wc: &Wc) -> VerbsError {
-    match wc.status {
-        number::WC_RETRY_EXC_ERR => VerbsError::Broken(format!(
-            "{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)"
-        )),
-        number::WC_RNR_RETRY_EXC_ERR => VerbsError::Wrong(format!("{on}: the peer had no receive ready")),
-        number::WC_REM_INV_REQ_ERR => VerbsError::Wrong(format!(
-            "{on}: the peer's device refused a request as invalid (status 9): one that does not fit its receive, or packets in another order than a message has"
-        )),
-        number::WC_WR_FLUSH_ERR => VerbsError::Broken(format!(
-            "{on} was stopped: the peer ended the connection or asked for what it may not"
-        )),
-        other => {
-            let text = Library::get().map_or_else(|_| String::new(), |l| l.status_text(other));
-            VerbsError::Wrong(format!("{on}: {text} (status {other}, vendor's {:#x})", wc.vendor_err))
-        }
-    }
-}
-
 /// What [`Link::take`] has found.
 #[derive(Debug, Default)]
 struct Taken {
@@ -914,61 +635,4 @@ struct Taken {
     /// There may be more.
     full: bool,
     failed: Option<Wc>,
-}
-
-/// The completion that says best why a link broke: a flushed request is only a consequence.
-pub(super) fn failure(done: &[Wc]) -> Option<Wc> {
-    let mut failed = done.iter().filter(|wc| wc.status != number::WC_SUCCESS);
-    let first = failed.next()?;
-    let cause = std::iter::once(first).chain(failed).find(|wc| wc.status != number::WC_WR_FLUSH_ERR);
-    Some(*cause.unwrap_or(first))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_flushed_request_is_not_the_reason() {
-        let wc = |status, qp_num| Wc { status, qp_num, ..Wc::default() };
-        let flushed = wc(number::WC_WR_FLUSH_ERR, 1);
-        let cause = wc(number::WC_RETRY_EXC_ERR, 2);
-        assert!(failure(&[wc(0, 0)]).is_none());
-        assert_eq!(failure(&[wc(0, 0), flushed, cause]).map(|wc| wc.qp_num), Some(2));
-        assert_eq!(failure(&[flushed]).map(|wc| wc.qp_num), Some(1));
-    }
-
-    #[test]
-    fn offers_that_make_no_sense_are_refused() {
-        let good = Queues {
-            count: 3,
-            receives: 128,
-            message: MESSAGE as u32,
-            mtu: 4096,
-            psn: 0,
-            lid: 0,
-            global: 1,
-            gid: [0; 16],
-            queue_pairs: [0; MAX_QUEUES],
-            slots_address: 0,
-            slots_key: 0,
-            slots: 0,
-            slot_size: 0,
-            depth: 128,
-        };
-        assert!(check_peer(&good).is_ok());
-        for bad in [
-            Queues { count: 1, ..good },
-            Queues { count: 9, ..good },
-            Queues { receives: 4, ..good },
-            Queues { receives: 1 << 16, ..good },
-            Queues { message: 24, ..good },
-            Queues { message: u32::MAX, ..good },
-            Queues { mtu: 1500, ..good },
-            Queues { depth: 0, ..good },
-            Queues { depth: u32::MAX, ..good },
-        ] {
-            assert!(matches!(check_peer(&bad), Err(VerbsError::Peer(_))), "{bad:?}");
-        }
-    }
 }

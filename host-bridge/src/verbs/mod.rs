@@ -7,12 +7,13 @@
 //! ```
 //!
 //! In reading order:
-//! - [`device`]: which device, port and address;
-//! - [`memory`]: protection domains and registered memory; [`region`]: a client's scattered memory as one registration;
-//! - [`queue`]: queue pairs and completion queues; [`credits`]: how much each side may send;
-//! - `requests`: what was sent and taken on one queue, over all queue pairs that a session has had; [`link`]: all of that as one connection with messages and writes, whose queue pairs can be replaced;
+//! - `settings`: what an administrator says; [`device`]: which device, port and address;
+//! - [`registration`]: protection domains and registered memory; [`client_memory`]: a client's scattered memory as one registration;
+//! - `queue`: one queue pair, and completion queues; `failure`: why one broke; `credits`: how much each side may send;
+//! - `queue_pairs`: those of a session, made and connected; `requests`: what was sent and taken on one queue, over all queue pairs that a session has had;
+//! - [`link`]: all of that as one connection with messages and writes, whose queue pairs can be replaced;
 //! - [`pieces`]: one queue pair for copies between servers;
-//! - [`sys`]: the C library's types, and its functions found at run time; `software`, for tests: the same functions without a device.
+//! - `sys`: the C library's types, and its functions found at run time; `software`, for tests: the same functions without a device.
 //!
 //! A device's context and domain belong to one session, so a key is valid only for that session's memory and queue pairs. A registration is always dropped before its memory.
 //! `docs/decisions/0005-verbs-by-own-bindings.md` explains why rgpu has its own bindings.
@@ -21,138 +22,23 @@ pub mod client_memory;
 mod credits;
 pub mod device;
 mod error;
+mod failure;
 pub mod link;
 pub mod pieces;
 mod queue;
+mod queue_pairs;
 pub mod registration;
 mod requests;
+mod settings;
 #[cfg(any(test, fuzzing, feature = "software-verbs"))]
 pub mod software;
 mod sys;
 
-use std::time::Duration;
-
-use clap::{Args, value_parser};
-use protocol::link::MAX_QUEUES;
-use serde::{Deserialize, Serialize};
-
 pub use client_memory::RegisteredRegion;
 pub use device::{Device, DeviceEvent, Port};
 pub use error::VerbsError;
-pub use link::{EarlierWrites, Event, Link, Put, Unconnected};
+pub use link::{EarlierWrites, Event, Link, Put};
 pub use pieces::{PieceBuffer, Pieces};
+pub use queue_pairs::Unconnected;
 pub use registration::{Access, Domain, Registration, Segment, Slab};
-
-/// How to use verbs: one set of settings for both ends. `vhost-rgpu` and `rgpu-server` take them as the flags that their names here stand for (`--rdma-device`), `vhost-rgpu`
-/// also as keys of a section `rdma` of its configuration (`device`).
-///
-/// The client chooses how many queue pairs a session has and how deep they are, because they serve the client's load. A server grants what the client requests, up to its configured
-/// limits. [`MOST_QUEUE_PAIRS`] and [`MOST_DEPTH`] bound what a session can cost.
-#[derive(Debug, Clone, PartialEq, Eq, Args, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Settings {
-    /// Transport verbs: name of the RDMA device, as ibv_devices lists it. By default the only one with an active port
-    #[arg(id = "rdma.device", long = "rdma-device", value_name = "NAME")]
-    pub device: Option<String>,
-    /// Transport verbs: port of the RDMA device
-    #[arg(id = "rdma.port", long = "rdma-port", value_name = "N", default_value_t = Settings::default().port, value_parser = value_parser!(u8).range(1..))]
-    pub port: u8,
-    /// Transport verbs: index in the port's GID table. By default an entry for RoCE v2 over IPv4; on InfiniBand the LID is used and no GID
-    #[arg(id = "rdma.gid_index", long = "rdma-gid-index", value_name = "N")]
-    pub gid_index: Option<u8>,
-    /// Transport verbs: MTU in bytes: 256, 512, 1024, 2048 or 4096. By default the port's own
-    #[arg(id = "rdma.mtu", long = "rdma-mtu", value_name = "N", value_parser = value_parser!(u32).range(256..=4096))]
-    pub mtu: Option<u32>,
-    /// Transport verbs: traffic class of the packets; for RoCE the TOS byte of the IP header
-    #[arg(id = "rdma.traffic_class", long = "rdma-traffic-class", value_name = "N", default_value_t = Settings::default().traffic_class)]
-    pub traffic_class: u8,
-    /// Transport verbs: queue pairs for the data of a session, 1 to 7; commands have one more. By default vhost-rgpu requests 2, and rgpu-server grants up to 7
-    #[arg(id = "rdma.queue_pairs", long = "rdma-queue-pairs", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(MOST_QUEUE_PAIRS)))]
-    pub queue_pairs: Option<u32>,
-    /// Transport verbs: maximum outstanding work requests on each queue pair. By default vhost-rgpu requests 128, and rgpu-server grants up to 256
-    #[arg(id = "rdma.queue_depth", long = "rdma-queue-depth", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(DEEPEST)))]
-    pub queue_depth: Option<u32>,
-    /// A peer that does not answer for this long is lost.
-    #[arg(skip = Settings::default().loss)]
-    #[serde(skip)]
-    pub loss: Duration,
-}
-
-/// Number of queue pairs for data that a client requests by default.
-pub const QUEUE_PAIRS: u32 = 2;
-/// Number of outstanding requests on each of them that a client requests by default.
-pub const DEPTH: u32 = 128;
-/// Maximum number of queue pairs for data.
-pub const MOST_QUEUE_PAIRS: u32 = MAX_QUEUES as u32 - 1;
-/// Maximum number of outstanding requests on a queue pair.
-const DEEPEST: u32 = 1 << 14;
-/// Number of outstanding requests that a server grants by default: the deepest queues that published measurements use. Each costs it two receives, one of them with 8 KiB.
-pub const MOST_DEPTH: u32 = 256;
-
-impl Default for Settings {
-    fn default() -> Self {
-        Settings {
-            device: None,
-            port: 1,
-            gid_index: None,
-            mtu: None,
-            traffic_class: 0,
-            queue_pairs: None,
-            queue_depth: None,
-            loss: Duration::from_secs(10),
-        }
-    }
-}
-
-impl Settings {
-    /// Checks what does not depend on the host.
-    pub fn check(&self) -> Result<(), VerbsError> {
-        let range = |name, value: Option<u32>, least: u32, most: u32| match value {
-            Some(v) if !(least..=most).contains(&v) => {
-                Err(VerbsError::Range { name, value: v.into(), least: least.into(), most: most.into() })
-            }
-            _ => Ok(()),
-        };
-        range("queue_pairs", self.queue_pairs, 1, MOST_QUEUE_PAIRS)?;
-        range("queue_depth", self.queue_depth, 1, DEEPEST)?;
-        range("port", Some(self.port.into()), 1, 255)?;
-        range("mtu", self.mtu, 256, 4096)
-    }
-
-    /// Number of queue pairs for data and of outstanding requests on each, for a client.
-    fn wish(&self) -> (u32, u32) {
-        (self.queue_pairs.unwrap_or(QUEUE_PAIRS), self.queue_depth.unwrap_or(DEPTH))
-    }
-
-    /// The same for a server: the most that it grants.
-    fn grant(&self, (queue_pairs, depth): (u32, u32)) -> (u32, u32) {
-        let most = (self.queue_pairs.unwrap_or(MOST_QUEUE_PAIRS), self.queue_depth.unwrap_or(MOST_DEPTH));
-        (queue_pairs.min(most.0), depth.min(most.1))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn settings_out_of_range_are_named() {
-        let wrong = Settings { queue_pairs: Some(8), ..Settings::default() };
-        assert_eq!(wrong.check().unwrap_err().to_string(), "rdma: queue_pairs 8: must be 1 to 7");
-        assert!(Settings { queue_depth: Some(0), ..Settings::default() }.check().is_err());
-        assert!(Settings { mtu: Some(9000), ..Settings::default() }.check().is_err());
-        assert!(Settings::default().check().is_ok());
-    }
-
-    #[test]
-    fn a_server_grants_what_is_asked_for_up_to_what_it_is_told() {
-        let usual = Settings::default();
-        assert_eq!(usual.wish(), (2, 128));
-        assert_eq!(usual.grant(usual.wish()), (2, 128));
-        assert_eq!(usual.grant((7, 2)), (7, 2));
-        assert_eq!(usual.grant((7, 1 << 14)), (7, 256));
-        let strict = Settings { queue_pairs: Some(1), queue_depth: Some(16), ..usual };
-        assert_eq!(strict.grant((4, 128)), (1, 16));
-        assert_eq!(strict.grant((1, 8)), (1, 8));
-    }
-}
+pub use settings::{DEPTH, MOST_DEPTH, MOST_QUEUE_PAIRS, QUEUE_PAIRS, Settings};

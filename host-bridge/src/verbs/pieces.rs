@@ -19,11 +19,12 @@ use protocol::link::{DirectHeader, DirectQueue};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::device::mtu_number;
-use super::link::{check_route, describe, failure, store};
+use super::error::VerbsError;
+use super::failure::{describe, failure};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target, first_packet_number};
 use super::registration::{Access, Domain, Registration, Slab};
+use super::settings::Settings;
 use super::sys::{SendWr, Sge, Wc, number};
-use super::{Settings, VerbsError};
 
 /// Size of a piece's header, in bytes.
 const HEADER: usize = size_of::<DirectHeader>();
@@ -133,7 +134,7 @@ impl<B: PieceBuffer> Pieces<B> {
     pub fn connect(&mut self, peer: &DirectQueue) -> Result<(), VerbsError> {
         let port = self.domain.device().port();
         check_peer(peer)?;
-        check_route(port, peer.global)?;
+        port.check_route(peer.global)?;
         self.credits.grant(peer.receives as usize)?;
         let mtu = peer.mtu.min(port.mtu);
         let target = Target { qpn: peer.queue_pair, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu };
@@ -172,7 +173,7 @@ impl<B: PieceBuffer> Pieces<B> {
             return Err(VerbsError::Broken("the peer has no receive for a piece".into()));
         }
         let place = self.place();
-        store(&self.headers, place, header.as_bytes());
+        self.headers.store(place, header.as_bytes());
         let segments = self.segments(place, piece.as_ref().map(|(buffer, len)| (buffer, *len)))?;
         let mut wr = SendWr {
             wr_id: self.next,

@@ -9,8 +9,8 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::VerbsError;
 use super::device::{Device, Port, RESENDS, mtu_number, nonblocking};
+use super::error::VerbsError;
 use super::registration::Domain;
 use super::sys::{
     self, AhAttr, Gid, GlobalRoute, Library, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc, check,

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::VerbsError;
 use super::device::Device;
+use super::error::VerbsError;
 use super::sys::{self, Library, Sge, number};
 
 /// A protection domain. Queue pairs reach only memory of their own domain, and each session has its own.
@@ -241,5 +241,13 @@ impl Slab {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.registration.len);
         // SAFETY: inside the mapping.
         inside.then(|| unsafe { self.at.add(offset) })
+    }
+
+    /// Writes bytes that are to be sent, at a place that no request under way names. Nothing if they do not fit.
+    pub(super) fn store(&self, offset: usize, bytes: &[u8]) {
+        if let Some(at) = self.pointer(offset, bytes.len()) {
+            // SAFETY: `pointer` checked the range; the device does not use it now, since the caller takes a place that no request under way names.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.as_ptr(), bytes.len()) };
+        }
     }
 }

@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 
-use super::VerbsError;
+use super::error::VerbsError;
 
 /// See the module's text. `R`: what is known of a request of ours.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use std::io;
 use std::ptr;
 use std::sync::OnceLock;
 
-use super::VerbsError;
+use super::error::VerbsError;
 
 /// An opaque `struct ibv_device`.
 #[repr(C)]

@@ -1,11 +1,11 @@
 //! The channel's header, and the checked copy of its geometry.
 
-use super::ring::Cursors;
+use super::sizes::{HEADER_SIZE, MAGIC, MAX_RECORD, PROGRESS_SIZE, REASON_SIZE, SERVER_NAME_SIZE, SLOT_SIZE};
 use super::sleep::SleepFlag;
 use super::sync::{AtomicU32, AtomicU64, Ordering};
-use super::{HEADER_SIZE, MAGIC, MAX_RECORD, PROGRESS_SIZE, REASON_SIZE, SERVER_NAME_SIZE, SLOT_SIZE};
 use crate::schema::{Layout, layout_of, layouts, numbered};
-use crate::version::{Mismatch, OURS, Version};
+use crate::version::OURS;
+use crate::version::rules::{Mismatch, Version};
 use thiserror::Error;
 
 layouts! {
@@ -153,6 +153,13 @@ numbered! {
         /// server's name. Only for a client that [may wait](crate::link::wish::MAY_WAIT).
         Waiting = 3,
     }
+}
+
+/// The two cursors in the header.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cursors<'m> {
+    pub(super) tail: &'m AtomicU64,
+    pub(super) head: &'m AtomicU64,
 }
 
 impl Header {
@@ -450,7 +457,7 @@ impl Geometry {
         let ring_sane = ring_size.is_power_of_two() && ring_size >= 4 * MAX_RECORD as u64;
         let ring_offset = part("the ring", fields.ring_offset, ring_size, 4096, ring_sane)?;
         let slots = u64::from(fields.slot_count);
-        let slots_sane = (1..u64::from(super::NO_SLOT)).contains(&slots);
+        let slots_sane = (1..u64::from(super::sizes::NO_SLOT)).contains(&slots);
         let slots_offset =
             part("reply slots", fields.slots_offset, slots * SLOT_SIZE as u64, 64, slots_sane)?;
         let progress_sane = fields.progress_size as usize == PROGRESS_SIZE;

@@ -3,7 +3,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p rgpu-protocol --release loom`
 
-use super::ring::{Consumer, Cursors, Producer, RingMemory};
+use super::geometry::Cursors;
+use super::ring::{Consumer, Producer, RingMemory};
 use super::slots::ReplySlot;
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use super::{NO_SLOT, SleepFlag};

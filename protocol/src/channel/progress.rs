@@ -8,8 +8,8 @@
 //! | 0x040 | [`MAX_CONTEXTS`] error words of 16 bytes: u32 status (0: none), u32 flags (bit 0: sticky), u64 seq of the command that failed, 0 if unknown |
 //! | 0x1000 | [`MAX_STREAMS`] stream words u64: `seq` of the last publishing command that the stream has completed |
 
+use super::sizes::{MAX_CONTEXTS, MAX_STREAMS};
 use super::sync::{AtomicU32, AtomicU64, Ordering};
-use super::{MAX_CONTEXTS, MAX_STREAMS};
 use crate::Status;
 use crate::handle::{ContextId, StreamId};
 use crate::schema::{Layout, layout_of};
@@ -44,7 +44,7 @@ impl ErrorWord {
 
 #[cfg(not(loom))]
 const _: () = {
-    assert!(size_of::<Progress>() == super::PROGRESS_SIZE);
+    assert!(size_of::<Progress>() == super::sizes::PROGRESS_SIZE);
     assert!(std::mem::offset_of!(Progress, errors) == 0x40);
     assert!(std::mem::offset_of!(Progress, streams) == Progress::STREAMS_OFFSET);
 };

@@ -12,9 +12,9 @@
 //! copies a record out once, with atomic loads, and checks the copy. A producer that writes at the same time
 //! can only corrupt that record's content.
 
-use super::geometry::Header;
+use super::geometry::{Cursors, Header};
+use super::sizes::{MAX_RECORD, RECORD_HEADER};
 use super::sync::{AtomicU64, Ordering};
-use super::{MAX_RECORD, RECORD_HEADER};
 use crate::schema::layouts;
 use thiserror::Error;
 
@@ -44,13 +44,6 @@ impl<'m> RingMemory<'m> {
     fn index(&self, cursor: u64) -> usize {
         (cursor as usize / 8) & (self.words.len() - 1)
     }
-}
-
-/// The two cursors in the header.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Cursors<'m> {
-    pub(super) tail: &'m AtomicU64,
-    pub(super) head: &'m AtomicU64,
 }
 
 /// The ring has no room at the moment.
@@ -96,7 +89,7 @@ impl<'m> Producer<'m> {
         let pad = if to_end < size as u64 { to_end } else { 0 };
         self.room(pad + size as u64)?;
         if pad != 0 {
-            self.write_header(pad as u32, PAD, super::NO_SLOT, 0);
+            self.write_header(pad as u32, PAD, super::sizes::NO_SLOT, 0);
             self.tail += pad;
         }
         let seq = self.seq + 1;
@@ -143,7 +136,7 @@ layouts! {
         pub size: u32,
         /// The operation; [`PAD`]: padding.
         pub opcode: u16,
-        /// Where the reply goes, or [`super::NO_SLOT`].
+        /// Where the reply goes, or [`super::sizes::NO_SLOT`].
         pub reply_slot: u16,
         /// Its place in the session's order.
         pub seq: u64,
@@ -157,7 +150,7 @@ const _: () = assert!(size_of::<RecordHeader>() == RECORD_HEADER);
 pub struct Record {
     /// The operation.
     pub opcode: u16,
-    /// Where the reply goes, or [`super::NO_SLOT`].
+    /// Where the reply goes, or [`super::sizes::NO_SLOT`].
     pub reply_slot: u16,
     /// Its place in the session's order.
     pub seq: u64,

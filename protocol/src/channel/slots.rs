@@ -3,7 +3,7 @@
 //! One word is enough for the whole exchange: a waiting thread announces its sleep in the state, and the host
 //! side learns of it from the atomic exchange that completes the slot.
 
-use super::MAX_PAYLOAD;
+use super::sizes::MAX_PAYLOAD;
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::Status;
 use crate::schema::{Layout, layout_of, numbered};
@@ -46,7 +46,7 @@ impl ReplySlot {
 }
 
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<ReplySlot>() == super::SLOT_SIZE);
+const _: () = assert!(size_of::<ReplySlot>() == super::sizes::SLOT_SIZE);
 
 /// The answer to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

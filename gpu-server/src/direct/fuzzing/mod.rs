@@ -17,6 +17,7 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::channel;
 
 use host_bridge::endpoint::Client;

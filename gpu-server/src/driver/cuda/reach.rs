@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use crate::driver::call::Result;
 use protocol::Status;
@@ -11,6 +11,7 @@ use protocol::ops::memory::WordPatch;
 use super::fence::Health;
 use crate::driver::beside::{Beside, bits_of};
 use crate::driver::watches::Watches;
+use crate::lock::lock;
 
 /// See the module's documentation.
 #[derive(Default)]
@@ -22,10 +23,6 @@ pub struct Reach {
     /// The health of each context, with its device's number on the server.
     contexts: Mutex<Vec<(u32, Weak<Health>)>>,
     watches: Watches,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Reach {

@@ -6,7 +6,7 @@ use protocol::ops::array::{ArrayShape, Resource, Sampling, View};
 use protocol::ops::copy::Pitched;
 use protocol::ops::texture::{TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
 
-use super::GpuStreams;
+use super::stream::GpuStreams;
 use crate::driver::call::{Call, Result};
 use crate::driver::rows::Rows;
 

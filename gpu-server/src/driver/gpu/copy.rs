@@ -5,9 +5,8 @@ use std::sync::Arc;
 use host_bridge::endpoint::{Mapped, Region, Sink};
 use protocol::Status;
 
-use super::GpuStreams;
-use crate::driver::End;
-use crate::driver::call::{Call, Input, Result};
+use super::stream::GpuStreams;
+use crate::driver::call::{Call, End, Input, Result};
 use crate::driver::rows::Rows;
 use crate::driver::store::Way;
 use crate::driver::streams::Streams;

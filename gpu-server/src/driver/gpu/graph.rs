@@ -3,7 +3,8 @@
 use protocol::handle::ContextId;
 use protocol::ops::launch::Launch;
 
-use super::{BoxCopy, Fill, GpuCopies, GpuModules, LineCopy};
+use super::copy::{BoxCopy, Fill, GpuCopies, LineCopy};
+use super::module::GpuModules;
 use crate::driver::call::{Call, Result};
 
 /// A node of a graph.

@@ -3,7 +3,7 @@
 use crate::driver::call::Result;
 use protocol::handle::StreamId;
 
-use super::GpuStreams;
+use super::stream::GpuStreams;
 
 /// The result of a split.
 pub struct Split<P> {

@@ -39,11 +39,25 @@ use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::device::{DeviceInfoReply, PeerInfoReply};
 
-use super::Unavailable;
 use super::beside::Beside;
 use super::output::Output;
 use super::space::Space;
 use super::streams::Streams;
+
+/// Why a worker cannot serve.
+#[derive(Debug)]
+pub struct Unavailable {
+    /// In one line.
+    pub reason: String,
+    /// A device has too little memory for a context, until something else ends.
+    pub full: bool,
+}
+
+impl From<String> for Unavailable {
+    fn from(reason: String) -> Unavailable {
+        Unavailable { reason, full: false }
+    }
+}
 
 /// The devices of one session.
 pub trait Gpu:

@@ -10,7 +10,7 @@ use protocol::ops::module::{
     OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize, Param,
 };
 
-use super::GpuStreams;
+use super::stream::GpuStreams;
 use crate::driver::call::{Call, Result};
 use crate::driver::streams::Streams;
 

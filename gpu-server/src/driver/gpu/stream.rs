@@ -6,8 +6,7 @@ use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
 use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::MemoryOp;
 
-use crate::driver::End;
-use crate::driver::call::{Call, Reply, Result};
+use crate::driver::call::{Call, End, Reply, Result};
 use crate::driver::streams::Streams;
 use crate::shared_event::Moment;
 

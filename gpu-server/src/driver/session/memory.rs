@@ -8,62 +8,18 @@ use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
+use super::windows::{HostView, Piece, Window};
 use super::{Session, now};
-use crate::cuda_ipc::{Broker, Shared, Token};
+use crate::cuda_ipc::Broker;
 use crate::driver::beside::{self, Beside};
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
-use crate::driver::ranges::Ranges;
 use crate::driver::space::Memory;
 use crate::driver::store::Place;
+use crate::limits::Resource;
 use crate::shared_event::SharedEvent;
-use crate::worker_protocol::Resource;
-
-/// A device's window of addresses.
-pub(super) struct Window<P> {
-    /// The window's number.
-    number: u32,
-    /// What is backed, as requested by the client.
-    pub(super) pieces: Ranges<Piece<P>>,
-    /// The program's allocations.
-    allocations: Ranges,
-}
-
-/// The backing of a part of a window. `P` belongs to the GPU.
-pub(super) struct Piece<P> {
-    pub(super) place: Place<P>,
-    /// The token under which it is shared.
-    pub(super) token: Option<Token>,
-    _charge: Charge,
-}
-
-impl<P> Window<P> {
-    /// An empty window with this number.
-    pub fn new(number: u32) -> Self {
-        Window { number, pieces: Ranges::default(), allocations: Ranges::default() }
-    }
-}
-
-/// Client memory that devices access, or a mirror of it. `V` belongs to the GPU.
-pub(super) struct HostView<V> {
-    context: u32,
-    /// First address of its pages, and their size in bytes.
-    first: u64,
-    size: u64,
-    native: V,
-    /// For memory that is accessed in place. A mirror has its own charge.
-    _charge: Option<Charge>,
-}
-
-impl<V> HostView<V> {
-    /// For `size` bytes at `address`, rounded to whole pages.
-    fn new(context: ContextId, address: u64, size: u64, native: V, charge: Option<Charge>) -> HostView<V> {
-        let first = address & !(MIRROR_PAGE - 1);
-        let end = address.saturating_add(size).next_multiple_of(MIRROR_PAGE);
-        HostView { context: context.0, first, size: end - first, native, _charge: charge }
-    }
-}
+use crate::worker_protocol::Shared;
 
 impl<G: Gpu> Session<G> {
     /// The ordinal of the device whose window contains an address.
@@ -255,7 +211,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         self.gpu.before_waiting_call(&self.streams, op.device)?;
         let back = |gpu: &mut G| gpu.back(op.device, op.address, op.size);
         let (charge, native) = self.take_memory(op.device, op.size, back)?;
-        let piece = Piece { place: Place::Device(native), token: None, _charge: charge };
+        let piece = Piece::new(Place::Device(native), charge);
         self.window_mut(op.device)?.pieces.insert(op.address, op.size, piece);
         self.quota.more_movable(self.gpu.number(op.device), op.size);
         now(MemGrowReply {})

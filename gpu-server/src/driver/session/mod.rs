@@ -4,7 +4,7 @@
 //! calls the GPU, and answers.
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
-//! - [`memory`]: the windows of device memory, [`space`](super::space), and memory shared with other
+//! - [`windows`] and [`memory`]: the windows of device memory, [`space`](super::space), and memory shared with other
 //!   sessions; [`swap`]: moves a session's memory off its devices and back;
 //! - [`copy`]: copies and fills; [`direct`]: copies from and to other servers;
 //! - [`module`]: modules, their functions, launches, and the linker; [`graph`]: graphs;
@@ -24,6 +24,7 @@ mod nvml;
 mod stream;
 mod swap;
 mod texture;
+mod windows;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -35,25 +36,25 @@ use protocol::Status;
 use protocol::handle::StreamId;
 
 use super::activity::Activity;
-use super::call::{Call, Result};
-use super::gpu::Gpu;
+use super::backend::Backend;
+use super::beside::Beside;
+use super::call::{Call, End, Result};
+use super::gpu::{Gpu, Unavailable};
 use super::ids::Ids;
 use super::nvml::Management;
 use super::quota::{Charge, Quota};
 use super::space::Space;
 use super::store::Store;
-use super::streams::Streams;
+use super::streams::{Event, Streams};
 use super::watchdog::Watchdog;
-use super::{Backend, Beside, End, Unavailable};
 use crate::cuda_ipc::Broker;
 use crate::direct::{Directs, Still};
 
 use self::array::Arrays;
 use self::graph::Graphs;
 use self::green::Greens;
-use self::memory::{HostView, Window};
 use self::module::Modules;
-use self::stream::Event;
+use self::windows::{HostView, Window};
 
 /// See the module's documentation.
 pub struct Session<G: Gpu> {

@@ -10,25 +10,15 @@ use protocol::ops::event::*;
 use protocol::ops::stream::*;
 
 use super::{Session, now};
-use crate::cuda_ipc::Token;
 use crate::driver::call::{Call, Reply, Result, is_sticky};
 use crate::driver::gpu::{EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, Gpu, STREAM_NON_BLOCKING};
-use crate::driver::streams::Stream;
+use crate::driver::streams::{Event, Stream};
 use crate::shared_event::SharedEvent;
+use crate::worker_protocol::Token;
 
 /// Maximum number of events in a session. Each takes a few hundred bytes of the server's memory, which no
 /// other limit counts. (Streams are limited by their progress words.)
 const MAX_EVENTS: usize = 1 << 18;
-
-/// One of the client's events. `E` belongs to the GPU.
-pub(super) struct Event<E> {
-    pub(super) context: ContextId,
-    pub(super) native: E,
-    /// The tokens under which it is shared.
-    pub(super) tokens: Vec<Token>,
-    /// For an interprocess event: the state that sessions share.
-    pub(super) shared: Option<SharedEvent>,
-}
 
 impl<G: Gpu> Session<G> {
     /// Makes a context's legacy default stream if `id` is one that doesn't exist yet. Nothing else makes

@@ -18,7 +18,8 @@ use protocol::ops::Answer;
 use protocol::ops::memory::{HostMirror, HostMirrorReply, WordPatch};
 use software_gpu::{GRANULE, Gpu};
 
-use super::{Software, code, memory};
+use super::file::file;
+use super::{Software, code};
 use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::GpuHostMemory;
@@ -181,7 +182,7 @@ impl GpuHostMemory for Software {
         let bytes = fresh.len() as u64 * GRANULE;
         let mut charge = quota.charge_mirror(self.device(device)?.number, bytes)?;
         let gpus = self.gpus();
-        let file = memory::file(bytes.max(GRANULE))?;
+        let file = file(bytes.max(GRANULE))?;
         let map =
             |gpu: &Gpu, (n, at): (usize, &u64)| gpu.map_file(*at, GRANULE, file.as_fd(), n as u64 * GRANULE);
         let made = gpus.iter().try_for_each(|gpu| {

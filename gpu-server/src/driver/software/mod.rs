@@ -1,6 +1,6 @@
 //! The GPU interface without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`], [`streams`]
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`] (with [`file`]), [`streams`]
 //!   (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with
 //!   [`link`]), [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
 //! - [`activity`]: device activity, for profilers; [`properties`]: what a device reports about itself;
@@ -10,9 +10,10 @@
 
 mod activity;
 mod array;
+mod file;
 mod graph;
 mod green;
-mod imitate;
+pub mod imitate;
 mod kernels;
 mod link;
 mod memory;
@@ -36,15 +37,13 @@ use protocol::handle::{ContextId, StreamId};
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig, Stream};
 
-pub use self::imitate::Imitate;
-use self::imitate::{Delays, HardwareQueues};
+use self::imitate::{Delays, HardwareQueues, Imitate};
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
-use super::Unavailable;
 use super::activity::Activity;
 use super::call::{Errors, Result};
-use super::gpu as driver;
+use super::gpu::{self as driver, Unavailable};
 use super::output::{self, Output};
 use super::space::Space;
 use super::streams::Streams;

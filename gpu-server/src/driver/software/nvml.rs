@@ -10,9 +10,9 @@ use software_gpu::{GpuConfig, Properties};
 
 use super::{DRIVER_VERSION, NAME, numbers, properties};
 use crate::config::Backing;
-use crate::driver::nvml::Answers;
+use crate::driver::nvml::answers::Answers;
 use crate::driver::quota::Quota;
-use crate::worker_protocol::Resource;
+use crate::limits::Resource;
 
 /// The driver's version: that of the series that introduced CUDA 13.0, as `cuDriverGetVersion` reports for
 /// these devices.

@@ -20,7 +20,8 @@ use rustls::ClientConnection;
 use rustls::pki_types::ServerName;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use super::super::{Server, State, asks};
+use super::super::asks;
+use super::super::state::{Server, State};
 use super::{Arrival, Greeter, HELLO_WITHIN, MAX_SILENT, MAX_SILENT_OF_ONE, Phase, Socket, Source};
 use crate::config::Serve;
 

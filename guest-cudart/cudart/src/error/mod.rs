@@ -11,9 +11,8 @@
 mod names;
 
 use std::cell::Cell;
-use std::ffi::{c_char, c_int};
+use std::ffi::c_int;
 
-use crate::call_counts::{self, Call};
 use names::ERRORS;
 
 /// A `cudaError_t` other than `cudaSuccess`, or any number that a caller passed as one.
@@ -84,39 +83,25 @@ pub(crate) fn remember(result: Result) -> c_int {
     }
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cudaGetLastError() -> c_int {
-    static CALL: Call = Call::new(c"cudaGetLastError");
-    let _inside = call_counts::enter(&CALL);
+/// The thread's last error, which is forgotten.
+pub(crate) fn take_last() -> c_int {
     LAST.replace(0)
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cudaPeekAtLastError() -> c_int {
-    static CALL: Call = Call::new(c"cudaPeekAtLastError");
-    let _inside = call_counts::enter(&CALL);
+/// The thread's last error.
+pub(crate) fn last() -> c_int {
     LAST.get()
 }
 
-const UNRECOGNIZED: &str = "unrecognized error code\0";
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cudaGetErrorName(error: c_int) -> *const c_char {
-    static CALL: Call = Call::new(c"cudaGetErrorName");
-    let _inside = call_counts::enter(&CALL);
-    entry(error).map_or(UNRECOGNIZED, |entry| entry.1).as_ptr().cast()
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cudaGetErrorString(error: c_int) -> *const c_char {
-    static CALL: Call = Call::new(c"cudaGetErrorString");
-    let _inside = call_counts::enter(&CALL);
-    entry(error).map_or(UNRECOGNIZED, |entry| entry.2).as_ptr().cast()
+/// An error's name and text, each with a NUL at its end.
+pub(crate) fn texts(code: c_int) -> Option<(&'static str, &'static str)> {
+    entry(code).map(|(_, name, text)| (*name, *text))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::last_error::{cudaGetLastError, cudaPeekAtLastError};
 
     #[test]
     fn the_error_table_is_sorted_and_nul_terminated() {

@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
+use super::end::EndReason;
+use super::machine::Machine;
 use super::mailbox::Mailbox;
-use super::{EndReason, Machine, Schedule};
+use super::schedule::Schedule;
 use crate::bridge::state::SessionState;
 use crate::framing::SendBuffer;
 use protocol::polling::PollTime;

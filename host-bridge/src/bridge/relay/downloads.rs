@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::EndReason;
+use super::end::EndReason;
 use super::regions::Span;
 
 /// `Out` data of one command.

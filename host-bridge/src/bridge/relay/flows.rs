@@ -21,11 +21,12 @@ use protocol::ops::OpInfo;
 use protocol::wire::WireError;
 use zerocopy::FromBytes;
 
+use super::end::EndReason;
 use super::knowledge::{Block, CacheUse, Knowledge};
 use super::ledger::{self, Ledger};
 use super::pace::Pace;
 use super::regions::{ClientMemory, Span};
-use super::{EndReason, Schedule, Upload};
+use super::schedule::{Schedule, Upload};
 
 /// Fewest bytes of a chunk, where the piece is that long.
 const MIN_CHUNK: u64 = 256 << 10;

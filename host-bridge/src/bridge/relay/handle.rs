@@ -10,10 +10,11 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::EndReason;
+use super::end::EndReason;
 use super::mailbox::{Mailbox, Message};
+use crate::bridge::error::{ConnectError, RegionError};
 use crate::bridge::state::{SessionState, thread_name};
-use crate::bridge::{Closed, ConnectError, RegionError};
+use crate::bridge::transport::Closed;
 use crate::trace::Timeline;
 
 /// Whether the relay has ended.

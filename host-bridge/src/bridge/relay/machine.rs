@@ -19,21 +19,20 @@ use protocol::trace::Stage;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::downloads::Downloads;
+use super::end::EndReason;
 use super::flows::Chunk;
 use super::ledger::{Framed, Ledger};
 use super::mailbox::{Mailbox, Message};
 use super::regions::{Regions, Span};
+use super::schedule::{Schedule, Upload};
 use super::sent::Sent;
 use super::succession::region_key;
 use super::unsent::Unsent;
-use super::{EndReason, Schedule, Upload};
 use crate::bridge::state::{SessionState, Waker};
-use crate::framing::{BadAcknowledgement, FrameReader, OpenFrame, SendBuffer, split_struct};
+use crate::framing::{ALIVE_EVERY, BadAcknowledgement, FrameReader, OpenFrame, SendBuffer, split_struct};
 
 /// Most commands with data under way, each way; above it no more records are taken. (A GPU's own queue holds about a thousand.)
 const MAX_UNDER_WAY: usize = 1 << 16;
-/// Silence after which a server that is waited for is asked whether it is there.
-const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// Bytes under way, both ways together, from which on that is bulk data.
 const BULK: u64 = 256 << 10;
 
@@ -386,7 +385,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             })?;
             let piece = piece as u32;
             if write {
-                if let Some(key) = super::ClientMemory::take_key(span.memory()) {
+                if let Some(key) = super::regions::ClientMemory::take_key(span.memory()) {
                     let key = region_key(range.place, key);
                     first(&mut self.ledger, frame::REGION_KEY, key.as_bytes());
                 }

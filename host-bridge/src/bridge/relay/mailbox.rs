@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::bridge::RegionError;
+use crate::bridge::error::RegionError;
 use crate::bridge::state::Raised;
 
 /// Takes the outcome of a request.

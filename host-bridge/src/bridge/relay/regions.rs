@@ -7,7 +7,7 @@ use std::sync::Arc;
 use protocol::data::{HostRange, Place};
 
 use super::mailbox::Done;
-use crate::bridge::RegionError;
+use crate::bridge::error::RegionError;
 
 /// Memory of the client as a transport uses it: the arena, or a registered region. Dropping the last reference ends the transport's access to it.
 pub(in crate::bridge) trait ClientMemory: Debug + Send + Sync + 'static {

@@ -9,9 +9,10 @@ use protocol::link::{COMMANDS_AHEAD, DataGrant, DataHeader, GRANTED_SLOTS, SLOT_
 use protocol::ops::{Hold, OpInfo};
 use protocol::wire::WireError;
 
+use super::end::EndReason;
 use super::ledger::{self, Ledger, Progress, Turns};
 use super::regions::{ClientMemory, Span};
-use super::{EndReason, Schedule, Upload};
+use super::schedule::{Schedule, Upload};
 
 /// Writes longer than this are signalled each: their completion is nothing beside their transfer.
 const SIGNALLED: u64 = 32 << 10;

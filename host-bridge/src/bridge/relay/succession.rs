@@ -18,13 +18,14 @@ use protocol::link::{
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::compressed::Room;
+use super::end::EndReason;
 use super::flows::{Carries, Chunk, Flows};
 use super::ledger::{Content, Framed, Job, Ledger};
 use super::machine::Machine;
 use super::regions::{ClientMemory, MemoryKey, Span};
+use super::schedule::{Schedule, Upload};
 use super::sent::Sent;
 use super::slots::{Slots, Write};
-use super::{EndReason, Schedule, Upload};
 use crate::bridge::state::SessionState;
 use crate::framing::SendBuffer;
 

@@ -10,16 +10,16 @@ use zerocopy::IntoBytes;
 
 use super::connection::{DataConnection, waker};
 use super::io_thread::IoThread;
+use super::links::{Links, MAX_DATA_CONNECTIONS};
 use super::memory::{SocketMemory, hash};
 use super::redial::Redial;
-use super::socket::{Gather, Socket, not_now};
-use super::{Links, MAX_DATA_CONNECTIONS};
-use crate::bridge::SessionConfig;
+use crate::bridge::config::SessionConfig;
 use crate::bridge::connect::{Daemon, Opening, Unwelcomed};
 use crate::bridge::relay::{
     CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
 };
 use crate::bridge::resume::{self, Interruption, Ticket};
+use crate::bridge::socket::{Gather, Socket, not_now};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::compression::CompressUse;
 use crate::framing::{SendBuffer, with_causes};

@@ -3,8 +3,8 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::socket::Gather;
 use crate::bridge::relay::{ClientMemory, Span, ToHash};
+use crate::bridge::socket::Gather;
 use crate::bridge::state::SessionState;
 use crate::memory::Runs;
 use crate::shared::SharedBytes;

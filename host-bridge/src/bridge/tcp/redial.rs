@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use protocol::link::purpose;
 
-use crate::bridge::SessionConfig;
+use crate::bridge::config::SessionConfig;
 use crate::bridge::resume::{Attempt, Failure, Ticket};
-use crate::bridge::session::welcome_at_once;
+use crate::bridge::welcome::welcome_at_once;
 use crate::stream::Stream;
 
 /// The session's new connections.

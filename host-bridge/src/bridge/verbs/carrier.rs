@@ -7,16 +7,17 @@ use std::time::{Duration, Instant};
 use protocol::link::{ACKNOWLEDGE_CONTROL, DataHeader, Received, RegionKey, SLOT_DATA, Written, frame};
 use zerocopy::IntoBytes;
 
+use super::links::{Links, saved_queues};
 use super::redial::{Redial, Resumed};
-use super::{Links, saved_queues};
-use crate::bridge::SessionConfig;
+use crate::bridge::config::SessionConfig;
 use crate::bridge::connect::Daemon;
 use crate::bridge::relay::{
     Carrier, ClientMemory, EndReason, Mailbox, MemoryKey, RestoredWrites, Slots, Wakeups, Write,
 };
 use crate::bridge::resume::{self, Interruption, Ticket};
+use crate::bridge::saved::SavedQueues;
+use crate::bridge::socket::{Socket, not_now};
 use crate::bridge::state::SessionState;
-use crate::bridge::tcp::{SavedQueues, Socket, not_now};
 use crate::framing::{FrameReader, SendBuffer};
 use crate::verbs::{DeviceEvent, Domain, EarlierWrites, Event, Link, Put, RegisteredRegion, VerbsError};
 

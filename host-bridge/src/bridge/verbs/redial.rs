@@ -6,7 +6,7 @@ use std::time::Duration;
 use protocol::link::{MAX_QUEUES, Queues, RegionKey, Written, frame};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::bridge::SessionConfig;
+use crate::bridge::config::SessionConfig;
 use crate::bridge::resume::{Attempt, Failure, Ticket};
 use crate::framing::split_struct;
 use crate::stream::Stream;

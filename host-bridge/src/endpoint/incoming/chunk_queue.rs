@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use protocol::link::MAX_DATA;
 
 use super::{Grants, Incoming, Landing};
-use crate::endpoint::Lost;
+use crate::endpoint::end::Lost;
 
 impl Incoming {
     /// Lets the bytes come as a queue of chunks on the heap, about `bound` bytes at a time.

@@ -4,7 +4,7 @@ use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::channel::{NO_SLOT, Record};
@@ -13,17 +13,32 @@ use protocol::polling::DISPATCHER_REPLY_DUE_TCP;
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::FromBytes;
 
+use super::client::{Owner, Say, Sending, TcpClient, lock, prepared};
 use super::keep_alive::KeepAlive;
-use super::{Allowance, Owner, Say, Sending, TcpClient, lock, prepared};
-use crate::endpoint::dispatcher_poll::{DispatcherPoll, Replies};
+use crate::compression::CompressUse;
+use crate::endpoint::contract::Commands;
+use crate::endpoint::dispatcher_poll::{DispatcherPoll, Polling, Replies};
+use crate::endpoint::end::{Farewell, Lost};
 use crate::endpoint::incoming::{Bridge, Inbox};
 use crate::endpoint::link::{Connection, Counted, DataIn, Link};
-use crate::endpoint::outgoing::Outbox;
+use crate::endpoint::outbox::Outbox;
 use crate::endpoint::stream::Records;
 use crate::endpoint::wake::{self, StopEvent};
-use crate::endpoint::{Client, Commands, Farewell, Lost, Polling};
 use crate::framing::{FrameReader, SendBuffer, split_struct, watch_peer};
 use crate::stream::Stream;
+
+/// What a session may have of its server.
+#[derive(Debug, Clone, Copy)]
+pub struct Allowance {
+    /// How long it waits for others when its connections are lost. Zero: it ends with them.
+    pub grace: Duration,
+    /// About how many bytes of data that were sent it keeps until the bridge has said that it has them.
+    pub replay: u64,
+    /// How many bytes of data that came ahead of their turn it keeps, as the welcome said.
+    pub eager: u64,
+    /// When data to its client is compressed.
+    pub compress: CompressUse,
+}
 
 /// The dispatcher's side.
 pub struct TcpCommands {
@@ -223,11 +238,11 @@ impl TcpCommands {
     fn ended(&self, end: End) -> Result<Option<Record>, Lost> {
         match end {
             End::Asked => {
-                self.client.close();
+                self.client.finish(None);
                 Ok(None)
             }
             End::Lost(lost) => {
-                self.client.lose(&lost.reason);
+                self.client.fail(&lost.reason);
                 Err(lost)
             }
         }

@@ -2,15 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
-use std::time::Duration;
 
 use protocol::link::frame;
 
-use super::{Say, TcpClient};
+use super::client::{Say, TcpClient};
 use crate::endpoint::stream::put;
-
-/// While the dispatcher is busy and nothing else is sent, the bridge is told this often that we are there.
-const ALIVE_EVERY: Duration = Duration::from_secs(1);
+use crate::framing::ALIVE_EVERY;
 
 /// When the keep-alive thread is needed. See [`TcpClient::keep_alive`].
 #[derive(Default)]

@@ -12,58 +12,45 @@
 //! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
 //! ([`Client::copied`]).
 //!
-//! In reading order: the session here, then [`pump`], the one thread that takes completions, [`send`], data on its way out, and [`resume`], links that take the place of lost ones.
+//! In reading order: the session here, which the dispatcher uses; [`client`], what all threads share of it; [`pump`], the one thread that takes completions, [`send`], data on its way out, and [`resume`], links that take the place of lost ones.
 
+pub(super) mod client;
 mod pump;
 mod resume;
-mod send;
+pub(super) mod send;
 
 use std::collections::HashMap;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
-use std::thread::Thread;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::channel::Record;
 use protocol::data::{HostRange, Place};
-use protocol::link::{
-    ARENA_KEY, COMMANDS_AHEAD, DataGrant, DataSent, FrameHeader, GRANTED_SLOTS, ProgressUpdate, Queues,
-    RegionKey, frame,
-};
+use protocol::link::{ARENA_KEY, COMMANDS_AHEAD, GRANTED_SLOTS, ProgressUpdate, Queues, frame};
 use zerocopy::IntoBytes;
 
-use super::incoming::{Bridge, Inbox};
+pub use self::client::VerbsClient;
+use self::client::{BUFFERS, CHUNK, Engine, SENDS, SLOT_SIZE, SLOTS, Target, lock};
+use super::contract::{Client, Commands, Sink, Source};
+use super::dispatcher_poll::Polling;
+use super::end::{Farewell, Lost};
+use super::incoming::Inbox;
 use super::link::Link as Links;
 use super::outgoing::Outgoing;
-use super::planned_slots::{Arrivals, Freed, PlannedSlots};
-use super::stream::{Records, check_slot, put, put_executed, put_progress, put_reply};
+use super::planned_slots::{Arrivals, Freed, PlannedSlots, StagingArea};
+use super::stream::{Records, check_slot, put, put_progress, put_reply};
 use super::wake::StopEvent;
-use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
 use crate::framing::{FrameReader, split_struct, watch_peer};
 use crate::stream::Stream;
-use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
+use crate::verbs::{Access, Device, Domain, Link, Settings, Slab, Unconnected, VerbsError};
 use protocol::polling::{PollTime, processors};
 
-/// Bytes of a slot: half a MiB of data, and a page for the header before it.
-const SLOT_SIZE: u32 = (512 << 10) + 4096;
-/// Slots of a session that are used in turn. Those for granted data come behind them.
-const SLOTS: u32 = 48;
-/// The most bytes of one write to the client, and the size of a buffer that is lent out.
-const CHUNK: usize = 512 << 10;
-/// Such buffers.
-const BUFFERS: usize = 16;
-/// Calls of [`VerbsClient::send`] at once that wait for adopted memory to have left.
-const SENDS: usize = 64;
-/// Writes longer than this are signalled each: their completion is nothing beside their transfer.
-const SIGNALLED: usize = 32 << 10;
 /// A bridge that neither takes nor sends anything for this long before the session begins is lost.
 const SILENCE: Duration = Duration::from_secs(30);
-/// The client's memories for which the bridge may give keys.
-const MOST_KEYS: usize = 1 << 16;
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 64;
 
@@ -76,106 +63,6 @@ pub struct VerbsCommands {
     untold: u64,
     poll: PollTime,
 }
-
-/// The side of every other thread.
-pub struct VerbsClient {
-    this: Weak<VerbsClient>,
-    /// Dropped before the memory that it uses.
-    engine: Mutex<Engine>,
-    /// There is room: in queues, credits or buffers. For the threads counted in [`Engine::waiters`].
-    room: Condvar,
-    /// Memory of the driver's that writes may go out of directly.
-    adopted: OnceLock<Registration>,
-    buffers: Slab,
-    slots: Slab,
-    /// The links that there were, of which [`Engine::link`] knows the last.
-    links: Links,
-    /// The control connection, if there is one now. Changed only under the engine's lock.
-    control: Mutex<Option<Arc<Stream>>>,
-    /// Raised for the pump when there are other connections to watch.
-    changed: EventFd,
-    link_changes: OnceLock<Box<dyn Fn(bool) + Send + Sync>>,
-    announcing: Mutex<()>,
-    settings: Settings,
-    /// The client's address, for messages.
-    peer: String,
-    slot_count: u32,
-    ring: Arc<PlannedSlots>,
-    /// Data that waits for grants.
-    inbox: Arc<Inbox>,
-    arrived: Mutex<Vec<u8>>,
-    /// Whether there may be something in `arrived`, to be polled: bytes that were put there.
-    waiting: AtomicUsize,
-    came: Condvar,
-    /// Whether the dispatcher is to rest once more before it sleeps on.
-    roused: AtomicBool,
-    executed: AtomicU64,
-    sent: AtomicU64,
-    copied: AtomicU64,
-    /// How often the dispatcher has taken completions.
-    helped: AtomicU64,
-    pump: OnceLock<Thread>,
-    /// Somebody is ending the session.
-    ending: AtomicBool,
-    end: OnceLock<Option<Lost>>,
-    stop: StopEvent,
-    farewell: Farewell,
-}
-
-struct Engine {
-    link: Link,
-    /// The bridge's attempt that has brought it; 0 for the first.
-    attempt: u32,
-    reader: FrameReader,
-    /// Bytes of the bridge's stream that have come, and of which it was told.
-    came: u64,
-    told_came: u64,
-    control_reader: FrameReader,
-    /// Records that have come, to be looked at for their data.
-    records: Records,
-    body: Vec<u8>,
-    /// The client's memories that may be written.
-    keys: HashMap<u32, RegionKey>,
-    /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are free.
-    sends: Vec<usize>,
-    free_sends: Vec<usize>,
-    free_buffers: Vec<usize>,
-    /// Threads that wait for room: without any, telling of it would be a system call for nobody.
-    waiters: usize,
-    /// `executed` as the client was last told.
-    told: u64,
-    /// Slots for granted data that were emptied, of which the bridge has not been told.
-    emptied: Vec<u32>,
-}
-
-/// A place in the client's memory. What its address and its key are depends on the bridge's process.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Target {
-    region: u32,
-    offset: u64,
-}
-
-impl Target {
-    /// The place so many bytes behind it.
-    pub(super) fn behind(self, bytes: u64) -> Target {
-        Target { offset: self.offset.saturating_add(bytes), ..self }
-    }
-}
-
-impl Engine {
-    /// A place as a write names it. (That of a region without a key is refused by the bridge's device.)
-    fn address(&self, Target { region, offset }: Target) -> (u64, u32) {
-        self.keys.get(&region).map_or((0, 0), |key| (key.address.wrapping_add(offset), key.key))
-    }
-
-    /// Bytes of the bridge's stream whose frames were acted on.
-    fn processed(&self) -> u64 {
-        self.came - self.reader.buffered() as u64
-    }
-}
-
-/// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
-const SEND: u64 = 1 << 32;
 
 impl VerbsCommands {
     /// Begins a session on a control connection whose welcome has been sent: makes queue pairs as the bridge wishes and `settings` allow. On failure the bridge has
@@ -325,10 +212,6 @@ fn connect(control: &Stream, settings: &Settings, peer: &Queues) -> Result<(Link
     Ok((link, slots, buffers))
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
-}
-
 impl Commands for VerbsCommands {
     fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
         'next: loop {
@@ -375,107 +258,6 @@ impl Commands for VerbsCommands {
             return Err(lost.clone());
         }
         self.take(body).inspect_err(|lost| self.client.lose(&lost.reason))
-    }
-}
-
-impl VerbsClient {
-    fn lock(&self) -> MutexGuard<'_, Engine> {
-        lock(&self.engine)
-    }
-
-    /// Appends to the stream and sends what can go. Waits while more than enough is waiting already.
-    fn say(&self, fill: impl FnOnce(&mut Engine)) {
-        let mut engine = self.lock();
-        while !engine.link.has_room() && self.end.get().is_none() {
-            engine = self.wait_for_room(engine);
-        }
-        if self.end.get().is_none() {
-            // What was executed goes along: a message of its own only before the dispatcher sleeps.
-            self.put_executed(&mut engine);
-            fill(&mut engine);
-            self.flush(engine);
-        }
-    }
-
-    /// Appends what was executed, if the bridge does not know it. True: it did not.
-    fn put_executed(&self, engine: &mut Engine) -> bool {
-        let now = self.executed.load(Ordering::Acquire);
-        let news = now > engine.told;
-        if news {
-            engine.told = now;
-            put_executed(engine.link.out(), now);
-        }
-        news
-    }
-
-    fn flush(&self, mut engine: MutexGuard<'_, Engine>) {
-        if let Err(e) = engine.link.flush() {
-            drop(engine);
-            self.failed(e);
-        }
-    }
-
-    fn flush_executed(&self) {
-        let mut engine = self.lock();
-        if self.end.get().is_none() && self.put_executed(&mut engine) {
-            self.flush(engine);
-        }
-    }
-
-    pub(super) fn data_sent(&self, seq: u64, bytes: u64) {
-        self.say(|engine| put(engine.link.out(), frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]));
-    }
-
-    fn over(&self) -> Lost {
-        self.end.get().cloned().flatten().unwrap_or_else(|| Lost::new("the session is over"))
-    }
-
-    /// Waits until `take` gives something, which it tries when there may be room. `None`: the session has ended.
-    fn wait_for<T>(&self, mut take: impl FnMut(&mut Engine) -> Option<T>) -> Option<T> {
-        let mut engine = self.lock();
-        while self.end.get().is_none() {
-            if let Some(taken) = take(&mut engine) {
-                return Some(taken);
-            }
-            engine = self.wait_for_room(engine);
-        }
-        None
-    }
-
-    /// Waits until room has come, or a while.
-    fn wait_for_room<'e>(&self, mut engine: MutexGuard<'e, Engine>) -> MutexGuard<'e, Engine> {
-        engine.waiters += 1;
-        let waited = self.room.wait_timeout(engine, Duration::from_millis(100));
-        engine = waited.unwrap_or_else(|e| e.into_inner()).0;
-        engine.waiters -= 1;
-        engine
-    }
-
-    /// Ends the session, once. The farewell goes first: as soon as the dispatcher sees the end, this process may exit.
-    fn finish(&self, end: Option<Lost>) {
-        if self.ending.swap(true, Ordering::AcqRel) {
-            // Another thread is at it, and waits for nothing before it is done.
-            self.end.wait();
-            return;
-        }
-        let reason = end.as_ref().map(|Lost { reason }| reason.as_str());
-        // A bridge whose session survives its connections must know that its farewell has come.
-        let said = reason.or_else(|| self.links.survives().then_some(""));
-        if let (Some(said), Some(control)) = (said, lock(&self.control).clone()) {
-            let header = FrameHeader { kind: frame::BYE, len: said.len() as u32 };
-            // The peer may be the one that is gone.
-            let _ = control.send_bytes(&[header.as_bytes(), said.as_bytes()].concat());
-        }
-        self.links.close();
-        let _ = self.end.set(end);
-        self.stop.raise();
-        self.ring.close();
-        self.inbox.close();
-        // Under the locks, so that nobody misses it between a look and a wait.
-        drop(lock(&self.arrived));
-        self.came.notify_all();
-        self.room.notify_all();
-        self.farewell.call();
     }
 }
 
@@ -587,27 +369,5 @@ impl Client for VerbsClient {
         let registration = unsafe { domain.register(at, len, Access::Read) };
         let registration = registration.map_err(|e| Lost::new(e.to_string()))?;
         self.adopted.set(registration).map_err(|_| Lost::new("memory is adopted once"))
-    }
-}
-
-impl Bridge for VerbsClient {
-    fn grant(&self, grant: DataGrant) {
-        self.say(|engine| put(engine.link.out(), frame::DATA_GRANT, &[grant.as_bytes()]));
-    }
-
-    fn placed(&self, _bytes: u64) {}
-
-    fn wrong(&self, what: &str) {
-        self.lose(&format!("the bridge sent {what}"));
-    }
-}
-
-impl Freed for VerbsClient {
-    fn freed(&self) {
-        if self.end.get().is_none() {
-            let mut engine = self.lock();
-            self.announce(&mut engine);
-            self.flush(engine);
-        }
     }
 }

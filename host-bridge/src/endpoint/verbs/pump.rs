@@ -15,7 +15,8 @@ use protocol::link::{
 use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::{Client, Engine, MOST_KEYS, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
+use super::client::{Engine, MOST_KEYS, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
+use crate::endpoint::contract::Client;
 use crate::endpoint::stream::put;
 use crate::endpoint::wake;
 use crate::framing::{FrameReader, split_struct};

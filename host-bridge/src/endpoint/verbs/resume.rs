@@ -20,10 +20,10 @@ use nix::sys::socket::{Shutdown, shutdown};
 use protocol::link::{Queues, RegionKey, Written, frame};
 use zerocopy::IntoBytes;
 
+use super::client::{Engine, MOST_KEYS, SLOT_SIZE, VerbsClient, lock};
 use super::pump::End;
-use super::{Engine, MOST_KEYS, SLOT_SIZE, VerbsClient, lock};
-use crate::endpoint::tcp::resumed;
-use crate::endpoint::{Client, Survivor};
+use crate::endpoint::contract::{Client, Survivor};
+use crate::endpoint::link::resumed;
 use crate::framing::{FrameReader, resumed_body, split_struct, watch_peer};
 use crate::stream::Stream;
 use crate::verbs::{Link, Put, Unconnected, VerbsError};

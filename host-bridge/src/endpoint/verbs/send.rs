@@ -1,14 +1,58 @@
 //! Data on its way out: writes into the client's memory, out of the driver's own or out of lent buffers.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use protocol::link::chunk_len;
 
-use super::{BUFFERS, CHUNK, SEND, SIGNALLED, Target, VerbsClient};
-use crate::endpoint::Lost;
-use crate::endpoint::outgoing::Registered;
+use super::client::{BUFFERS, CHUNK, SEND, SIGNALLED, Target, VerbsClient};
+use crate::endpoint::end::Lost;
 use crate::verbs::{Put, Registration, VerbsError};
+
+/// A buffer that is registered with the RDMA device.
+pub(in crate::endpoint) struct Registered {
+    client: Arc<VerbsClient>,
+    number: usize,
+    at: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the buffer is its owner's alone until it is sent or dropped.
+unsafe impl Send for Registered {}
+
+impl Registered {
+    /// # Safety
+    /// `len` bytes at `at` are initialized, belong to buffer `number` of `client`, and are nobody else's until that buffer is given back.
+    unsafe fn new(client: Arc<VerbsClient>, number: usize, at: NonNull<u8>, len: usize) -> Registered {
+        Registered { client, number, at, len }
+    }
+
+    /// How many bytes it has.
+    pub(in crate::endpoint) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Its bytes.
+    pub(in crate::endpoint) fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the promise of `new`.
+        unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
+    }
+
+    /// Writes the first `len` bytes to a place of the client's memory.
+    pub(in crate::endpoint) fn send(self, seq: u64, at: Target, len: usize) -> Result<(), Lost> {
+        let lent = std::mem::ManuallyDrop::new(self);
+        // SAFETY: taken out once, of a value that is not dropped.
+        let client = unsafe { std::ptr::read(&lent.client) };
+        client.send_buffer(seq, at, lent.number, len)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.client.give_back(self.number);
+    }
+}
 
 impl VerbsClient {
     /// Writes `bytes` to a place of the client's memory. Returns when they may be changed: at once when they had to be copied into registered memory, else when the
@@ -90,7 +134,7 @@ impl VerbsClient {
     }
 
     /// A buffer that was lent is not needed.
-    pub(in crate::endpoint) fn give_back(&self, number: usize) {
+    fn give_back(&self, number: usize) {
         let mut engine = self.lock();
         engine.free_buffers.push(number);
         if engine.waiters > 0 {
@@ -99,13 +143,7 @@ impl VerbsClient {
     }
 
     /// Writes a lent buffer's first `len` bytes to a place of the client's memory. The buffer is free again when they have left.
-    pub(in crate::endpoint) fn send_buffer(
-        &self,
-        seq: u64,
-        at: Target,
-        number: usize,
-        len: usize,
-    ) -> Result<(), Lost> {
+    fn send_buffer(&self, seq: u64, at: Target, number: usize, len: usize) -> Result<(), Lost> {
         let source = self.buffers.registration().slice((number * CHUNK) as u64, len as u32);
         let source = source.ok_or_else(|| Lost::new("data outside a buffer"))?;
         let posted = self.wait_for(|engine| {

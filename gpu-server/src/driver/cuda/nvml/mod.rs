@@ -11,7 +11,7 @@ use protocol::ops::nvml::{self, NvmlPair, NvmlQuery, Query, status};
 
 use self::library::{Library, ask, library};
 use self::order::Listed;
-use crate::driver::nvml::Answers;
+use crate::driver::nvml::answers::Answers;
 use crate::driver::quota::Quota;
 
 /// The devices of a session.
@@ -118,7 +118,7 @@ fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota, number: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker_protocol::Resource;
+    use crate::limits::Resource;
 
     #[test]
     fn a_session_sees_no_more_memory_than_its_limit() {

@@ -4,7 +4,8 @@ use proptest::prelude::*;
 
 use protocol::link::{ARENA_KEY, GRANTED_SLOTS, SLOT_DATA};
 
-use super::super::{Restored, RestoredLane, RestoredSlots, Schedule, Slots};
+use super::super::schedule::Schedule;
+use super::super::{Restored, RestoredLane, RestoredSlots, Slots};
 use super::*;
 
 impl Model<'_> {

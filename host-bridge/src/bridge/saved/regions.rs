@@ -14,7 +14,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use protocol::device::Extent;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::bridge::{RegionError, RegionMemory};
+use crate::bridge::error::RegionError;
+use crate::bridge::transport::RegionMemory;
 
 /// Bytes of entries that are read at most: more than a guest may register by default.
 const MOST: u64 = 512 << 20;
@@ -44,6 +45,17 @@ struct Entry {
 }
 
 const ENTRY: u64 = size_of::<Entry>() as u64;
+
+/// A region that was registered before this process had the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InheritedRegion {
+    /// Its id.
+    pub region: u32,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Pieces of memory that it is made of.
+    pub pieces: u32,
+}
 
 /// A region that another process had registered.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -8,13 +8,13 @@ use std::time::Duration;
 use protocol::channel::State;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::regions::{RegionsFile, StoredRegion};
+use super::about::About;
+use super::regions::{InheritedRegion, RegionsFile, StoredRegion};
+use crate::bridge::config::SessionConfig;
+use crate::bridge::error::ConnectError;
 use crate::bridge::relay::{Ledger, ledger_file};
 use crate::bridge::resume::{Farewell, Ticket};
-use crate::bridge::saved::About;
-use crate::bridge::session::InheritedRegion;
 use crate::bridge::state::SessionState;
-use crate::bridge::{ConnectError, SessionConfig};
 use crate::memory::{Memories, Runs};
 
 /// A saved session with a server on another machine.
@@ -26,7 +26,7 @@ pub(in crate::bridge) struct SavedRemote {
     /// Over `verbs`.
     pub(in crate::bridge) queues: Option<SavedQueues>,
     /// `None`: the session can only be ended, because the server does not keep it.
-    pub(super) memory: Option<SavedMemory>,
+    pub(in crate::bridge) memory: Option<SavedMemory>,
 }
 
 /// What a session over `verbs` has that does not change.
@@ -59,13 +59,13 @@ pub(in crate::bridge) struct TakenOver<M> {
 
 /// Files in memory that change while the session runs.
 #[derive(Debug)]
-pub(super) struct SavedMemory {
+pub(in crate::bridge) struct SavedMemory {
     /// The [ledger](crate::bridge::relay::Ledger).
-    pub(super) ledger: OwnedFd,
+    pub(in crate::bridge) ledger: OwnedFd,
     /// The [regions](super::RegionsFile).
-    pub(super) regions: OwnedFd,
+    pub(in crate::bridge) regions: OwnedFd,
     /// What was [compressed](crate::bridge::relay::Room). `None`: the server does not understand that, or nothing is to be compressed.
-    pub(super) compressed: Option<OwnedFd>,
+    pub(in crate::bridge) compressed: Option<OwnedFd>,
 }
 
 /// What the server has granted, and how it knows the session.

@@ -1,9 +1,13 @@
 //! What of a session outlives the bridge's process: enough for another one to go on with it, or to end it.
 //!
 //! It is made before the session begins ([`Prepared::save`](super::Prepared::save)) and never changes. What changes while the session runs is with its worker, which tells a successor, or over
-//! `tcp` and `verbs` in the files that belong to it: the relay's ledger and the list of regions.
+//! `tcp` and `verbs` in the files that belong to it (`remote`): the relay's ledger and the list of `regions`.
 //!
 //! A successor gets it from whoever keeps it, and does not trust it more than the client that it belongs to: the process that made it may have been taken over by that client.
+
+mod about;
+mod regions;
+mod remote;
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -13,12 +17,15 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
-use protocol::device::text;
 use protocol::link::{FrameHeader, frame};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use zerocopy::{FromBytes, IntoBytes};
 
-use super::tcp::{SavedQueues, SavedRemote};
-use super::{Closed, SessionConfig};
+pub(super) use self::about::About;
+pub use self::regions::InheritedRegion;
+pub(super) use self::regions::{RegionsFile, StoredRegion};
+pub(super) use self::remote::{SavedQueues, SavedRemote, Succession, TakenOver, Terms};
+use super::config::SessionConfig;
+use super::transport::Closed;
 use crate::framing::recv_some;
 
 /// The most descriptors of a saved session.
@@ -48,21 +55,6 @@ pub(super) struct SavedLocal {
     /// What the worker writes to wake the client's threads.
     pub(super) wake: EventFd,
     pub(super) about: About,
-}
-
-/// What a successor tells an operator of the session.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
-pub(super) struct About {
-    /// When it began, in ns of CLOCK_MONOTONIC.
-    pub(super) since: u64,
-    pub(super) server_name: [u8; 64],
-}
-
-impl About {
-    pub(super) fn now(server_name: &str) -> About {
-        About { since: handover::clock::to_ns(Instant::now()), server_name: text(server_name) }
-    }
 }
 
 const REMOTE: u64 = 1;

@@ -12,10 +12,10 @@ use crate::stream::Stream;
 
 /// A connected stream, non-blocking.
 #[derive(Debug)]
-pub(in crate::bridge) struct Socket(Stream);
+pub(super) struct Socket(Stream);
 
 impl Socket {
-    pub(in crate::bridge) fn new(stream: Stream) -> io::Result<Socket> {
+    pub(super) fn new(stream: Stream) -> io::Result<Socket> {
         stream.set_nonblocking(true)?;
         watch_peer(&stream);
         Ok(Socket(stream))
@@ -40,12 +40,12 @@ impl Socket {
     }
 
     /// Sends bytes of our own.
-    pub(in crate::bridge) fn send_bytes(&self, bytes: &[u8]) -> io::Result<usize> {
+    pub(super) fn send_bytes(&self, bytes: &[u8]) -> io::Result<usize> {
         self.0.send_bytes(bytes)
     }
 
     /// Whether bytes that were taken wait for room in the socket ([`flush`](Self::flush)).
-    pub(in crate::bridge) fn has_output(&self) -> bool {
+    pub(super) fn has_output(&self) -> bool {
         self.0.has_output()
     }
 
@@ -63,7 +63,7 @@ impl Socket {
     }
 
     /// Waits for at most a second until something can be received (`input`) or sent, or the connection is broken.
-    pub(in crate::bridge) fn wait(&self, input: bool) -> io::Result<()> {
+    pub(super) fn wait(&self, input: bool) -> io::Result<()> {
         let what = if input { PollFlags::POLLIN } else { PollFlags::POLLOUT };
         match poll(&mut [PollFd::new(self.0.as_fd(), what)], 1000u16) {
             Ok(_) | Err(nix::Error::EINTR) => Ok(()),
@@ -72,12 +72,12 @@ impl Socket {
     }
 
     /// Says that nothing more will be sent.
-    pub(in crate::bridge) fn finish(&self) {
+    pub(super) fn finish(&self) {
         let _ = shutdown(self.0.as_fd().as_raw_fd(), Shutdown::Write);
     }
 
     /// Ends both directions at once, even if others hold the descriptor.
-    pub(in crate::bridge) fn shut_down(&self) {
+    pub(super) fn shut_down(&self) {
         self.0.shut_down();
     }
 }
@@ -95,7 +95,7 @@ impl AsFd for Socket {
 }
 
 /// `Ok(None)` for "not now", also when a signal came between.
-pub(in crate::bridge) fn not_now(result: io::Result<usize>) -> io::Result<Option<usize>> {
+pub(super) fn not_now(result: io::Result<usize>) -> io::Result<Option<usize>> {
     match result {
         Ok(n) => Ok(Some(n)),
         Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),

@@ -1,0 +1,129 @@
+//! The account of one session.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use crate::pages::{Meter, Page, Terms, gate};
+use crate::parent::arbiter::Gate;
+use crate::parent::bells::Bell;
+use crate::parent::record::Record;
+
+/// A session's charges, and the pages that it shares with the daemon.
+pub(in crate::parent) struct Account {
+    pub(in crate::parent) terms: Page<Terms>,
+    meter: Page<Meter>,
+    /// Granted bytes, and everything else that a successor of this daemon needs.
+    pub(in crate::parent) record: Record,
+    /// Whether the next request may be one that the previous daemon has already carried out.
+    pub(in crate::parent) may_repeat: bool,
+    /// The gate, and how often the session was asked to report its work.
+    gate: Gate,
+    tells: u32,
+    /// Whether there is an order for its memory.
+    asked: bool,
+}
+
+impl Account {
+    /// An empty account, and the descriptors of its pages and of the bell for the worker.
+    pub(in crate::parent) fn open(bell: &Bell) -> io::Result<(Account, [OwnedFd; 3])> {
+        let ((terms, terms_fd), (meter, meter_fd)) = (Page::new()?, Page::new()?);
+        let record = Record::new()?;
+        let account =
+            Account { terms, meter, record, may_repeat: false, gate: Gate::Open, tells: 0, asked: false };
+        Ok((account, [terms_fd, meter_fd, bell.share()?]))
+    }
+
+    /// The account of a session of the previous daemon, the last of `daemons`. Also the descriptor of the
+    /// worker's new terms.
+    pub(in crate::parent) fn take_over(
+        meter: &OwnedFd,
+        record: Record,
+        daemons: u32,
+    ) -> io::Result<(Account, OwnedFd)> {
+        let ((terms, terms_fd), meter) = (Page::<Terms>::new()?, Page::adopt(meter)?);
+        terms.daemons.store(daemons, Ordering::Relaxed);
+        let account =
+            Account { terms, meter, record, may_repeat: true, gate: Gate::Open, tells: 0, asked: false };
+        Ok((account, terms_fd))
+    }
+
+    /// What a successor of this daemon needs.
+    pub(in crate::parent) fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// Called when a worker's message has been handled: the next one cannot be a repetition.
+    pub(in crate::parent) fn heard(&mut self) {
+        self.may_repeat = false;
+    }
+
+    /// The worker's figures.
+    pub(in crate::parent) fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    /// Sets the session's gate, and wakes the session if it waits there.
+    pub(in crate::parent) fn set_gate(&mut self, gate: Gate) {
+        if gate == self.gate {
+            return;
+        }
+        self.tells = self.tells.wrapping_add(u32::from(gate == Gate::Tell));
+        self.gate = gate;
+        if let Gate::Metered { allowance, .. } = gate {
+            self.terms.allowance.store(allowance, Ordering::Relaxed);
+        }
+        self.show_gate();
+    }
+
+    /// Tells the worker whether to look for an order before its next command.
+    pub(in crate::parent) fn set_asked(&mut self, asked: bool) {
+        if std::mem::replace(&mut self.asked, asked) != asked {
+            self.show_gate();
+        }
+    }
+
+    /// Publishes how often sessions have moved device memory.
+    pub(in crate::parent) fn set_moves(&self, moves: u64) {
+        self.terms.moves.store(moves, Ordering::Relaxed);
+    }
+
+    fn show_gate(&self) {
+        let asked = if self.asked { gate::ASKED } else { 0 };
+        self.terms.gate.store(word(self.gate, self.tells) | asked, Ordering::Release);
+        let at = std::ptr::from_ref(&self.terms.gate);
+        // SAFETY: a futex word in a page that stays mapped; the call only wakes its waiters.
+        unsafe { libc::syscall(libc::SYS_futex, at, libc::FUTEX_WAKE, i32::MAX) };
+    }
+
+    /// Memory that the process uses on a device beyond what the session has charged.
+    pub(in crate::parent) fn implicit(&self, number: usize) -> u64 {
+        self.terms.implicit.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed))
+    }
+
+    /// Bytes that the session holds on a device, according to its worker and NVML.
+    pub(in crate::parent) fn held(&self, number: usize) -> u64 {
+        let charged = self.meter.held.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed));
+        charged.saturating_add(self.implicit(number))
+    }
+
+    /// Notes how many bytes the session's process uses on a device, according to NVML.
+    pub(in crate::parent) fn measured(&self, number: usize, bytes: u64) {
+        if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
+            let charged = held.load(Ordering::Relaxed).saturating_sub(self.away(number as u32));
+            implicit.store(bytes.saturating_sub(charged), Ordering::Relaxed);
+        }
+    }
+}
+
+/// The gate as the word that the worker reads. `tells` counts how often the session was asked to report its
+/// work.
+fn word(decided: Gate, tells: u32) -> u32 {
+    let (mode, steps) = match decided {
+        Gate::Open => (gate::OPEN, 0),
+        Gate::Tell => (gate::TELL, tells),
+        Gate::Metered { steps, .. } => (gate::METERED, steps),
+        Gate::Closed { steps } => (gate::CLOSED, steps),
+    };
+    gate::word(mode, steps)
+}

@@ -1,0 +1,82 @@
+//! Questions that wait for their answers.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::parent::control::{Control, Refused};
+use crate::parent::refusals::Reason;
+use crate::parent::trust::Principal;
+
+/// Maximum number of waiting questions, of all clients and of one.
+const MOST: (usize, usize) = (256, 16);
+/// A client's question.
+pub(in crate::parent) struct Ask {
+    pub(in crate::parent) connection: Arc<Control>,
+    pub(in crate::parent) peer: String,
+    pub(in crate::parent) who: Principal,
+    /// The question as received, not parsed yet.
+    pub(in crate::parent) question: Vec<u8>,
+}
+
+/// Questions waiting for their answers.
+#[derive(Default)]
+pub(in crate::parent) struct Asks {
+    waiting: Mutex<VecDeque<Ask>>,
+    came: Condvar,
+}
+
+impl Asks {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Ask>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a question at the end of the queue.
+    pub(in crate::parent) fn take(&self, ask: Ask) -> Result<(), Refused> {
+        let mut waiting = self.lock();
+        let of_client = waiting.iter().filter(|other| other.who.name == ask.who.name).count();
+        if waiting.len() >= MOST.0 || of_client >= MOST.1 {
+            return Err(Refused(Reason::ServerFull, "too many questions are waiting for an answer".into()));
+        }
+        waiting.push_back(ask);
+        self.came.notify_all();
+        Ok(())
+    }
+
+    /// Waits for the first one.
+    pub(in crate::parent) fn next(&self) -> Ask {
+        let mut waiting = self.lock();
+        loop {
+            match waiting.pop_front() {
+                Some(ask) => return ask,
+                None => waiting = self.came.wait(waiting).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn one_client_cannot_fill_the_queue_for_others() {
+        let asks = Asks::default();
+        let ask = |name: &str| {
+            let (connection, _) = UnixStream::pair().unwrap();
+            let who = Principal::of_address(name);
+            Ask {
+                connection: Arc::new(Control::Local(connection)),
+                peer: String::new(),
+                who,
+                question: vec![],
+            }
+        };
+        for _ in 0..MOST.1 {
+            assert!(asks.take(ask("a:1")).is_ok());
+        }
+        assert!(asks.take(ask("a:2")).is_err() && asks.take(ask("b:1")).is_ok());
+        assert_eq!(asks.next().who.name, "insecure:a");
+        assert!(asks.take(ask("a:3")).is_ok());
+    }
+}

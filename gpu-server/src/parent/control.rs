@@ -1,0 +1,130 @@
+//! A connection to a client, as long as the daemon has it: what the client is told there.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+
+use nix::sys::socket::{MsgFlags, Shutdown, recv, send, shutdown};
+use protocol::device::{Answer, text};
+use protocol::link::{FrameHeader, Welcome, frame};
+use rustls::ServerConnection;
+use zerocopy::IntoBytes;
+
+use super::host::host_name;
+use super::refusals::Reason;
+use crate::worker_protocol::Token;
+
+/// A connection.
+pub(super) enum Control {
+    /// From a Unix socket.
+    Local(UnixStream),
+    /// From another machine, without TLS.
+    Tcp(TcpStream),
+    /// From another machine, under TLS.
+    Tls(TcpStream, Box<Mutex<ServerConnection>>),
+}
+
+impl AsFd for Control {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Control::Local(stream) => stream.as_fd(),
+            Control::Tcp(stream) | Control::Tls(stream, _) => stream.as_fd(),
+        }
+    }
+}
+
+impl Control {
+    /// A TLS connection whose handshake is complete.
+    pub(super) fn tls(stream: TcpStream, mut tls: ServerConnection) -> Control {
+        // Only short messages are sent here.
+        tls.set_buffer_limit(Some(64 << 10));
+        Control::Tls(stream, Box::new(Mutex::new(tls)))
+    }
+
+    /// Whether it uses TLS. The daemon then keeps it, and the session opens other connections.
+    pub(super) fn is_encrypted(&self) -> bool {
+        matches!(self, Control::Tls(..))
+    }
+
+    /// Sends bytes without blocking. It is an error if the client has left so much unread that there is no
+    /// room.
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        let full = || io::Error::new(io::ErrorKind::WouldBlock, "the client does not read");
+        if let Control::Tls(stream, tls) = self {
+            let mut tls = tls.lock().unwrap_or_else(|e| e.into_inner());
+            tls.writer().write_all(bytes)?;
+            while tls.wants_write() {
+                tls.write_tls(&mut Now(stream.as_fd()))?;
+            }
+            return Ok(());
+        }
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        match send(self.as_fd().as_raw_fd(), bytes, flags)? {
+            n if n == bytes.len() => Ok(()),
+            _ => Err(full()),
+        }
+    }
+
+    /// Sends a welcome without blocking.
+    pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
+        self.send(welcome.as_bytes())
+    }
+
+    /// Sends the answer to a question after a welcome, without blocking.
+    pub(super) fn send_answer(&self, answer: &[u8]) -> io::Result<()> {
+        let welcome = welcome(Answer::Ok, [0; 16], 0, "");
+        let header = FrameHeader { kind: frame::ANSWER, len: answer.len() as u32 };
+        self.send(&[welcome.as_bytes(), header.as_bytes(), answer].concat())
+    }
+
+    /// The transport's name, for the log and the status.
+    pub(super) fn transport(&self) -> &'static str {
+        match self {
+            Control::Local(_) => "local",
+            Control::Tcp(_) | Control::Tls(..) => "tcp",
+        }
+    }
+
+    /// Tells the client that its session is over, on behalf of a worker that no longer can. Never blocks: a
+    /// client that doesn't read notices that the connection closes.
+    pub(super) fn bye(&self, reason: &str) {
+        let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
+        let _ = self.send(&[header.as_bytes(), reason.as_bytes()].concat());
+        self.shut_down();
+    }
+
+    /// Closes the connection in both directions, which also wakes a thread that reads from it.
+    pub(super) fn shut_down(&self) {
+        // It may be closed already.
+        let _ = shutdown(self.as_fd().as_raw_fd(), Shutdown::Both);
+    }
+}
+
+/// A refusal: its reason, and a message.
+pub(super) struct Refused(pub(super) Reason, pub(super) String);
+
+/// A welcome or a refusal, as a message.
+pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
+    Welcome { token, data_connections, server: text(&host_name()), ..Welcome::new(answer, reason) }
+}
+
+/// A socket whose calls never block, whatever its mode.
+pub(super) struct Now<'a>(pub(super) BorrowedFd<'a>);
+
+impl Read for Now<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        Ok(recv(self.0.as_raw_fd(), buffer, MsgFlags::MSG_DONTWAIT)?)
+    }
+}
+
+impl Write for Now<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(send(self.0.as_raw_fd(), bytes, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

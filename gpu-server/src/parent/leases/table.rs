@@ -1,0 +1,126 @@
+//! The leases that there are.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use identity::Secret;
+use serde::{Deserialize, Serialize};
+
+use crate::limits::Limits;
+
+/// The message for a lease that doesn't exist or belongs to another client, without telling which.
+pub(in crate::parent) const UNKNOWN: &str =
+    "this client has no such lease: its time was over, it was released, or rgpu-server was restarted";
+
+/// The server's name for a lease, which is not a secret.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(in crate::parent) struct LeaseId(pub(in crate::parent) u32);
+
+impl fmt::Display for LeaseId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0)
+    }
+}
+
+/// A lease.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(in crate::parent) struct Lease {
+    pub(in crate::parent) id: LeaseId,
+    pub(in crate::parent) key: [u8; 32],
+    /// Its principal.
+    pub(in crate::parent) principal: String,
+    /// The account of that principal's sessions without a lease: its own name, or its group's.
+    pub(in crate::parent) account: String,
+    pub(in crate::parent) name: String,
+    pub(in crate::parent) devices: Vec<u32>,
+    pub(in crate::parent) exclusive: bool,
+    /// Limit in bytes on each device; 0: none.
+    pub(in crate::parent) memory: u64,
+    pub(in crate::parent) weight: u32,
+    /// How long it lasts after it was granted or last renewed.
+    pub(in crate::parent) lasts: Duration,
+    #[serde(with = "past")]
+    pub(in crate::parent) granted: Instant,
+    #[serde(with = "past")]
+    pub(in crate::parent) renewed: Instant,
+}
+
+/// Serializes points in time as the time passed since, so that another daemon can read them.
+mod past {
+    use std::time::Instant;
+
+    use handover::clock;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(time: &Instant, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(clock::to_ns(*time))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Instant, D::Error> {
+        u64::deserialize(from).map(clock::from_ns)
+    }
+}
+
+impl Lease {
+    /// The account of its sessions.
+    pub(in crate::parent) fn account(&self) -> String {
+        account(&self.account, self.id)
+    }
+
+    pub(in crate::parent) fn until(&self) -> Instant {
+        self.renewed + self.lasts
+    }
+
+    /// Narrows a client's limits to this lease.
+    pub(in crate::parent) fn narrow(&self, limits: &mut Limits) {
+        let least = |limit: u64| match (limit, self.memory) {
+            (0, memory) => memory,
+            (limit, 0) => limit,
+            (limit, memory) => limit.min(memory),
+        };
+        limits.principal = self.account();
+        limits.devices.clone_from(&self.devices);
+        limits.device_count = 0;
+        limits.exclusive = self.exclusive;
+        limits.weight = self.weight;
+        limits.session.device_memory = least(limits.session.device_memory);
+        limits.total.device_memory = least(limits.total.device_memory);
+    }
+}
+
+pub(in crate::parent) fn account(of: &str, id: LeaseId) -> String {
+    // Principals' names contain no slash.
+    format!("{of}/{id}")
+}
+
+/// All leases.
+#[derive(Debug, Default)]
+pub(in crate::parent) struct Leases(pub(in crate::parent) BTreeMap<LeaseId, Lease>);
+
+impl Leases {
+    /// The leases of a previous daemon.
+    pub(in crate::parent) fn restore(leases: Vec<Lease>) -> Leases {
+        Leases(leases.into_iter().map(|lease| (lease.id, lease)).collect())
+    }
+
+    pub(in crate::parent) fn all(&self) -> impl Iterator<Item = &Lease> {
+        self.0.values()
+    }
+
+    pub(in crate::parent) fn has(&self, id: LeaseId) -> bool {
+        self.0.contains_key(&id)
+    }
+
+    /// The lease with this key, if it belongs to this principal.
+    pub(in crate::parent) fn find(&self, key: &[u8; 32], principal: &str) -> Option<&Lease> {
+        self.0.values().find(|lease| Secret(lease.key).matches(key) && lease.principal == principal)
+    }
+
+    /// Bytes of a device that were promised to leases, of one account or of all.
+    pub(in crate::parent) fn promised(&self, device: u32, of: Option<&str>) -> u64 {
+        let those = self.all().filter(|lease| lease.devices.contains(&device) && !lease.exclusive);
+        let those = those.filter(|lease| of.is_none_or(|account| lease.account == account));
+        those.fold(0, |sum, lease| sum.saturating_add(lease.memory))
+    }
+}

@@ -1,0 +1,295 @@
+//! The daemon's state, which its threads share: its sessions, its workers, its clients.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Instant;
+
+use anyhow::Context;
+use handover::Inherited;
+use host_bridge::framing::Address;
+use identity::Secret;
+use protocol::Status;
+
+use super::accounts::account::Account;
+use super::asks::waiting::Asks;
+use super::audit::Audit;
+use super::bells::{Bell, Nudge};
+use super::control::{Control, Refused, welcome};
+use super::direct::tickets::Tickets;
+use super::drain::progress::Drain;
+use super::gpus::Gpus;
+use super::leases::table::{LeaseId, Leases};
+use super::mps;
+use super::pace::Paces;
+use super::queue::parked::Parked;
+use super::record::Succession;
+use super::refusals::Refusals;
+use super::residency::Swapping;
+use super::scrape::totals::{Settled, Waits};
+use super::trust::{Principal, Trust};
+use super::workers::{Managed, Pool, Stage, Worker};
+use crate::cache::{self, store::Store};
+use crate::config::Serve;
+use crate::confinement::Confining;
+use crate::cuda_ipc::Shares;
+use crate::limits::Limits;
+use crate::policy::Policy;
+use crate::worker_protocol::{Counters, Kind, Token};
+
+/// The daemon's state.
+pub(super) struct Server {
+    pub(super) options: Serve,
+    pub(super) confining: Confining,
+    pub(super) state: Mutex<State>,
+    /// Notified whenever the state changes.
+    pub(super) changed: Condvar,
+    /// Wakes the queue's thread.
+    pub(super) nudge: Nudge,
+    /// Identifies clients over TLS. `None`: the server doesn't use TLS.
+    pub(super) trust: Option<Trust>,
+    pub(super) policy: Mutex<Arc<Policy>>,
+    pub(super) audit: Audit,
+    /// Wakes the thread that gives principals their turns.
+    pub(super) bell: Bell,
+    /// Client data that need not be sent again.
+    pub(super) cache: Option<Store>,
+    /// What the next daemon inherits.
+    pub(super) succession: Succession,
+    pub(super) gpus: Gpus,
+    /// Refusals so far, and how long sessions waited for a worker.
+    pub(super) refusals: Refusals,
+    pub(super) waits: Waits,
+    pub(super) asks: Asks,
+}
+
+/// What changes while the daemon runs.
+#[derive(Default)]
+pub(super) struct State {
+    /// Workers for sessions that use devices.
+    pub(super) gpu: Pool,
+    /// Workers for sessions that only query NVML.
+    pub(super) nvml: Pool,
+    /// Every worker process, by process id.
+    pub(super) workers: HashMap<u32, Managed>,
+    /// By the worker's process id.
+    pub(super) sessions: HashMap<u32, Session>,
+    pub(super) tokens: HashMap<Token, Arc<Worker>>,
+    /// For direct connections from other servers.
+    pub(super) tickets: Tickets,
+    /// Why sessions ended that their clients may try to resume, latest last.
+    pub(super) ended: VecDeque<(Token, String)>,
+    pub(super) shares: Shares,
+    pub(super) leases: Leases,
+    /// The backend and devices that workers serve, once a worker has been ready.
+    pub(super) serving: Option<(String, Vec<String>)>,
+    pub(super) paces: Paces,
+    /// Why nothing can be served at all.
+    pub(super) fatal: Option<String>,
+    /// Set once the daemon is shutting down.
+    pub(super) drain: Option<Drain>,
+    /// Another program is about to take over. Once this is set, no worker starts and no session begins.
+    pub(super) upgrading: bool,
+    pub(super) closed: bool,
+    /// Unhealthy devices, by number.
+    pub(super) ill: BTreeMap<u32, Illness>,
+    /// Where sessions' device memory is, if it can be moved.
+    pub(super) swapping: Option<Swapping>,
+    /// Whether to ask NVML for the workers' memory.
+    pub(super) measure: bool,
+    /// GPU time charged to principals, in ns.
+    pub(super) charged: HashMap<String, u64>,
+    /// The same since the start of the daemon, and what ended sessions have done.
+    pub(super) charged_ever: metrics::Ledger<u64>,
+    pub(super) settled: metrics::Ledger<Settled>,
+    pub(super) sessions_begun: u64,
+    pub(super) sessions_lost: u64,
+    pub(super) workers_crashed: u64,
+    /// Sessions that ended because a kernel ran too long.
+    pub(super) kernels_overrun: u64,
+    pub(super) leases_granted: u64,
+}
+
+impl State {
+    pub(super) fn pool(&self, kind: Kind) -> &Pool {
+        match kind {
+            Kind::Gpu => &self.gpu,
+            Kind::Nvml => &self.nvml,
+        }
+    }
+
+    /// Whether no session may begin any more.
+    pub(super) fn stopped(&self) -> bool {
+        self.draining() || self.closed
+    }
+
+    /// The kind of a starting worker.
+    pub(super) fn starting(&self, pid: u32) -> Option<Kind> {
+        self.workers.get(&pid).filter(|managed| managed.stage == Stage::Starting).map(|managed| managed.kind)
+    }
+
+    pub(super) fn pool_mut(&mut self, kind: Kind) -> &mut Pool {
+        match kind {
+            Kind::Gpu => &mut self.gpu,
+            Kind::Nvml => &mut self.nvml,
+        }
+    }
+}
+
+/// A session, as the daemon knows it.
+pub(super) struct Session {
+    pub(super) kind: Kind,
+    pub(super) client: String,
+    pub(super) program: String,
+    pub(super) pid: u32,
+    pub(super) transport: &'static str,
+    pub(super) peer: String,
+    pub(super) since: Instant,
+    pub(super) counters: Counters,
+    /// Its name in metrics.
+    pub(super) key: metrics::Key,
+    pub(super) limits: Limits,
+    /// The lease under which it runs.
+    pub(super) lease: Option<LeaseId>,
+    /// Numbers of its devices.
+    pub(super) devices: Vec<u32>,
+    pub(super) account: Account,
+    pub(super) token: Token,
+    pub(super) secret: Secret,
+    pub(super) principal: Principal,
+    /// Data connections that it was granted, and those of its first link without TLS.
+    pub(super) data_connections: (u32, u32),
+    /// Whether its connections use TLS.
+    pub(super) encrypted: bool,
+    /// For telling the client why its session ended if the worker no longer can. Replaced whenever the
+    /// session is resumed without TLS. `None`: the previous daemon had it.
+    pub(super) control: Option<Arc<Control>>,
+    /// Since when it has no link.
+    pub(super) parked: Option<Instant>,
+    /// The latest of its links, and how often it resumed over new connections.
+    pub(super) attempt: u32,
+    pub(super) resumed: u64,
+    /// Whether the worker has the connection. Before that, the client can still be given to another worker.
+    pub(super) begun: bool,
+    /// Whether a kernel has run too long.
+    pub(super) overrun: bool,
+    /// Whether the worker has reported the session's end, or the daemon has decided it.
+    pub(super) ended: bool,
+    /// Whether it ended without its client closing it.
+    pub(super) lost: bool,
+    /// How many daemons it has had before this one.
+    pub(super) daemons: u32,
+    /// Whether it is kept for the next daemon.
+    pub(super) kept: bool,
+    /// Events of other sessions that it has opened, and its slot in each.
+    pub(super) opened: Vec<(Token, u16)>,
+}
+
+impl Server {
+    pub(super) fn new(options: Serve, inherited: &mut Inherited) -> anyhow::Result<Server> {
+        let network = options.listen.iter().any(|address| matches!(address, Address::Tcp(..)));
+        let trust = if network && !options.insecure { Some(Trust::open(&options)?) } else { None };
+        let policy = Mutex::new(Arc::new(read_policy(&options)?));
+        let audit = Audit::open(options.audit_log.as_deref())?;
+        let sockets = options.mps.as_deref().map(mps::sockets);
+        let confining = Confining::new(&options.sandbox, &options.worker.backing, sockets.as_deref());
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let succession = Succession::new(inherited).context("what the next daemon gets")?;
+        let (nudge, bell) = (Nudge::new()?, Bell::take_or_new(inherited, &succession.store)?);
+        let (gpus, refusals, waits, asks) = Default::default();
+        let cache = options.cache.open().context("opening the cache (--cache)")?;
+        Ok(Server {
+            options,
+            confining,
+            state,
+            changed,
+            nudge,
+            bell,
+            succession,
+            gpus,
+            refusals,
+            waits,
+            asks,
+            trust,
+            policy,
+            audit,
+            cache,
+        })
+    }
+
+    /// Opens a connection to a client's blocks in the cache and returns the worker's end. `None`: there is no
+    /// cache, or it cannot be used.
+    pub(super) fn cache_of(&self, client: &str) -> Option<UnixStream> {
+        let store = self.cache.as_ref()?;
+        let opened = UnixStream::pair().and_then(|(ours, theirs)| {
+            cache::serve(store, client, ours)?;
+            Ok(theirs)
+        });
+        opened.inspect_err(|e| tracing::warn!(client, "a session does without the cache: {e}")).ok()
+    }
+
+    /// The rules as they are now.
+    pub(super) fn policy(&self) -> Arc<Policy> {
+        Arc::clone(&self.policy.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+
+    /// Why a client verified as this principal may have no session, if so. Its access may have been revoked
+    /// since.
+    pub(super) fn unwelcome(&self, principal: &Principal) -> Option<String> {
+        if let Some(why) = self.trust.as_ref().and_then(|trust| trust.doubt(principal)) {
+            return Some(why);
+        }
+        self.not_allowed(&principal.name)
+    }
+
+    /// Why the rules give a principal nothing, if so.
+    pub(super) fn not_allowed(&self, principal: &str) -> Option<String> {
+        self.policy().grant(principal, &self.options.share).err()
+    }
+
+    /// Tells a client why it is refused. `who`: the verified client, if any.
+    pub(super) fn refuse(
+        &self,
+        connection: &Control,
+        who: Option<&Principal>,
+        peer: &str,
+        client: &str,
+        program: &str,
+        refused: &Refused,
+    ) {
+        let Refused(cause, reason) = refused;
+        self.refusals.count(*cause);
+        tracing::info!(peer, client, program, "refused: {reason}");
+        self.audit.refused(who, peer, client, program, reason);
+        // The client may be gone already.
+        let _ = connection.send_welcome(&welcome(cause.answer(), [0; 16], 0, reason));
+    }
+
+    /// Tells a waiting client why it is refused.
+    pub(super) fn refuse_parked(&self, parked: &Parked, refused: &Refused) {
+        let Parked { connection, principal, peer, client, program, .. } = parked;
+        self.refuse(connection, Some(principal), peer, client, program, refused);
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// A device's problem.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Illness {
+    /// In words, for the log, the status and clients.
+    pub(super) why: String,
+    pub(super) since: Instant,
+    /// Whether it is permanent: the device serves again only after the server was restarted.
+    pub(super) lasting: bool,
+    /// What CUDA reports to every program on the device.
+    pub(super) error: Option<Status>,
+}
+
+/// Reads the rules that the options name.
+pub(super) fn read_policy(options: &Serve) -> Result<Policy, options::Error> {
+    let read = |path: &std::path::PathBuf| Policy::read(path, &options.worker.backing.devices);
+    options.clients.as_ref().map_or_else(|| Ok(Policy::default()), read)
+}

@@ -1,0 +1,242 @@
+//! What a daemon keeps of its sessions, and of itself, for its successor.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use handover::clock;
+use protocol::Status;
+use sandbox::Process;
+use serde::{Deserialize, Serialize};
+
+use crate::limits::Limits;
+use crate::parent::audit::hex;
+use crate::parent::leases::table::{Lease, LeaseId, Leases};
+use crate::parent::record::Succession;
+use crate::parent::state::{Illness, Server, State};
+use crate::parent::trust::SavedPrincipal;
+use crate::parent::workers::Worker;
+use crate::worker_protocol::{Counters, FORMAT, Kind, Shared, Token};
+
+/// The text of a session's record.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Saved {
+    pub(super) format: u32,
+    /// How many daemons the session has had.
+    pub(super) daemons: u32,
+    pub(super) process: sandbox::Description,
+    pub(super) kind: Kind,
+    pub(super) client: String,
+    pub(super) program: String,
+    pub(super) pid: u32,
+    pub(super) transport: String,
+    pub(super) peer: String,
+    /// Times are ns of CLOCK_MONOTONIC.
+    pub(super) since: u64,
+    pub(super) parked: Option<u64>,
+    pub(super) counters: Counters,
+    pub(super) limits: Limits,
+    pub(super) lease: Option<LeaseId>,
+    pub(super) devices: Vec<u32>,
+    pub(super) token: Token,
+    pub(super) secret: [u8; 32],
+    pub(super) principal: SavedPrincipal,
+    pub(super) encrypted: bool,
+    pub(super) data_connections: (u32, u32),
+    pub(super) attempt: u32,
+    pub(super) resumed: u64,
+    pub(super) overrun: bool,
+    pub(super) ended: bool,
+    pub(super) lost: bool,
+    /// Events of other sessions that it has opened, and its slot in each.
+    pub(super) opened: Vec<(Token, u16)>,
+}
+
+/// The text of the daemon's own record.
+#[derive(Default, Serialize, Deserialize)]
+pub(super) struct SavedDaemon {
+    pub(super) format: u32,
+    pub(super) serving: Option<(String, Vec<String>)>,
+    /// By device: the problem, since when, whether it is permanent, and the error for programs.
+    pub(super) ill: Vec<(u32, String, u64, bool, Option<u32>)>,
+    /// Counts of sessions begun and lost, workers crashed, kernels overrun, leases granted.
+    pub(super) counts: [u64; 5],
+    pub(super) leases: Vec<Lease>,
+    pub(super) ended: Vec<(Token, String)>,
+}
+
+/// The name under which a part of a worker is kept.
+pub(super) fn name(worker: u32, what: &str) -> String {
+    format!("worker-{worker}-{what}")
+}
+
+/// What is kept of each worker, by the last part of its name.
+pub(super) const PARTS: [&str; 4] = ["record", "socket", "meter", "alive"];
+
+/// Keeps a session that has begun for a successor. If that fails, the session will not survive a crash of the
+/// daemon, so it is only logged.
+pub(in crate::parent) fn keep(server: &Server, state: &mut State, worker: &Worker, meter: &OwnedFd) {
+    let pid = worker.pid();
+    let Some(session) = state.sessions.get_mut(&pid) else { return };
+    session.kept = true;
+    state.save(pid);
+    let Some(session) = state.sessions.get(&pid) else { return };
+    let store = &server.succession.store;
+    let keep = || -> io::Result<()> {
+        let [record, socket, meters, alive] = PARTS.map(|part| name(pid, part));
+        // The record comes last: if it is there, everything is.
+        store.keep(&socket, worker.socket())?;
+        store.keep(&meters, meter)?;
+        worker.alive().map_or(Ok(()), |fd| store.keep(&alive, fd))?;
+        store.keep(&record, session.account.record())
+    };
+    if let Err(e) = keep() {
+        tracing::warn!(worker = pid, "cannot keep the session for another daemon: {e}");
+    }
+}
+
+/// A worker has ended: keeps nothing of it any more.
+pub(in crate::parent) fn forget(server: &Server, worker: u32) {
+    PARTS.iter().for_each(|part| server.succession.store.forget(&name(worker, part)));
+}
+
+/// The name under which a shared object is kept. It contains everything known about the object.
+pub(in crate::parent) fn share_name(token: &Token, owner: u32, what: &Shared) -> String {
+    let token = hex(token);
+    match what {
+        Shared::Memory { device, size } => format!("share-{token}-{owner}-memory-{device}-{size}"),
+        Shared::Event { .. } => format!("share-{token}-{owner}-event"),
+    }
+}
+
+/// Parses a name from [`share_name`], without its first part.
+pub(super) fn parse_share(name: &str) -> Option<(Token, u32, Shared)> {
+    let mut parts = name.split('-');
+    let token = u128::from_str_radix(parts.next().filter(|hex| hex.len() == 32)?, 16).ok()?.to_be_bytes();
+    let owner = parts.next()?.parse().ok()?;
+    let what = match (parts.next()?, parts.next(), parts.next()) {
+        ("memory", Some(device), Some(size)) => {
+            Shared::Memory { device: device.parse().ok()?, size: size.parse().ok()? }
+        }
+        ("event", None, None) => Shared::Event { slot: 0 },
+        _ => return None,
+    };
+    parts.next().is_none().then_some((token, owner, what))
+}
+
+impl State {
+    /// Saves what a successor must know of a session after a change.
+    pub(in crate::parent) fn save(&self, worker: u32) {
+        let (Some(session), Some(managed)) = (self.sessions.get(&worker), self.workers.get(&worker)) else {
+            return;
+        };
+        let Some(process) = managed.worker.process().filter(|_| session.kept) else { return };
+        let saved = Saved {
+            format: FORMAT,
+            daemons: session.daemons,
+            process: process.clone(),
+            kind: session.kind,
+            client: session.client.clone(),
+            program: session.program.clone(),
+            pid: session.pid,
+            transport: session.transport.to_owned(),
+            peer: session.peer.clone(),
+            since: clock::to_ns(session.since),
+            parked: session.parked.map(clock::to_ns),
+            counters: session.counters,
+            limits: session.limits.clone(),
+            lease: session.lease,
+            devices: session.devices.clone(),
+            token: session.token,
+            secret: session.secret.0,
+            principal: session.principal.save(),
+            encrypted: session.encrypted,
+            data_connections: session.data_connections,
+            attempt: session.attempt,
+            resumed: session.resumed,
+            overrun: session.overrun,
+            ended: session.ended,
+            lost: session.lost,
+            opened: session.opened.clone(),
+        };
+        if let Err(e) = session.account.record().write(&saved) {
+            tracing::warn!(worker, "cannot save a session for another daemon: {e}");
+        }
+    }
+
+    /// Saves everything else that a successor must know. Includes the reasons for sessions' ends only if
+    /// `ended`, because there may be many.
+    pub(in crate::parent) fn save_daemon(&self, succession: &Succession, ended: bool) {
+        let ill = self.ill.iter().map(|(device, illness)| {
+            let Illness { why, since, lasting, error } = illness;
+            (*device, why.clone(), clock::to_ns(*since), *lasting, error.map(|status| status.0))
+        });
+        let saved = SavedDaemon {
+            format: FORMAT,
+            serving: self.serving.clone(),
+            ill: ill.collect(),
+            counts: [
+                self.sessions_begun,
+                self.sessions_lost,
+                self.workers_crashed,
+                self.kernels_overrun,
+                self.leases_granted,
+            ],
+            leases: self.leases.all().cloned().collect(),
+            ended: if ended { self.ended.iter().cloned().collect() } else { Vec::new() },
+        };
+        if let Err(e) = succession.record.write(&saved) {
+            tracing::warn!("cannot save the state for another daemon: {e}");
+        }
+    }
+
+    /// Restores the previous daemon's state.
+    pub(super) fn restore(&mut self, saved: SavedDaemon) {
+        self.serving = saved.serving;
+        [
+            self.sessions_begun,
+            self.sessions_lost,
+            self.workers_crashed,
+            self.kernels_overrun,
+            self.leases_granted,
+        ] = saved.counts;
+        self.leases = Leases::restore(saved.leases);
+        self.ended = saved.ended.into();
+        self.ill = saved
+            .ill
+            .into_iter()
+            .map(|(device, why, since, lasting, error)| {
+                let (since, error) = (clock::from_ns(since), error.map(Status));
+                (device, Illness { why, since, lasting, error })
+            })
+            .collect();
+    }
+}
+
+/// What a successor needs to find a worker's process. Without it, the session ends with this daemon.
+pub(in crate::parent) fn describe(process: &Process) -> Option<sandbox::Description> {
+    process.describe().inspect_err(|e| tracing::debug!("a worker cannot be described: {e}")).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_shared_object_says_what_it_is() {
+        for what in [Shared::Memory { device: 3, size: 1 << 33 }, Shared::Event { slot: 0 }] {
+            let name = share_name(&[0xab; 16], 77, &what);
+            let parsed = parse_share(name.strip_prefix("share-").unwrap());
+            assert_eq!(parsed, Some(([0xab; 16], 77, what)));
+        }
+        for wrong in [
+            "",
+            "-",
+            "00-1-event",
+            "x",
+            &format!("{}-1-event-2", "0".repeat(32)),
+            &format!("{}-1-memory-2", "0".repeat(32)),
+        ] {
+            assert_eq!(parse_share(wrong), None, "{wrong}");
+        }
+    }
+}

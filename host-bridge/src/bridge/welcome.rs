@@ -1,0 +1,218 @@
+//! The first message of a connection to a server, and the server's answer, for which a session may have to wait its turn.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use identity::{Fingerprint, Secret};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{setsockopt, sockopt};
+use nix::sys::time::TimeVal;
+use protocol::device::{Answer, text, untext};
+use protocol::link::{BadGreeting, COMPRESSED_OUT_SINCE, Hello, MAGIC, Welcome, purpose, wish};
+use protocol::version::{OURS, Version};
+
+use super::config::SessionConfig;
+use super::error::ConnectError;
+use super::state::ChannelMemory;
+use crate::compression::CompressUse;
+use crate::framing::recv_greeting;
+use crate::stream::Stream;
+
+/// What a server's welcome says.
+#[derive(Debug)]
+pub(super) struct Handshake {
+    /// The version that this host and the server speak.
+    pub(super) version: Version,
+    pub(super) token: [u8; 16],
+    pub(super) secret: Secret,
+    /// The key of the session's connections under TLS.
+    pub(super) session_key: Fingerprint,
+    /// How long the server keeps the session when its connections are lost. Zero: it ends with them.
+    pub(super) grace: Duration,
+    pub(super) data_connections: u32,
+    /// Bytes of data that the server takes without a grant.
+    pub(super) eager: u64,
+    /// Whether it keeps what it is sent.
+    pub(super) has_cache: bool,
+    pub(super) server: String,
+    /// Whom the server takes this client for.
+    pub(super) principal: String,
+}
+
+/// The first message of a connection.
+pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u32, index: u32) -> Hello {
+    let speaks = OURS.at_most(channel.version);
+    let understands = purpose == purpose::CONTROL && speaks.version() >= COMPRESSED_OUT_SINCE;
+    let compressed = match config.compress.over(understands, config.source().is_some()) {
+        CompressUse::Never => 0,
+        _ => wish::COMPRESSED,
+    };
+    Hello {
+        magic: MAGIC,
+        version: speaks.version(),
+        purpose,
+        fingerprint: speaks.fingerprint(),
+        token: [0; 16],
+        index,
+        pid: channel.pid,
+        slot_count: channel.view.geometry().slot_count as u32,
+        wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT) | compressed,
+        client: text(&config.client),
+        program: text(&channel.program),
+        secret: config.lease_key(purpose),
+        attempt: 0,
+        reserved: 0,
+        devices: config.device_list(purpose),
+    }
+}
+
+/// How a client waits while the server serves others before it.
+pub trait Turn {
+    /// The session waits in the queue of the server of that name, and `ahead` others come first. Called as soon as that is known, and at least each second from then on, by the
+    /// thread that connects. Must not block for long.
+    fn wait(&mut self, server: &str, ahead: u32);
+
+    /// A descriptor, and the events on it, that say that nobody wants the session any more. The wait then ends with [`ConnectError::GivenUp`].
+    fn given_up(&self) -> Option<PollFd<'_>>;
+}
+
+/// How often a client that waits is told its place, also when the server is silent.
+const TELL_EVERY: Duration = Duration::from_secs(1);
+
+/// Waits for the answer to a hello that may put the session into a queue.
+pub(super) fn welcome_in_turn(
+    config: &SessionConfig,
+    socket: &Stream,
+    deadline: Instant,
+    turn: &mut dyn Turn,
+) -> Result<Handshake, ConnectError> {
+    let mut deadline = deadline;
+    let mut place: Option<(String, u32)> = None;
+    loop {
+        if wait_for_answer(config, socket, deadline, &*turn)? {
+            match welcome(config, socket, deadline)? {
+                Heard::Welcome(handshake) => return Ok(handshake),
+                Heard::Waiting { server, ahead } => {
+                    // The server is there. It may be silent for as long again.
+                    deadline = Instant::now() + config.handshake_timeout;
+                    place = Some((server, ahead));
+                }
+            }
+        }
+        if let Some((server, ahead)) = &place {
+            turn.wait(server, *ahead);
+        }
+    }
+}
+
+/// Waits a moment until the server has answered. False: not yet.
+fn wait_for_answer(
+    config: &SessionConfig,
+    socket: &Stream,
+    deadline: Instant,
+    turn: &dyn Turn,
+) -> Result<bool, ConnectError> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        let source = io::Error::new(io::ErrorKind::TimedOut, "no answer in time");
+        return Err(ConnectError::NoServer { server: config.server.to_string(), source });
+    }
+    if socket.has_input() {
+        return Ok(true);
+    }
+    let mut watched = vec![PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
+    watched.extend(turn.given_up());
+    let limit = left.min(TELL_EVERY).as_millis().max(1);
+    match poll(&mut watched, PollTimeout::from(u16::try_from(limit).unwrap_or(u16::MAX))) {
+        Ok(_) | Err(nix::Error::EINTR) => {}
+        Err(e) => return Err(ConnectError::Here { source: e.into() }),
+    }
+    let happened =
+        |index: usize| watched.get(index).and_then(PollFd::revents).is_some_and(|events| !events.is_empty());
+    if happened(1) {
+        return Err(ConnectError::GivenUp { server: config.server.to_string() });
+    }
+    Ok(happened(0))
+}
+
+/// What a server says to a hello.
+pub(super) enum Heard {
+    /// The session may begin.
+    Welcome(Handshake),
+    /// It waits in a queue.
+    Waiting {
+        /// The server's name.
+        server: String,
+        /// How many come first.
+        ahead: u32,
+    },
+}
+
+/// Waits for the answer to a hello that is served at once: of a data connection, for one.
+pub(super) fn welcome_at_once(
+    config: &SessionConfig,
+    socket: &Stream,
+    deadline: Instant,
+) -> Result<Handshake, ConnectError> {
+    match welcome(config, socket, deadline)? {
+        Heard::Welcome(handshake) => Ok(handshake),
+        Heard::Waiting { .. } => Err(ConnectError::Protocol {
+            server: config.server.to_string(),
+            what: "it lets a connection wait that no session begins with".into(),
+        }),
+    }
+}
+
+/// Receives the answer to a hello and judges it.
+fn welcome(config: &SessionConfig, socket: &Stream, deadline: Instant) -> Result<Heard, ConnectError> {
+    let server = config.server.to_string();
+    let (welcome, version) = match receive_welcome(socket, deadline) {
+        Ok(Ok(received)) => received,
+        Ok(Err(BadGreeting::Magic(magic))) => {
+            let what = format!("its answer begins with {magic:#x}; no rgpu-server listens there");
+            return Err(ConnectError::Protocol { server, what });
+        }
+        Ok(Err(BadGreeting::Version(mismatch))) => return Err(ConnectError::Version { server, mismatch }),
+        Err(source) => return Err(ConnectError::NoServer { server, source }),
+    };
+    match Answer::from_number(welcome.status) {
+        Answer::Ok => Ok(Heard::Welcome(Handshake {
+            version,
+            token: welcome.token,
+            secret: Secret(welcome.secret),
+            session_key: Fingerprint(welcome.session_key),
+            grace: Duration::from_secs(welcome.grace.into()),
+            data_connections: welcome.data_connections,
+            eager: u64::from(welcome.eager) << 20,
+            has_cache: welcome.cache == 1,
+            server: printable(&welcome.server),
+            principal: printable(&welcome.principal),
+        })),
+        Answer::Waiting => Ok(Heard::Waiting { server: printable(&welcome.server), ahead: welcome.ahead }),
+        answer => Err(ConnectError::Refused { server, answer, reason: untext(&welcome.reason) }),
+    }
+}
+
+/// A server's name. Nothing in it may steer a terminal.
+pub(super) fn printable(name: &[u8]) -> String {
+    untext(name).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+/// Reads a welcome with a deadline.
+fn receive_welcome(
+    connection: &Stream,
+    deadline: Instant,
+) -> io::Result<Result<(Welcome, Version), BadGreeting>> {
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    let time = TimeVal::new(left.as_secs() as i64, i64::from(left.subsec_micros()));
+    setsockopt(&connection.as_fd(), sockopt::ReceiveTimeout, &time)?;
+    setsockopt(&connection.as_fd(), sockopt::SendTimeout, &time)?;
+    recv_greeting(&mut &*connection, &OURS).map_err(|e| match e.kind() {
+        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no answer in time"),
+        io::ErrorKind::UnexpectedEof => {
+            io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer")
+        }
+        _ => e,
+    })
+}

@@ -1,0 +1,452 @@
+//! Bulk data that goes out over data connections, and is kept until the bridge has it.
+//!
+//! A connection may be lost at any byte, so what was sent is kept until the bridge has it. It is kept where
+//! it is: in a buffer that the driver was [lent](super::Outgoing::lend), or in the driver's own memory, which it
+//! [lets be sent in place](super::Outgoing::send_held). Such memory may be scarce, so its owner can have the
+//! transport [copy](Unacknowledged::copy) what it still holds when there is nothing better to do. What is
+//! kept is bounded: whoever has more to send waits.
+//!
+//! The driver's memory would limit what is on its way over a long link. So where the bridge takes long to say
+//! that it has something, data is copied before it is sent.
+//!
+//! Over a slow link data is compressed where that takes less time ([`compression`](crate::compression)), by the thread that sends it
+//! and before anything else happens to it. Then its compressed bytes alone are kept: they are what may have to
+//! be sent again, and are never made twice.
+
+mod downlink;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
+
+use protocol::link::{ACKNOWLEDGE_OUT, COMPRESSED_FLAG, DataHeader};
+use zerocopy::IntoBytes;
+
+use self::downlink::Downlink;
+use super::end::Lost;
+use super::link::Connection;
+use crate::compression::{CompressUse, Compression, SAMPLE, compress};
+use crate::framing::BadAcknowledgement;
+use crate::journal::{Journal, Piece};
+
+/// The streams of the data connections to the bridge.
+pub(super) struct Outbox {
+    streams: Vec<Stream>,
+    /// Most bytes that one stream keeps.
+    limit: u64,
+    /// How fast the link is. `None`: nothing is compressed.
+    downlink: Option<Mutex<Downlink>>,
+    pub(super) bytes: AtomicU64,
+}
+
+/// One of them.
+struct Stream {
+    kept: Mutex<Kept>,
+    /// One chunk is compressed at a time.
+    compressor: Mutex<Compressor>,
+    /// Room has come in the journal, or the session is over.
+    changed: Condvar,
+    /// The connection; held while sending, so that the stream's bytes leave in order.
+    turn: Mutex<Option<Connection>>,
+    /// Bytes of the stream that the bridge has.
+    arrived: AtomicU64,
+}
+
+/// When chunks of one stream are compressed, and memory for what becomes of one.
+struct Compressor {
+    rule: Compression,
+    made: Vec<u8>,
+}
+
+/// What one stream keeps.
+#[derive(Default)]
+struct Kept {
+    journal: Journal<Arc<Chunk>>,
+    /// Buffers to be used again, and their bytes: fresh memory costs more than a copy.
+    free: Vec<Vec<u8>>,
+    free_bytes: usize,
+    distance: Distance,
+    over: bool,
+}
+
+/// How long the bridge takes to say that it has something: the shortest time of recent ones. One chunk at a
+/// time is watched.
+#[derive(Default)]
+struct Distance {
+    /// Where in the stream the watched chunk ends, and when it was given out.
+    watched: Option<(u64, Instant)>,
+    shortest: Option<Duration>,
+    /// When a watched chunk last arrived.
+    arrived: Option<Instant>,
+}
+
+/// Above this time, driver memory that waits for the bridge would hold up the driver. Below, what a copy
+/// costs is more.
+const FAR: Duration = Duration::from_millis(1);
+/// After so long without data the session may have another path.
+const FORGET: Duration = Duration::from_secs(10);
+
+impl Distance {
+    pub(super) fn is_far(&self) -> bool {
+        self.shortest.is_some_and(|shortest| shortest >= FAR)
+    }
+
+    /// A chunk is given out that ends at `end` of the stream.
+    fn leaves(&mut self, end: u64, now: Instant) {
+        if self.watched.is_some() {
+            return;
+        }
+        if self.arrived.is_some_and(|arrived| now.saturating_duration_since(arrived) > FORGET) {
+            *self = Distance::default();
+        }
+        self.watched = Some((end, now));
+    }
+
+    /// The bridge has the first `upto` bytes.
+    fn arrives(&mut self, upto: u64, now: impl FnOnce() -> Instant) {
+        let Some((_, begun)) = self.watched.take_if(|(end, _)| *end <= upto) else { return };
+        let now = now();
+        let time = now.saturating_duration_since(begun);
+        self.shortest = Some(self.shortest.map_or(time, |shortest| shortest.min(time)));
+        self.arrived = Some(now);
+    }
+
+    /// The connection has changed.
+    fn forget(&mut self) {
+        *self = Distance::default();
+    }
+}
+
+/// Most bytes of buffers that a stream has for its next chunks: what a bridge acknowledges at a time, and a
+/// little more.
+const MOST_FREE: usize = 2 * ACKNOWLEDGE_OUT as usize;
+/// Smaller buffers are not worth keeping.
+const LEAST_FREE: usize = 4 << 10;
+
+/// A header and its bytes.
+struct Chunk {
+    header: DataHeader,
+    body: Body,
+}
+
+/// What stands before a chunk's bytes: a header, and of compressed ones their number.
+struct Head {
+    bytes: [u8; HEADER + size_of::<u32>()],
+    len: usize,
+}
+
+/// Where a chunk's bytes are.
+pub(super) enum Body {
+    /// In the first bytes of a buffer of this module's.
+    Own(Vec<u8>),
+    Held(Box<dyn Held>),
+    /// All of these are sent in place of the chunk's.
+    Compressed(Box<[u8]>),
+}
+
+/// Bytes that are sent from where they are, and stay as they are until this is dropped. That happens when the
+/// bridge has them, when they were copied ([`Unacknowledged::copy`]), or when the session is over; on any
+/// thread, which must not wait there.
+pub trait Held: Send + Sync {
+    /// The bytes, always the same.
+    fn bytes(&self) -> &[u8];
+}
+
+const HEADER: usize = size_of::<DataHeader>();
+
+impl Piece for Chunk {
+    fn stream_len(&self) -> u64 {
+        (self.head().len + self.bytes().len()) as u64
+    }
+}
+
+impl Chunk {
+    fn is_compressed(&self) -> bool {
+        matches!(self.body, Body::Compressed(_))
+    }
+
+    fn head(&self) -> Head {
+        let mut header = self.header;
+        let mut head = Head { bytes: [0; HEADER + size_of::<u32>()], len: HEADER };
+        if let Body::Compressed(bytes) = &self.body {
+            header.len |= COMPRESSED_FLAG;
+            head.bytes[HEADER..].copy_from_slice((bytes.len() as u32).as_bytes());
+            head.len = head.bytes.len();
+        }
+        head.bytes[..HEADER].copy_from_slice(header.as_bytes());
+        head
+    }
+
+    /// What is sent behind its head.
+    fn bytes(&self) -> &[u8] {
+        let all = match &self.body {
+            Body::Own(bytes) => bytes,
+            Body::Held(held) => held.bytes(),
+            Body::Compressed(bytes) => return bytes,
+        };
+        &all[..self.header.len as usize]
+    }
+
+    /// Sends it without its first `skip` bytes.
+    fn send(&self, stream: &crate::stream::Stream, skip: usize) -> io::Result<()> {
+        let head = self.head();
+        let of_head = skip.min(head.len);
+        stream.write_both(&head.bytes[of_head..head.len], &self.bytes()[skip - of_head..])
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Kept {
+    /// A buffer of at least `len` bytes, and not many more, that was used before.
+    fn take_free(&mut self, len: usize) -> Option<Vec<u8>> {
+        let index = self.free.iter().rposition(|buffer| (len..=4 * len).contains(&buffer.len()))?;
+        let buffer = self.free.swap_remove(index);
+        self.free_bytes -= buffer.len();
+        Some(buffer)
+    }
+
+    /// Keeps a buffer for the next chunks, `most` bytes of them in all.
+    fn put_back(&mut self, buffer: Vec<u8>, most: usize) {
+        if buffer.len() >= LEAST_FREE && self.free_bytes + buffer.len() <= most {
+            self.free_bytes += buffer.len();
+            self.free.push(buffer);
+        }
+    }
+
+    /// Takes out the buffers beyond [`MOST_FREE`] if nothing is on its way.
+    fn surplus(&mut self) -> Vec<Vec<u8>> {
+        let mut surplus = Vec::new();
+        while self.journal.kept() == 0
+            && self.free_bytes > MOST_FREE
+            && let Some(buffer) = self.free.pop()
+        {
+            self.free_bytes -= buffer.len();
+            surplus.push(buffer);
+        }
+        surplus
+    }
+}
+
+impl Stream {
+    fn new(compress: CompressUse) -> Stream {
+        Stream {
+            kept: Mutex::default(),
+            compressor: Mutex::new(Compressor { rule: Compression::new(compress), made: Vec::new() }),
+            changed: Condvar::new(),
+            turn: Mutex::default(),
+            arrived: AtomicU64::new(0),
+        }
+    }
+
+    /// A buffer of at least `len` bytes, whose contents are anything.
+    fn buffer(&self, len: usize) -> Vec<u8> {
+        let free = lock(&self.kept).take_free(len);
+        free.unwrap_or_else(|| vec![0; len])
+    }
+}
+
+impl Outbox {
+    /// For a session that has `count` data connections and keeps up to `replay` bytes for them. (A bridge need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so there is room for twice
+    /// that at least.) `compress`: when data is compressed.
+    pub(super) fn new(count: usize, replay: u64, compress: CompressUse) -> Arc<Outbox> {
+        let count = count.max(1);
+        let streams = (0..count).map(|_| Stream::new(compress)).collect();
+        let limit = (replay / count as u64).max(2 * ACKNOWLEDGE_OUT);
+        let downlink = (compress != CompressUse::Never).then(|| Mutex::new(Downlink::new(count)));
+        Arc::new(Outbox { streams, limit, downlink, bytes: AtomicU64::new(0) })
+    }
+
+    /// Compresses a chunk for the stream that `lane` picks, if that pays.
+    pub(super) fn compressed(&self, lane: usize, plain: &[u8]) -> Option<Box<[u8]>> {
+        let len = plain.len() as u64;
+        let downlink = self.downlink.as_ref().filter(|_| len >= SAMPLE)?;
+        let mut compressor = lock(&self.stream(lane).1.compressor);
+        let Compressor { rule, made } = &mut *compressor;
+        let mut trial = rule.tries(len, lock(downlink).rate())?;
+        let mut pays = |plain| compress(&mut trial, plain, made, Instant::now());
+        let (sample, rest) = plain.split_at(SAMPLE as usize);
+        let compressed = pays(sample).and_then(|of| if rest.is_empty() { Some(of) } else { pays(plain) });
+        rule.tried(&trial, len, compressed.is_some());
+        compressed.map(|len| made[..len].into())
+    }
+
+    fn stream(&self, lane: usize) -> (usize, &Stream) {
+        let number = lane % self.streams.len();
+        (number, &self.streams[number])
+    }
+
+    /// Appends a chunk to the stream that `lane` picks. Waits for room. Gives the stream's number; the error:
+    /// the session is over.
+    pub(super) fn append(&self, lane: usize, header: DataHeader, body: Body) -> Result<usize, Lost> {
+        let (number, stream) = self.stream(lane);
+        let chunk = Chunk { header, body };
+        let (len, is_compressed) = (chunk.stream_len(), chunk.is_compressed());
+        let mut kept = lock(&stream.kept);
+        while !kept.over && kept.journal.kept() > 0 && kept.journal.kept() + len > self.limit {
+            kept = stream.changed.wait(kept).unwrap_or_else(|e| e.into_inner());
+        }
+        if kept.over {
+            return Err(Lost::new("the session is over"));
+        }
+        kept.journal.push(Arc::new(chunk));
+        let end = kept.journal.end();
+        let now = Instant::now();
+        kept.distance.leaves(end, now);
+        if let Some(downlink) = &self.downlink {
+            // Under the lock, so that it learns of a stream's chunks in their order.
+            lock(downlink).leaves(number, end, is_compressed, now);
+        }
+        drop(kept);
+        self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
+        Ok(number)
+    }
+
+    /// Sends what stream `number` has to send, if it has a connection. The error: the attempt whose connection broke.
+    pub(super) fn send(&self, number: usize) -> Result<(), (u32, io::Error)> {
+        let Some(stream) = self.streams.get(number) else { return Ok(()) };
+        let mut turn = lock(&stream.turn);
+        let Some(connection) = turn.clone() else { return Ok(()) };
+        loop {
+            let Some((chunk, skip)) = lock(&stream.kept).journal.take() else { return Ok(()) };
+            if let Err(e) = chunk.send(&connection.stream, skip as usize) {
+                *turn = None;
+                return Err((connection.attempt, e));
+            }
+        }
+    }
+
+    /// The bridge has received the first `upto` bytes of stream `number`.
+    pub(super) fn acknowledge(&self, number: usize, upto: u64) -> Result<(), BadAcknowledgement> {
+        let Some(stream) = self.streams.get(number) else { return Ok(()) };
+        let mut done = Vec::new();
+        let mut kept = lock(&stream.kept);
+        kept.journal.acknowledge(upto, |chunk| done.push(chunk))?;
+        stream.arrived.fetch_max(upto, Ordering::Relaxed);
+        kept.distance.arrives(upto, Instant::now);
+        if let Some(downlink) = &self.downlink {
+            lock(downlink).arrives(number, upto, Instant::now);
+        }
+        let most = if kept.distance.is_far() { self.limit as usize } else { MOST_FREE };
+        // Those of the driver's are dropped without the lock.
+        done.retain_mut(|chunk| match Arc::get_mut(chunk).map(|chunk| &mut chunk.body) {
+            Some(Body::Own(buffer)) => {
+                kept.put_back(std::mem::take(buffer), most);
+                false
+            }
+            _ => true,
+        });
+        let surplus = kept.surplus();
+        drop(kept);
+        drop(surplus);
+        stream.changed.notify_all();
+        Ok(())
+    }
+
+    /// The lane whose stream keeps the least that has not arrived.
+    pub(super) fn idlest_lane(&self) -> usize {
+        let kept = |lane: &usize| lock(&self.stream(*lane).1.kept).journal.kept();
+        (0..self.streams.len()).min_by_key(kept).unwrap_or(0)
+    }
+
+    /// A buffer of at least `len` bytes for the stream that `lane` picks, whose contents are anything.
+    pub(super) fn buffer(&self, lane: usize, len: usize) -> Vec<u8> {
+        self.stream(lane).1.buffer(len)
+    }
+
+    /// A buffer is not needed after all.
+    pub(super) fn give_back(&self, lane: usize, buffer: Vec<u8>) {
+        lock(&self.stream(lane).1.kept).put_back(buffer, MOST_FREE);
+    }
+
+    /// Whether the bridge takes long to say what it has of the stream that `lane` picks.
+    pub(super) fn is_far(&self, lane: usize) -> bool {
+        lock(&self.stream(lane).1.kept).distance.is_far()
+    }
+
+    /// Copies what the stream that `lane` picks holds of the driver's.
+    fn copy_held(&self, lane: usize) {
+        let (_, stream) = self.stream(lane);
+        loop {
+            let is_held = |chunk: &&mut Arc<Chunk>| matches!(chunk.body, Body::Held(_));
+            let held = lock(&stream.kept).journal.pieces_mut().find(is_held).map(|chunk| Arc::clone(chunk));
+            let Some(held) = held else { return };
+            let bytes = held.bytes();
+            let mut buffer = stream.buffer(bytes.len());
+            buffer[..bytes.len()].copy_from_slice(bytes);
+            let copy = Arc::new(Chunk { header: held.header, body: Body::Own(buffer) });
+            // It may have been acknowledged meanwhile.
+            let mut kept = lock(&stream.kept);
+            let replaced = kept.journal.pieces_mut().find(|chunk| Arc::ptr_eq(chunk, &held));
+            let replaced = replaced.map(|place| std::mem::replace(place, copy));
+            drop(kept);
+            drop(replaced);
+        }
+    }
+
+    /// Stream `number` leaves its connection, which was shut down.
+    pub(super) fn unplug(&self, number: usize) {
+        self.streams.get(number).inspect(|stream| *lock(&stream.turn) = None);
+    }
+
+    /// Stream `number` goes on over a connection, behind the first `upto` bytes, which the bridge has.
+    pub(super) fn plug(
+        &self,
+        number: usize,
+        connection: Connection,
+        upto: u64,
+    ) -> Result<(), BadAcknowledgement> {
+        let Some(stream) = self.streams.get(number) else { return Ok(()) };
+        let mut turn = lock(&stream.turn);
+        let mut done = Vec::new();
+        let mut kept = lock(&stream.kept);
+        kept.journal.resume(upto, |chunk| done.push(chunk))?;
+        kept.distance.forget();
+        if let Some(downlink) = &self.downlink {
+            lock(downlink).resumes(number, upto);
+        }
+        drop(kept);
+        *turn = Some(connection);
+        drop(turn);
+        stream.changed.notify_all();
+        Ok(())
+    }
+
+    /// The session is over. Threads that wait for room return; those that send do once the connections are shut down.
+    pub(super) fn close(&self) {
+        for stream in &self.streams {
+            let all = std::mem::replace(&mut *lock(&stream.kept), Kept { over: true, ..Kept::default() });
+            drop(all);
+            stream.changed.notify_all();
+            // Whoever sends drops it by itself.
+            match stream.turn.try_lock() {
+                Ok(mut turn) => *turn = None,
+                Err(TryLockError::Poisoned(turn)) => *turn.into_inner() = None,
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+    }
+}
+
+/// What the streams to the bridge keep.
+#[derive(Clone)]
+pub struct Unacknowledged(pub(super) Arc<Outbox>);
+
+impl Unacknowledged {
+    /// Copies what the lane keeps of memory that is [held](Held), and lets go of that: to be called when the
+    /// memory may be needed and the thread has nothing to send.
+    pub fn copy(&self, lane: usize) {
+        self.0.copy_held(lane);
+    }
+
+    /// How many bytes the client has of the stream that the lane picks. While that grows, memory that is held
+    /// comes free by itself.
+    pub fn arrived(&self, lane: usize) -> u64 {
+        self.0.stream(lane).1.arrived.load(Ordering::Relaxed)
+    }
+}

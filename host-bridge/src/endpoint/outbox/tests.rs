@@ -1,0 +1,302 @@
+//! What is kept, sent again, held and compressed, as [`Outgoing`] has it sent.
+
+use std::io::Read;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Weak;
+
+use super::*;
+use crate::endpoint::outgoing::{HELD_FROM, Outgoing};
+
+fn pair() -> (TcpStream, Connection) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let a = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (a, Connection { attempt: 0, stream: Arc::new(listener.accept().unwrap().0.into()) })
+}
+
+fn outgoing(outbox: &Arc<Outbox>, len: u64) -> Outgoing {
+    Outgoing::new(Weak::new(), Arc::clone(outbox), 7, 0, len)
+}
+
+#[test]
+fn data_waits_for_a_connection_and_is_sent_again_from_any_byte() {
+    let outbox = Outbox::new(1, 0, CompressUse::Never);
+    outgoing(&outbox, 5).write(b"hello").unwrap();
+    // Less than before, too: another process of the bridge knows of whole chunks only.
+    for upto in [0, 3, HEADER + 2, HEADER] {
+        let (mut ours, theirs) = pair();
+        outbox.plug(0, theirs, upto as u64).unwrap();
+        outbox.send(0).unwrap();
+        let mut received = vec![0; HEADER + 5 - upto];
+        ours.read_exact(&mut received).unwrap();
+        assert_eq!(&received[received.len() - 3..], b"llo");
+        outbox.unplug(0);
+    }
+    assert!(outbox.acknowledge(0, HEADER as u64 + 6).is_err(), "so much was not sent");
+    outbox.acknowledge(0, HEADER as u64 + 5).unwrap();
+    assert!(outbox.plug(0, pair().1, HEADER as u64).is_err(), "it had the whole chunk");
+}
+
+#[test]
+fn what_is_kept_is_bounded_and_room_comes_with_acknowledgements() {
+    const LEN: usize = 256 << 10;
+    let outbox = Outbox::new(1, 0, CompressUse::Never);
+    let (mut ours, theirs) = pair();
+    outbox.plug(0, theirs, 0).unwrap();
+    let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
+    let bytes = vec![1; LEN];
+    let mut sent = 0;
+    while lock(&outbox.streams[0].kept).journal.kept() + (LEN as u64 + HEADER as u64) <= outbox.limit {
+        outgoing(&outbox, LEN as u64).write(&bytes).unwrap();
+        sent += LEN as u64 + HEADER as u64;
+    }
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| outgoing(&outbox, LEN as u64).write(&bytes));
+        assert!(!waiting.is_finished());
+        outbox.acknowledge(0, sent).unwrap();
+        waiting.join().unwrap().unwrap();
+    });
+    assert!(!lock(&outbox.streams[0].kept).free.is_empty());
+    outbox.close();
+    reading.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_connection_whose_data_does_not_arrive_is_sent_nothing_more() {
+    const LEN: usize = 1000;
+    let outbox = Outbox::new(3, 0, CompressUse::Never);
+    let connect = |lane| {
+        let (ours, theirs) = pair();
+        outbox.plug(lane, theirs, 0).unwrap();
+        ours
+    };
+    let _ends: Vec<TcpStream> = (0..3).map(connect).collect();
+    let outgoing = outgoing(&outbox, 1 << 40);
+    let mut sent = [0; 3];
+    for at in 0..30 {
+        let lane = outgoing.idlest_lane();
+        let lent = outgoing.lend(lane, LEN).unwrap();
+        outgoing.send_lent(lane, at * LEN as u64, lent).unwrap();
+        sent[lane] += 1;
+        // Data arrives late at first, and of the last connection never.
+        for lane in if at < 5 { 0..0 } else { 0..2 } {
+            outbox.acknowledge(lane, sent[lane] * (HEADER + LEN) as u64).unwrap();
+        }
+    }
+    assert_eq!(sent, [26, 2, 2]);
+}
+
+#[test]
+fn who_waits_for_room_is_let_go_at_the_end() {
+    let outbox = Outbox::new(1, 0, CompressUse::Never);
+    let bytes = vec![1; 4 << 20];
+    std::thread::scope(|scope| {
+        let sending = scope.spawn(|| {
+            let outgoing = outgoing(&outbox, 64 << 20);
+            (0..16).try_for_each(|_| outgoing.write(&bytes))
+        });
+        while outbox.bytes.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
+        outbox.close();
+        assert!(sending.join().unwrap().is_err());
+    });
+}
+
+/// Memory that a test looks after.
+struct Slot(&'static [u8], Arc<AtomicU64>);
+
+impl Held for Slot {
+    fn bytes(&self) -> &[u8] {
+        self.0
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn over_a_long_link_nothing_is_held_and_buffers_are_kept_for_as_long_as_data_flows() {
+    const LEN: usize = 1 << 20;
+    static BYTES: [u8; LEN] = [5; LEN];
+    let outbox = Outbox::new(1, 64 << 20, CompressUse::Never);
+    let (mut ours, theirs) = pair();
+    outbox.plug(0, theirs, 0).unwrap();
+    let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
+    let free: Arc<AtomicU64> = Arc::default();
+    let outgoing = outgoing(&outbox, 16 * LEN as u64);
+    let hold = |number: usize| {
+        let held = Box::new(Slot(&BYTES, Arc::clone(&free)));
+        outgoing.send_held(0, (number * LEN) as u64, held).unwrap();
+    };
+    let whole = (HEADER + LEN) as u64;
+    let kept = || lock(&outbox.streams[0].kept);
+    hold(0);
+    assert_eq!(free.load(Ordering::Relaxed), 0, "it is not known yet how far the bridge is");
+    // Only the clock tells the module how far it is.
+    kept().distance.watched = Some((whole, Instant::now().checked_sub(FAR).unwrap()));
+    outbox.acknowledge(0, whole).unwrap();
+    assert!(kept().distance.is_far());
+    (1..16).for_each(hold);
+    assert_eq!(free.load(Ordering::Relaxed), 16, "all were copied, the first one has arrived");
+    outbox.acknowledge(0, 15 * whole).unwrap();
+    assert_eq!(kept().free_bytes, 14 * LEN, "the next chunks have their buffers");
+    outbox.acknowledge(0, 16 * whole).unwrap();
+    assert!(kept().free_bytes <= MOST_FREE);
+    outbox.close();
+    reading.join().unwrap().unwrap();
+}
+
+/// The bytes that come behind the first `upto` of the stream, `count` of them.
+fn sent_again(outbox: &Outbox, upto: u64, count: usize) -> Vec<u8> {
+    outbox.unplug(0);
+    let (mut ours, theirs) = pair();
+    outbox.plug(0, theirs, upto).unwrap();
+    outbox.send(0).unwrap();
+    let mut received = vec![0; count];
+    ours.read_exact(&mut received).unwrap();
+    received
+}
+
+#[test]
+fn what_was_compressed_is_kept_as_it_was_sent_and_memory_of_the_drivers_is_free_at_once() {
+    const LEN: usize = 256 << 10;
+    static BYTES: [u8; LEN] = [5; LEN];
+    let outbox = Outbox::new(1, 0, CompressUse::Always);
+    let free: Arc<AtomicU64> = Arc::default();
+    let whole = outgoing(&outbox, 2 * LEN as u64 + 100);
+    whole.send_held(0, 0, Box::new(Slot(&BYTES, Arc::clone(&free)))).unwrap();
+    assert_eq!(free.load(Ordering::Relaxed), 1);
+    let mut lent = whole.lend(0, LEN).unwrap();
+    lent.bytes().fill(6);
+    whole.send_lent(0, LEN as u64, lent).unwrap();
+    // Its buffer is the next one.
+    let mut lent = whole.lend(0, LEN).unwrap();
+    assert!(lock(&outbox.streams[0].kept).free.is_empty() && lent.bytes() == [6; LEN]);
+    drop(lent);
+    // Short data is left as it is.
+    whole.send_held(0, 2 * LEN as u64, Box::new(Slot(&BYTES[..100], Arc::clone(&free)))).unwrap();
+    let kept = lock(&outbox.streams[0].kept).journal.kept();
+    assert!(kept < 5000, "{kept} bytes for {LEN} twice");
+    assert_eq!(outbox.bytes.load(Ordering::Relaxed), 2 * LEN as u64 + 100);
+    let stream = sent_again(&outbox, 0, kept as usize);
+    let mut rest = stream.as_slice();
+    for (offset, byte) in [(0, 5), (LEN, 6)] {
+        let header =
+            DataHeader { seq: 7, offset: offset as u64, piece: 0, len: LEN as u32 | COMPRESSED_FLAG };
+        let (head, behind) = rest.split_at(HEADER + 4);
+        assert_eq!(head[..HEADER], *header.as_bytes());
+        let len = u32::from_le_bytes(head[HEADER..].try_into().unwrap());
+        let (compressed, behind) = behind.split_at(len as usize);
+        assert!(lz4_flex::block::decompress(compressed, LEN).unwrap() == [byte; LEN]);
+        rest = behind;
+    }
+    assert_eq!(rest.len(), HEADER + 100);
+    // Cut anywhere, it goes on with the same bytes.
+    for upto in 0..kept {
+        let again = sent_again(&outbox, upto, (kept - upto) as usize);
+        assert!(again == stream[upto as usize..], "cut behind {upto} bytes");
+        if upto % 100 == 99 {
+            // A bridge that has a chunk wholly need not get any of it again.
+            outbox.acknowledge(0, upto + 1).unwrap();
+        }
+    }
+}
+
+#[test]
+fn nothing_is_compressed_while_the_link_is_not_known_or_once_it_is_known_as_fast() {
+    const LEN: usize = 1 << 20;
+    let outbox = Outbox::new(1, 64 << 20, CompressUse::Auto);
+    let (bytes, whole) = (vec![1; LEN], outgoing(&outbox, 1 << 40));
+    let mut at = 0;
+    let mut kept_of = |rate: Option<u64>| {
+        *lock(outbox.downlink.as_ref().unwrap()) = Downlink::that_carries(rate);
+        let before = lock(&outbox.streams[0].kept).journal.kept();
+        whole.send_held(0, at, Box::new(Slot(Vec::leak(bytes.clone()), Arc::default()))).unwrap();
+        at += LEN as u64;
+        lock(&outbox.streams[0].kept).journal.kept() - before
+    };
+    let plain = (HEADER + LEN) as u64;
+    assert_eq!([kept_of(None), kept_of(Some(1 << 30)), kept_of(Some(u64::MAX))], [plain; 3]);
+    assert!(kept_of(Some(1_000_000)) < plain / 100);
+    assert_eq!([kept_of(None), kept_of(Some(1 << 30))], [plain; 2]);
+    let never = Outbox::new(1, 64 << 20, CompressUse::Never);
+    outgoing(&never, LEN as u64).write(&bytes).unwrap();
+    assert_eq!(lock(&never.streams[0].kept).journal.kept(), plain);
+}
+
+#[test]
+fn the_shortest_time_says_how_far_the_bridge_is_until_the_path_may_be_another() {
+    let begin = Instant::now();
+    let mut distance = Distance::default();
+    assert!(!distance.is_far());
+    distance.leaves(10, begin);
+    distance.leaves(20, begin + FAR * 5);
+    distance.arrives(9, || unreachable!("the watched one has not arrived"));
+    distance.arrives(10, || begin + FAR);
+    assert!(distance.is_far());
+    // A short time counts, a longer one later does not.
+    distance.leaves(30, begin + FAR);
+    distance.arrives(40, || begin + FAR + FAR / 2);
+    assert!(!distance.is_far());
+    distance.leaves(50, begin + FAR * 2);
+    distance.arrives(50, || begin + FAR * 9);
+    assert!(!distance.is_far());
+    let later = begin + FAR * 9 + FORGET * 2;
+    distance.leaves(60, later);
+    distance.arrives(60, || later + FAR);
+    assert!(distance.is_far());
+}
+
+#[test]
+fn memory_is_held_until_its_bytes_have_arrived_or_were_copied() {
+    const LEN: usize = HELD_FROM;
+    static BYTES: [[u8; LEN]; 3] = [[1; LEN], [2; LEN], [3; LEN]];
+    let outbox = Outbox::new(1, 0, CompressUse::Never);
+    let (mut ours, theirs) = pair();
+    outbox.plug(0, theirs, 0).unwrap();
+    let free: Arc<AtomicU64> = Arc::default();
+    let given_back = || free.load(Ordering::Relaxed);
+    let outgoing = outgoing(&outbox, 3 * LEN as u64 + 2);
+    let hold = |offset: usize, bytes| {
+        outgoing.send_held(0, offset as u64, Box::new(Slot(bytes, Arc::clone(&free)))).unwrap();
+    };
+    let whole = HEADER + LEN;
+    std::thread::scope(|scope| {
+        let reading = scope.spawn(move || {
+            let mut received = vec![0; 3 * whole];
+            ours.read_exact(&mut received).unwrap();
+            received
+        });
+        BYTES.iter().enumerate().for_each(|(number, bytes)| hold(number * LEN, bytes));
+        let received = reading.join().unwrap();
+        let arrived = || outgoing.unacknowledged().unwrap().arrived(0);
+        assert_eq!((received[HEADER], received[whole - 1], given_back(), arrived()), (1, 1, 0, 0));
+        outbox.acknowledge(0, whole as u64).unwrap();
+        assert_eq!((given_back(), arrived()), (1, whole as u64));
+        outgoing.unacknowledged().unwrap().copy(0);
+        assert_eq!(given_back(), 3);
+        // The copies are sent again.
+        outbox.unplug(0);
+        let (mut ours, theirs) = pair();
+        outbox.plug(0, theirs, whole as u64 + 1).unwrap();
+        let reading = scope.spawn(move || {
+            let mut again = vec![0; 2 * whole - 1];
+            ours.read_exact(&mut again).unwrap();
+            again
+        });
+        outbox.send(0).unwrap();
+        assert!(reading.join().unwrap() == received[whole + 1..]);
+    });
+    // What is beyond the data's end is neither sent nor held, nor is short data held.
+    hold(3 * LEN + 2, b"none");
+    assert_eq!(given_back(), 4);
+    hold(3 * LEN, b"xy");
+    assert_eq!(given_back(), 5);
+    hold(0, &BYTES[0]);
+    assert_eq!(given_back(), 5);
+    outbox.close();
+    assert_eq!(given_back(), 6);
+}
