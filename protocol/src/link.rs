@@ -82,7 +82,7 @@
 use thiserror::Error;
 use zerocopy::{FromBytes, FromZeros};
 
-use crate::device::{Answer, text};
+use crate::device::{Answer, reason_text};
 use crate::schema::{layouts, numbers};
 use crate::version::{Mismatch, OURS, Speaks, Version};
 
@@ -714,7 +714,7 @@ impl Welcome {
             version: OURS.version(),
             status: answer as u32,
             fingerprint: OURS.fingerprint(),
-            reason: text(reason),
+            reason: reason_text(reason),
             ..Welcome::new_zeroed()
         }
     }
