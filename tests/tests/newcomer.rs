@@ -1,6 +1,6 @@
 //! Follows `docs/quickstart-trial.md` in a new Debian 12 with systemd: every command, in the page's order, as a
-//! newcomer would. Prints how long each took. It compiles everything and boots a guest, which takes 20 minutes
-//! on two processors, so this part runs only on request.
+//! newcomer would. Prints how long each took. It compiles everything and boots a guest, which takes 15 to
+//! 20 minutes on two processors, so this part runs only on request.
 //!
 //! The machine is a container of systemd-nspawn, at this machine's speed. It shares this machine's network and
 //! its settings for reaching package registries. Two things are replaced, because not every machine reaches
