@@ -44,7 +44,7 @@ pub enum CredentialsError {
         folder: PathBuf,
     },
     /// The server was not joined.
-    #[error("no key is pinned for {address} in {}{known}: join the server with rgpuctl join and a token of rgpuctl enroll, or put the certificate of its authority there as {AUTHORITY_FILE}", folder.display())]
+    #[error("no key is pinned for {address} in {}: run rgpuctl join with a token of rgpuctl enroll, or put its authority's certificate there as {AUTHORITY_FILE}{known}", folder.display())]
     Unknown {
         /// The server's address.
         address: String,
@@ -176,7 +176,7 @@ impl Source for ClientFiles {
                 let known = if names.is_empty() {
                     String::new()
                 } else {
-                    format!(" (only for {})", names.join(", "))
+                    format!("; pinned are only {}", names.join(", "))
                 };
                 Err(CredentialsError::Unknown { address: address.to_owned(), folder, known })
             }
@@ -236,7 +236,7 @@ mod tests {
         add(folder.path(), &["tcp:b:1".into()], Fingerprint([9; 32]), "other").unwrap();
         assert!(files.credentials("tcp:a:1").is_ok());
         let error = files.credentials("tcp:c:1").unwrap_err().to_string();
-        assert!(error.contains("tcp:c:1") && error.contains("only for tcp:a:1, tcp:b:1"), "{error}");
+        assert!(error.contains("tcp:c:1") && error.ends_with("pinned are only tcp:a:1, tcp:b:1"), "{error}");
         let all = known(folder.path()).unwrap();
         assert_eq!((all.len(), all[1].principal.as_str(), all[1].key), (2, "other", Fingerprint([9; 32])));
     }

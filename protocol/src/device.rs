@@ -144,9 +144,9 @@ impl Answer {
 }
 
 impl Response {
-    /// A response with its reason, cut to the field's size.
+    /// A response with its reason, which [`reason_text`] fits into the field.
     pub fn new(answer: Answer, reason: &str) -> Response {
-        Response { status: answer as u32, reserved: 0, reason: text(reason) }
+        Response { status: answer as u32, reserved: 0, reason: reason_text(reason) }
     }
 
     /// The reason as text.
@@ -166,8 +166,35 @@ pub fn text<const N: usize>(s: &str) -> [u8; N] {
     bytes
 }
 
+/// A sentence for a user, like [`text`]; one that is too long ends with "…", so that its reader can tell.
+pub fn reason_text<const N: usize>(sentence: &str) -> [u8; N] {
+    const MORE: &str = "…";
+    if sentence.len() < N {
+        return text(sentence);
+    }
+    let mut n = N.saturating_sub(1 + MORE.len());
+    while !sentence.is_char_boundary(n) {
+        n -= 1;
+    }
+    text(&format!("{}{MORE}", &sentence[..n]))
+}
+
 /// The text before the first NUL; bytes that are not UTF-8 are replaced.
 pub fn untext(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_that_is_too_long_says_so() {
+        assert_eq!(untext(&reason_text::<16>("nine more bytes")), "nine more bytes");
+        assert_eq!(untext(&reason_text::<16>("nine more bytes.")), "nine more by…");
+        assert_eq!(untext(&reason_text::<16>("nine more béyond it")), "nine more b…");
+        assert_eq!(reason_text::<16>("nine more bytes.")[15], 0);
+        assert_eq!(untext(&text::<16>("nine more bytes.")), "nine more bytes");
+    }
 }

@@ -82,7 +82,7 @@
 use thiserror::Error;
 use zerocopy::{FromBytes, FromZeros};
 
-use crate::device::{Answer, text};
+use crate::device::{Answer, reason_text};
 use crate::schema::{layouts, numbers};
 use crate::version::OURS;
 use crate::version::rules::{Mismatch, Speaks, Version};
@@ -715,7 +715,7 @@ impl Welcome {
             version: OURS.version(),
             status: answer as u32,
             fingerprint: OURS.fingerprint(),
-            reason: text(reason),
+            reason: reason_text(reason),
             ..Welcome::new_zeroed()
         }
     }

@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -149,8 +149,13 @@ fn answers(status_socket: &Path) -> bool {
 
 /// Reads the JSON object that the status socket at `path` sends.
 pub fn read_status(path: &Path) -> Result<serde_json::Value> {
-    let mut stream =
-        UnixStream::connect(path).with_context(|| format!("no daemon answers at {}", path.display()))?;
+    let mut stream = UnixStream::connect(path).map_err(|error| {
+        let what = match error.kind() {
+            ErrorKind::PermissionDenied => "run this as root: this user may not ask the daemon at",
+            _ => "no daemon answers at",
+        };
+        anyhow::Error::new(error).context(format!("{what} {}", path.display()))
+    })?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     let mut text = String::new();
     stream.read_to_string(&mut text).with_context(|| {

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use rgpu_tests::tree;
 
@@ -146,6 +147,44 @@ fn paths_and_links_in_the_documents_exist() {
         }
     }
     assert!(missing.is_empty(), "do not exist:\n{}", missing.join("\n"));
+}
+
+#[test]
+fn pages_that_programs_and_sources_name_exist() {
+    let files = files();
+    let (mut missing, mut found) = (Vec::new(), 0);
+    for file in files.iter().filter(|file| [".rs", ".c", ".sh"].iter().any(|end| file.ends_with(end))) {
+        let text = fs::read_to_string(tree::root().join(file)).expect("a source file");
+        let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || "/._-".contains(c)));
+        for word in words.filter(|word| word.starts_with("docs/") && word.ends_with(".md")) {
+            found += 1;
+            if !files.contains(word) {
+                missing.push(format!("{file}: {word}"));
+            }
+        }
+    }
+    assert!(
+        found > 20 && missing.is_empty(),
+        "{found} pages are named; do not exist:\n{}",
+        missing.join("\n")
+    );
+}
+
+#[test]
+fn commands_in_the_pages_are_shell() {
+    let mut wrong = Vec::new();
+    for page in pages() {
+        let text = fs::read_to_string(&page).expect("a page");
+        for block in blocks(&text, "sh") {
+            let script = block.join("\n");
+            let checked = Command::new("bash").args(["-n", "-c", &script]).output().expect("bash");
+            if !checked.status.success() {
+                let said = String::from_utf8_lossy(&checked.stderr).into_owned();
+                wrong.push(format!("{}: {said}{script}", page.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "not what a shell reads:\n{}", wrong.join("\n"));
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod support;
 
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
 
@@ -184,10 +185,14 @@ fn without_a_bridge_the_program_says_what_to_start() -> Result<()> {
     refusal_at(&nowhere, "start vhost-rgpu", "cudaErrorNoDevice (100)")?;
     let file = folder.path().join("file");
     std::fs::write(&file, "not a socket")?;
-    refusal_at(&file, "nobody listens: start vhost-rgpu", "cudaErrorDevicesUnavailable (46)")?;
+    refusal_at(&file, "not vhost-rgpu's socket for programs", "cudaErrorDevicesUnavailable (46)")?;
+    // A socket whose daemon has ended.
+    let stale = folder.path().join("stale");
+    drop(UnixListener::bind(&stale)?);
+    refusal_at(&stale, "nobody listens: start vhost-rgpu", "(46)")?;
     // A socket of another kind: the server's instead of the bridge's.
     let mut rig = Rig::start("faults-wrong-socket")?;
-    refusal_at(&rig.server_socket(), "", "(46)")?;
+    refusal_at(&rig.server_socket(), "not vhost-rgpu's socket for programs", "(46)")?;
     rig.check_healthy()
 }
 

@@ -299,6 +299,17 @@ fn over_tls(machine: &Machine) -> Result<()> {
     machine.check("rgpuctl enroll host --address 127.0.0.1 > /tmp/join && sh /tmp/join", LONG)?;
     let run = machine.run(&format!("rgpuctl run --server 127.0.0.1 -- {PROGRAMS}/vectorAdd"), LONG)?;
     ensure!(run.success() && run.text().contains("PASS vectorAdd"), "rgpuctl run over TLS: {run}");
+    let doctor = machine.run("rgpuctl doctor --server 127.0.0.1:9700", LONG)?;
+    ensure!(
+        doctor.success() && doctor.text().contains("GPUs for this client: 1"),
+        "rgpuctl doctor: {doctor}"
+    );
+    // The doctor notices that the server does not know the client any more.
+    machine.check("rgpuctl revoke host", LONG)?;
+    let doctor = machine.run("rgpuctl doctor --server 127.0.0.1:9700", LONG)?;
+    let says = doctor.text().contains("does not know this client's key");
+    ensure!(!doctor.success() && says, "rgpuctl doctor: {doctor}");
+    machine.check("rgpuctl enroll host --address 127.0.0.1 > /tmp/join && sh /tmp/join", LONG)?;
     // The same through this host's daemon.
     machine.check(
         "sed -i 's|^server = .*|server = \"tcp:127.0.0.1\"|' /etc/rgpu/vhost-rgpu.toml && systemctl restart vhost-rgpu",

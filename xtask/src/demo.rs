@@ -73,7 +73,7 @@ pub fn demo(arguments: &Arguments) -> Result<()> {
   cargo xtask build                               build rgpu for use: optimized, with all its libraries
   target/release/rgpuctl run -- ./your_program    then run a CUDA program of yours on this machine
   target/release/rgpuctl doctor                   and see what it lacks for a GPU server or for guests
-  README.md, \"Quick start\"                        GPU servers, hosts and guests",
+  docs/README.md                                  the book: guests, containers, GPU servers and hosts",
         start.elapsed().as_secs_f64()
     );
     Ok(())

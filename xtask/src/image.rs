@@ -27,7 +27,7 @@ use crate::{debian, package, process};
 #[command(after_long_help = "Examples:
   cargo xtask image                                target/image/rgpu-guest.qcow2, 4 GiB
   cargo xtask image --output guest.raw --size 20   a plain file of 20 GiB, with holes
-  cargo xtask image --package git --package vim    with more of Debian's packages
+  cargo xtask image --package nvidia-smi           with more of Debian's packages, also from non-free
 
 A guest takes users, ssh keys, its network and commands from a seed: a disk with the label cidata \
 that has the files user-data and meta-data of cloud-init's NoCloud. Without one, nobody can log in. \
@@ -52,6 +52,8 @@ pub struct Arguments {
 
 /// Debian's release in the guest.
 const SUITE: &str = "bookworm";
+/// The parts of Debian that packages may come from: `nvidia-smi` is not in `main`.
+const COMPONENTS: &str = "main contrib non-free";
 /// The file system's label. The files in `packaging/image/` use it, too.
 const LABEL: &str = "rgpu-guest";
 /// rgpu's packages in the guest.
@@ -212,7 +214,7 @@ fn install(wanted: &Wanted, root: &Path, log: &Path) -> Result<String> {
     let security = setup::mirror_labelled("Debian-Security")
         .unwrap_or_else(|| "http://security.debian.org/debian-security".into());
     let sources = format!(
-        "deb {main} {SUITE} main\ndeb {main} {SUITE}-updates main\ndeb {security} {SUITE}-security main\n"
+        "deb {main} {SUITE} {COMPONENTS}\ndeb {main} {SUITE}-updates {COMPONENTS}\ndeb {security} {SUITE}-security {COMPONENTS}\n"
     );
     write(&root.join("etc/apt/sources.list"), &sources)?;
     write(&root.join(setup::HOST_SETTINGS), &setup::host_settings()?)?;
@@ -388,6 +390,12 @@ mod tests {
         assert_eq!(format(Path::new("guest.raw")).unwrap(), "raw");
         let error = format(Path::new("guest.img")).unwrap_err().to_string();
         assert!(error.contains("guest.img"), "{error}");
+    }
+
+    #[test]
+    fn a_guest_has_packages_from_where_its_first_ones_came() {
+        let text = fs::read_to_string(tree::root().join("packaging/image/etc/apt/sources.list")).unwrap();
+        assert!(text.lines().all(|line| line.ends_with(&format!(" {COMPONENTS}"))), "{text}");
     }
 
     #[test]

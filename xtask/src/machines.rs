@@ -21,16 +21,34 @@ pub fn fetch() -> Result<()> {
     prepare_systemd()
 }
 
+/// Makes sure that there is a QEMU with the device, and says how a shell finds it.
+pub fn qemu() -> Result<()> {
+    let qemu = find_qemu()?;
+    let folder = tree::target().join("qemu");
+    let bin = qemu.in_path(&folder)?;
+    if bin == folder {
+        println!("This machine's own QEMU {} has the device.", qemu.version());
+    } else {
+        println!("QEMU {} has the device. So that a shell finds it:\n", qemu.version());
+        println!("  export PATH={}:$PATH", bin.display());
+    }
+    Ok(())
+}
+
+fn find_qemu() -> Result<Qemu> {
+    let step = Step::spinner("finding or fetching QEMU");
+    let qemu = setup::listening(step.listener(), Qemu::find)?;
+    step.done(qemu.version());
+    Ok(qemu)
+}
+
 /// Prepares a normal guest. Returns how it will be accelerated.
 pub fn prepare() -> Result<Accelerator> {
     driver(Kernel::default())?;
-    let step = Step::spinner("finding or fetching QEMU");
-    let (qemu, accelerator) = setup::listening(step.listener(), || -> Result<_> {
-        let qemu = Qemu::find()?;
-        let accelerator = qemu.accelerator()?;
-        Ok((qemu, accelerator))
-    })?;
-    step.done(qemu.version());
+    let qemu = find_qemu()?;
+    let step = Step::spinner("finding out whether KVM works");
+    let accelerator = setup::listening(step.listener(), || qemu.accelerator())?;
+    step.done(accelerator.name());
     Ok(accelerator)
 }
 

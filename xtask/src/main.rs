@@ -57,12 +57,14 @@ enum Command {
     Test(test::Arguments),
     /// Build the daemons and the guest libraries (target/release, target/guest/lib)
     Build,
-    /// Build the CUDA test programs with NVIDIA's compiler (target/programs)
-    Programs,
+    /// Build CUDA test programs with NVIDIA's compiler (target/programs, target/programs-static)
+    Programs(programs::Arguments),
     /// Install NVIDIA's CUDA compiler from PyPI (build/cuda13)
     Toolchain,
     /// Fetch all that the tests need from the network besides crates: compiler, QEMU, kernels, disks
     Fetch,
+    /// Find or fetch a QEMU that has rgpu's device (target/qemu)
+    Qemu,
     /// Build the tree to install on other machines (target/dist)
     Dist,
     /// Build Debian packages (target/packages)
@@ -98,9 +100,10 @@ fn run(command: Command) -> Result<()> {
         Command::Demo(arguments) => demo::demo(&arguments),
         Command::Test(arguments) => test::test(&arguments),
         Command::Build => artifacts::build(),
-        Command::Programs => programs::build().map(drop),
+        Command::Programs(arguments) => programs::programs(&arguments),
         Command::Toolchain => toolchain::cuda().map(drop),
         Command::Fetch => machines::fetch(),
+        Command::Qemu => machines::qemu(),
         Command::Dist => dist::dist(),
         Command::Package(arguments) => package::package(&arguments),
         Command::Image(arguments) => image::image(&arguments),

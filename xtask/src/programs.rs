@@ -13,11 +13,38 @@ use std::process::Command;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use rgpu_tests::programs::{Program, manifest};
 use rgpu_tests::tree;
 
 use crate::progress::Step;
 use crate::{process, toolchain};
+
+/// Build CUDA test programs with NVIDIA's compiler.
+///
+/// target/programs has them with the CUDA runtime as a shared library, and target/programs-static with the
+/// runtime inside the program, as nvcc makes them by default.
+#[derive(Args)]
+pub struct Arguments {
+    /// The programs, by their names in tests/programs/programs.toml. By default all, which takes minutes
+    names: Vec<String>,
+}
+
+/// Builds the programs that a command line names, or all.
+pub fn programs(arguments: &Arguments) -> Result<()> {
+    if arguments.names.is_empty() {
+        return build().map(drop);
+    }
+    build_these(&named(manifest()?, &arguments.names)?, &[Runtime::Shared, Runtime::Static])
+}
+
+/// The programs with these names.
+fn named(all: Vec<Program>, names: &[String]) -> Result<Vec<Program>> {
+    if let Some(unknown) = names.iter().find(|name| all.iter().all(|program| program.name != **name)) {
+        bail!("tests/programs/programs.toml has no program {unknown}");
+    }
+    Ok(all.into_iter().filter(|program| names.contains(&program.name)).collect())
+}
 
 /// Generates PTX for every GPU that CUDA 13 supports (and for the software GPU, which runs nothing else), and
 /// machine code for the GPU on which the project is measured. The C++ standard library is linked statically,
@@ -244,4 +271,18 @@ fn driver_stub(objects: &[PathBuf], scratch: &Path, log: &Path) -> Result<()> {
         .arg(scratch.join("libcuda.so"))
         .arg(&source);
     process::run(&mut command, log)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_chosen_by_their_names() {
+        let chosen = named(manifest().unwrap(), &["vectorAdd".into(), "device_list".into()]).unwrap();
+        let names: Vec<&str> = chosen.iter().map(|program| program.name.as_str()).collect();
+        assert_eq!(names, ["device_list", "vectorAdd"]);
+        let error = named(manifest().unwrap(), &["vectorAd".into()]).unwrap_err().to_string();
+        assert!(error.contains("no program vectorAd"), "{error}");
+    }
 }

@@ -4,8 +4,8 @@
 //! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
 //! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `miri` a
 //! nightly compiler, and `libvirt` many packages; `fuzz` compiles nearly everything once more,
-//! `guest_packages` compiles the driver in an emulated guest, `image` makes a disk and boots it, and
-//! `debug_kernels` compiles two kernels.
+//! `guest_packages` compiles the driver in an emulated guest, `image` makes a disk and boots it,
+//! `debug_kernels` compiles two kernels, and `newcomer` does most of that in a new machine.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,13 +22,14 @@ use crate::{
 };
 
 /// Parts that run only on request.
-const ON_REQUEST: &[&str] = &["debug_kernels", "fuzz", "gpu", "guest_packages", "image", "libvirt", "miri"];
+const ON_REQUEST: &[&str] =
+    &["debug_kernels", "fuzz", "gpu", "guest_packages", "image", "libvirt", "miri", "newcomer"];
 
 /// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `image`, `libvirt`, `fuzz` and `miri`
+    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `image`, `libvirt`, `newcomer`, `fuzz` and `miri`
     parts: Vec<String>,
 }
 
@@ -46,6 +47,7 @@ const MACHINES: &[&str] = &[
     "guest_packages",
     "image",
     "libvirt",
+    "newcomer",
 ];
 
 /// Parts that come before all others.
@@ -264,6 +266,10 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
             programs::build()?;
             machines::prepare()?;
             &["--test-threads", "2", "--nocapture"]
+        }
+        "newcomer" => {
+            debian::packages(&["debootstrap", "systemd-container"], "following the book in a new machine")?;
+            &["--nocapture"]
         }
         "packages" => {
             debian::packages(&["fish", "man-db", "zsh"], "checking man pages and completions")?;

@@ -26,7 +26,7 @@ use host_bridge::stream::Stream;
 use host_bridge::verbs::pieces::{Done, End};
 use host_bridge::verbs::{Access, Device, Domain, Pieces, Settings, VerbsError};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use protocol::device::{text, untext};
+use protocol::device::{reason_text, untext};
 use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
 use protocol::ops::direct::PIECES;
 use protocol::version::Version;
@@ -180,7 +180,7 @@ pub(super) fn answer(
             tracing::info!(
                 "pieces of a direct connection of another server come over its socket, because {why}"
             );
-            let refusal = DirectQueue { reason: text(&why), ..DirectQueue::new_zeroed() };
+            let refusal = DirectQueue { reason: reason_text(&why), ..DirectQueue::new_zeroed() };
             stream.write_all(refusal.as_bytes())?;
             None
         }

@@ -247,7 +247,7 @@ impl Header {
         self.state.store(State::Ready as u32, Ordering::Release);
     }
 
-    /// Publishes [`State::Lost`] with a reason (cut to [`REASON_SIZE`] − 1 bytes). For the host side, which
+    /// Publishes [`State::Lost`] with a reason (fitted into [`REASON_SIZE`] bytes). For the host side, which
     /// then wakes every sleeping thread.
     pub fn set_lost(&self, reason: &str) {
         self.write_text(reason);
@@ -255,7 +255,7 @@ impl Header {
     }
 
     fn write_text(&self, text: &str) {
-        store_text(&self.reason, &crate::device::text::<REASON_SIZE>(text));
+        store_text(&self.reason, &crate::device::reason_text::<REASON_SIZE>(text));
     }
 
     /// Asks for a server, by number or by name (cut to [`SERVER_NAME_SIZE`] − 1 bytes). For the client,
@@ -552,7 +552,7 @@ mod tests {
         assert_eq!(header.state(), State::Lost);
         assert_eq!(header.reason(), "the server at 10.0.0.1:9700 closed the connection");
         header.set_lost(&"ä".repeat(300));
-        assert_eq!(header.reason(), "ä".repeat(127));
+        assert_eq!(header.reason(), format!("{}…", "ä".repeat(126)));
     }
 
     proptest! {

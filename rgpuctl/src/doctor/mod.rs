@@ -6,13 +6,17 @@
 mod rdma;
 mod slurm;
 
+use std::io::ErrorKind;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use host_bridge::ask::{Answer, Question};
+use host_bridge::bridge::{Security, ask};
 use host_bridge::framing::{Address, with_causes};
 use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
@@ -57,7 +61,10 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
     let mut findings = Vec::new();
     if in_guest {
         println!("This is a guest with an rgpu device.");
-        findings.extend([module(), device_node()]);
+        let module = module();
+        // Without the driver there is no device node.
+        let node = matches!(module, Good(_)).then(device_node);
+        findings.extend([Some(module), node].into_iter().flatten());
     } else {
         println!("This is a host: there is no rgpu device here.");
         findings.extend([qemu(), kvm(), gpu()]);
@@ -132,7 +139,7 @@ fn module() -> Finding {
     }
     Wrong(
         "the driver virtio_rgpu is not loaded".into(),
-        "modprobe virtio_rgpu; if it is not installed: dkms install guest-driver (needs linux-headers-$(uname -r) and dkms)".into(),
+        "modprobe virtio_rgpu; if there is no such module: apt install linux-headers-$(uname -r), then rgpu-guest-dkms, which builds it; dkms status shows whether it did".into(),
     )
 }
 
@@ -149,13 +156,13 @@ fn device_node() -> Finding {
         Ok(()) => Good("/dev/rgpu0 can be opened".into()),
         Err(_) => Wrong(
             "/dev/rgpu0 cannot be opened by this user".into(),
-            "chmod 666 /dev/rgpu0; or permanently: install the driver's udev rule and join its group".into(),
+            "chmod 666 /dev/rgpu0; or permanently: install rgpu-guest, whose udev rule does that".into(),
         ),
     }
 }
 
 fn qemu() -> Finding {
-    let step = "install QEMU 10.2 or newer (Debian 13: apt install -t trixie-backports qemu-system-x86); qemu-configs/README.md lists what each version supports";
+    let step = "install QEMU 10.2 or newer (Debian 13: apt install -t trixie-backports qemu-system-x86; Debian 12: cargo xtask qemu in rgpu's source tree); docs/hypervisors.md lists what each version supports";
     let Ok(output) = Command::new("qemu-system-x86_64").arg("--version").output() else {
         return Note("QEMU is not installed; it is needed only for guests".into(), Some(step.into()));
     };
@@ -200,7 +207,7 @@ fn kvm() -> Finding {
 fn gpu() -> Finding {
     if !Path::new("/dev/nvidiactl").exists() {
         return Note(
-            "there is no NVIDIA GPU with a loaded driver; it is needed only for rgpu-server --backend cuda"
+            "there is no NVIDIA GPU with a loaded driver; without one, rgpu-server serves a GPU in software"
                 .into(),
             None,
         );
@@ -233,15 +240,40 @@ fn daemon(name: &str) -> Finding {
     let socket = PathBuf::from(format!("/run/rgpu/{name}.status"));
     match read_status(&socket) {
         Ok(_) => Good(format!("{program} is running and answers at {}", socket.display())),
-        Err(_) if socket.exists() => Wrong(
+        Err(error) => {
+            let units = ["/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
+            let unit =
+                units.iter().any(|folder| Path::new(folder).join(format!("{program}.service")).exists());
+            silent(program, &socket, cause(&error), unit)
+        }
+    }
+}
+
+/// What it means that a daemon does not tell its status. `unit`: whether systemd knows it.
+fn silent(program: &str, socket: &Path, cause: ErrorKind, unit: bool) -> Finding {
+    let use_of = if program == "vhost-rgpu" { "guests and containers" } else { "clients on other machines" };
+    match cause {
+        ErrorKind::PermissionDenied => Note(
+            format!("this user may not ask {program} for its status ({})", socket.display()),
+            Some("run rgpuctl doctor as root to see more".into()),
+        ),
+        ErrorKind::NotFound => Note(
+            format!("{program} does not run as a service; `rgpuctl run` starts its own"),
+            Some(match unit {
+                true => format!("for {use_of}: systemctl enable --now {program}"),
+                false => format!("for {use_of}: install the package {program}"),
+            }),
+        ),
+        _ => Wrong(
             format!("{program} does not answer at its socket {}", socket.display()),
             format!("systemctl restart {program}; journalctl -u {program} shows why it ended"),
         ),
-        Err(_) => Note(
-            format!("{program} does not run as a service; `rgpuctl run` starts its own"),
-            Some(format!("for guests and containers: systemctl enable --now {program}")),
-        ),
     }
+}
+
+/// The kind of the system's error that is at the bottom of another one.
+fn cause(error: &anyhow::Error) -> ErrorKind {
+    error.root_cause().downcast_ref::<std::io::Error>().map_or(ErrorKind::Other, std::io::Error::kind)
 }
 
 /// What the kernel says about the sandbox of a process that a daemon's status lists.
@@ -276,21 +308,32 @@ fn sandbox(name: &str, process: &serde_json::Value) -> Finding {
 }
 
 fn native_socket() -> Finding {
-    let (path, origin) = match std::env::var_os("RGPU_SOCKET") {
-        Some(path) => (PathBuf::from(path), "RGPU_SOCKET names "),
-        None => (PathBuf::from("/run/rgpu/native.sock"), ""),
+    let named = std::env::var_os("RGPU_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let path = named.as_deref().unwrap_or(Path::new("/run/rgpu/native.sock"));
+    native(path, named.is_some(), connect_packets(path))
+}
+
+/// What the result of a connection to the socket for programs means. `named`: whether RGPU_SOCKET names it.
+fn native(path: &Path, named: bool, connected: std::io::Result<()>) -> Finding {
+    let origin = if named { " (named by RGPU_SOCKET)" } else { "" };
+    let shown = format!("{}{origin}", path.display());
+    let Err(error) = connected else {
+        return Good(format!("{shown}: programs on this host can reach vhost-rgpu"));
     };
-    let shown = format!("{origin}{}", path.display());
-    match connect_packets(&path) {
-        Ok(()) => Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
-        Err(error) if origin.is_empty() && error.kind() == std::io::ErrorKind::NotFound => {
-            Note(format!("{shown} does not exist: start programs on this host with `rgpuctl run`"), None)
+    let step = match error.kind() {
+        ErrorKind::NotFound if !named => {
+            let text = format!("{shown} does not exist: start programs on this host with `rgpuctl run`");
+            return Note(text, None);
         }
-        Err(error) => Wrong(
-            format!("{shown} cannot be reached: {error}"),
-            "start vhost-rgpu with --native-socket, or correct RGPU_SOCKET".into(),
-        ),
-    }
+        ErrorKind::PermissionDenied => {
+            "as root: adduser USER rgpu, with this user's name; then log in again. Members of the socket's group may use it"
+        }
+        ErrorKind::ConnectionRefused if !named => {
+            "systemctl start vhost-rgpu; journalctl -u vhost-rgpu shows why it ended"
+        }
+        _ => "correct or unset RGPU_SOCKET, or start vhost-rgpu with this --native-socket",
+    };
+    Wrong(format!("programs on this host cannot reach vhost-rgpu at {shown}: {error}"), step.into())
 }
 
 /// Connects to a socket for packets, as programs do.
@@ -320,7 +363,15 @@ fn memory_lock() -> Finding {
 /// Checks which file a program would load as `name`, and whether it is rgpu's.
 fn library(name: &str, needed: bool) -> Finding {
     let step = "put rgpu's library folder first in LD_LIBRARY_PATH, or add it to /etc/ld.so.conf.d/ and run ldconfig; `rgpuctl run` does this for one program";
-    let wrong = |text: String| if needed { Wrong(text, step.into()) } else { Note(text, None) };
+    // On a host, one line says how programs find all of them.
+    let on_host = || match crate::installation::libraries() {
+        Ok(folder) => format!("rgpuctl run -- PROGRAM, or LD_LIBRARY_PATH={} PROGRAM", folder.display()),
+        Err(_) => "for programs and containers of this host: install the package rgpu-libs".into(),
+    };
+    let wrong = |text: String| match needed {
+        true => Wrong(text, step.into()),
+        false => Note(text, (name == "libcuda.so.1").then(on_host)),
+    };
     let Some(path) = which_library(name) else {
         return wrong(format!("programs cannot find {name}"));
     };
@@ -380,14 +431,14 @@ fn server(address: &str) -> Finding {
     Wrong(format!("the server {bare} cannot be reached: {last}"), step)
 }
 
-/// Whether this user and the server trust each other's keys.
+/// Whether this user and the server trust each other's keys, and the server has GPUs for this user.
 fn protected(server: &str, at: std::net::SocketAddr, socket: TcpStream) -> Finding {
     let files = ClientFiles { folder: client_folder() };
     let address = match server.parse::<Address>() {
-        Ok(address) => address.to_string(),
+        Ok(address) => address,
         Err(e) => return Wrong(e.to_string(), "give it as HOST:PORT".into()),
     };
-    let credentials = match files.credentials(&address) {
+    let credentials = match files.credentials(&address.to_string()) {
         Ok(credentials) => credentials,
         Err(e) => {
             let step = "run rgpuctl enroll NAME on the server, and here what it prints";
@@ -400,10 +451,26 @@ fn protected(server: &str, at: std::net::SocketAddr, socket: TcpStream) -> Findi
     let unnamed = rustls::pki_types::ServerName::IpAddress(at.ip().into());
     let deadline = Instant::now() + Duration::from_secs(5);
     match Stream::tls_client(socket.into(), credentials.greeting(), unnamed, deadline) {
-        Ok(_) => Good(format!("the server at {server} ({at}) has the key that is pinned for it")),
+        Ok(_) => served(&format!("{server} ({at})"), &address, files),
         Err(e) => Wrong(
             format!("no protected connection to {server} ({at}): {e}"),
             "if the server has a new key, join it again with rgpuctl enroll and rgpuctl join; otherwise somebody else answers there".into(),
+        ),
+    }
+}
+
+/// What a server that has the right key says to this user, whose key it may have revoked.
+fn served(server: &str, address: &Address, files: ClientFiles) -> Finding {
+    let trusted = format!("the server at {server} has the key that is pinned for it");
+    match ask(address, Security::Tls(Arc::new(files)), &Question::Inventory {}) {
+        Ok(Answer::Inventory(gpus)) => Good(format!("{trusted}; GPUs for this client: {}", gpus.len())),
+        Ok(_) => Wrong(
+            format!("{trusted}, but does not say which GPUs this client may use"),
+            "install the same release of rgpu on both".into(),
+        ),
+        Err(e) => Wrong(
+            format!("{trusted}, but: {}", with_causes(&e)),
+            "rgpuctl clients on the server lists who may connect; journalctl -u rgpu-server says whom it refused, and why".into(),
         ),
     }
 }
@@ -450,6 +517,34 @@ mod tests {
         assert!(
             matches!(&device, Note(text, _) if text.starts_with("device process 8 (vm a): user unknown"))
         );
+    }
+
+    #[test]
+    fn a_user_without_permission_is_not_told_to_restart_daemons() {
+        let socket = Path::new("/run/rgpu/vhost-rgpu.status");
+        let denied = silent("vhost-rgpu", socket, ErrorKind::PermissionDenied, true);
+        assert!(matches!(&denied, Note(_, Some(step)) if step.contains("as root")), "{denied:?}");
+        let ended = silent("vhost-rgpu", socket, ErrorKind::ConnectionRefused, true);
+        assert!(
+            matches!(&ended, Wrong(_, step) if step.contains("systemctl restart vhost-rgpu")),
+            "{ended:?}"
+        );
+        let absent = silent("rgpu-server", socket, ErrorKind::NotFound, false);
+        assert!(matches!(&absent, Note(_, Some(step)) if step.contains("package rgpu-server")), "{absent:?}");
+    }
+
+    #[test]
+    fn each_reason_why_programs_do_not_reach_the_socket_has_its_step() {
+        let step = |kind: ErrorKind, named| match native(Path::new("/s"), named, Err(kind.into())) {
+            Wrong(_, step) => step,
+            Note(text, _) | Good(text) => text,
+        };
+        assert!(step(ErrorKind::PermissionDenied, false).contains("adduser USER rgpu"));
+        assert!(step(ErrorKind::ConnectionRefused, false).contains("systemctl start vhost-rgpu"));
+        assert!(step(ErrorKind::ConnectionRefused, true).contains("RGPU_SOCKET"));
+        assert!(step(ErrorKind::NotFound, true).contains("RGPU_SOCKET"));
+        assert!(step(ErrorKind::NotFound, false).contains("rgpuctl run"));
+        assert!(matches!(native(Path::new("/s"), false, Ok(())), Good(_)));
     }
 
     #[test]

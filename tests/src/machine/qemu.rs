@@ -118,9 +118,9 @@ impl Qemu {
         Ok(parts)
     }
 
-    /// A folder with a `qemu-system-x86_64` that starts it, for scripts that look for one in their PATH. Made
-    /// in `dir` if necessary.
-    pub(super) fn in_path(&self, dir: &Path) -> Result<PathBuf> {
+    /// A folder with a `qemu-system-x86_64` that starts it, for whoever looks for one in their PATH. Made in
+    /// `dir` if necessary; if this host's own is used, `dir`, which need not exist.
+    pub fn in_path(&self, dir: &Path) -> Result<PathBuf> {
         let command = self.command();
         if self.root.is_none() {
             return Ok(dir.to_owned());

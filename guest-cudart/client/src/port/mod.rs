@@ -46,6 +46,12 @@ pub enum PortError {
         /// The socket.
         path: PathBuf,
     },
+    /// There is something else than a socket for programs.
+    #[error("{path}: this is not vhost-rgpu's socket for programs: correct RGPU_SOCKET")]
+    NotOurs {
+        /// What the environment names.
+        path: PathBuf,
+    },
     /// The host refused.
     #[error("{path}: {what}: {reason}")]
     Refused {

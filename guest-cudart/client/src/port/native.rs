@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::OnceLock;
@@ -37,6 +38,7 @@ impl Native {
             Err(missing) if missing.kind() == io::ErrorKind::NotFound => {
                 return Err(PortError::NoSocket { path: path.to_owned() });
             }
+            Err(wrong) if is_other(path, &wrong) => return Err(PortError::NotOurs { path: path.to_owned() }),
             other => other.map_err(error("connecting"))?,
         };
         let memory = memfd(c"rgpu-channel", size).map_err(error("creating the channel's memory"))?;
@@ -217,6 +219,13 @@ impl Port for Native {
 
 fn check(result: i32) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// Whether a connection failed because the path names a socket of another kind, or no socket.
+fn is_other(path: &Path, error: &io::Error) -> bool {
+    let socket = || std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
+    error.raw_os_error() == Some(libc::EPROTOTYPE)
+        || error.kind() == io::ErrorKind::ConnectionRefused && !socket()
 }
 
 fn connect(path: &Path) -> io::Result<OwnedFd> {
