@@ -12,8 +12,8 @@ use host_bridge::bridge::{Connector, TransportKind};
 use sandbox::{Access, Orders, OtherCalls, Policy, Reach, Report, Sandboxes, Syscalls, Visible};
 
 use crate::config::Config;
-use crate::keeper::process::memory_file;
 use crate::link::{self, Control, ToKeeper};
+use crate::memory_file::memory_file;
 
 /// Prepares the sandboxes of a keeper's device processes.
 pub fn prepare(config: &Config) -> Sandboxes {

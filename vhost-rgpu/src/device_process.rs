@@ -5,13 +5,11 @@
 //! ([`link`](crate::link)), and tells it when to end. It ends by itself when its VMM disconnects, and
 //! immediately when the keeper ends.
 
-use std::fmt;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::exit;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,9 +24,10 @@ use sandbox::Orders;
 
 use crate::config::{Config, Source};
 use crate::confinement::{self, KeeperConnects};
-use crate::keeper::process::memory_file;
 use crate::link::{Control, ToDevice, ToKeeper};
+use crate::memory_file::memory_file;
 use crate::registry::Registry;
+use crate::role::Role;
 use crate::servers::Servers;
 use crate::{native, vm};
 
@@ -37,37 +36,6 @@ const DRAIN: Duration = Duration::from_secs(3);
 /// How long it may take to tell servers about sessions that have ended without a link. Together with
 /// [`DRAIN`], less than the keeper waits.
 const FAREWELLS: Duration = Duration::from_millis(900);
-
-/// What a device process serves.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Role {
-    /// The virtual machine with this name.
-    Vm(String),
-    /// The programs of a user of this host.
-    Native(u32),
-}
-
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Role::Vm(name) => write!(f, "vm {name}"),
-            Role::Native(uid) => write!(f, "user {uid}"),
-        }
-    }
-}
-
-impl FromStr for Role {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Role, String> {
-        let role = match text.split_once(' ') {
-            Some(("vm", name)) => Some(Role::Vm(name.to_owned())),
-            Some(("user", uid)) => uid.parse().ok().map(Role::Native),
-            _ => None,
-        };
-        role.ok_or_else(|| format!("{text:?} is not what a device process can serve"))
-    }
-}
 
 /// The connection to the keeper.
 ///
@@ -214,20 +182,5 @@ pub fn raise_descriptor_limit() {
     });
     if let Err(e) = raised {
         tracing::warn!("cannot raise the limit of open files: {e}");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_role_survives_the_command_line() {
-        for role in [Role::Vm("guest-1.example".to_owned()), Role::Native(1000)] {
-            assert_eq!(role.to_string().parse(), Ok(role));
-        }
-        for wrong in ["", "vm", "user root", "guest 1"] {
-            assert!(wrong.parse::<Role>().is_err(), "{wrong}");
-        }
     }
 }

@@ -19,7 +19,7 @@ use nix::sys::socket::{
 use protocol::device::Answer;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::device_process::Role;
+use crate::role::Role;
 
 /// Maximum bytes of a packet.
 const MAX_PACKET: usize = 4096;

@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, RwLockReadGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use handover::{Inherited, Store};
@@ -18,8 +18,6 @@ use nix::sys::socket::{
     getsockopt, listen, shutdown, socket, sockopt,
 };
 use thiserror::Error;
-
-use crate::keeper::takeover::Succession;
 
 /// Why there is no listening socket.
 #[derive(Debug, Error)]
@@ -104,16 +102,12 @@ impl Listening {
     }
 
     /// Like [`accept`](Self::accept), but waits and tries again when descriptors or memory run out: sessions
-    /// return them when they end. The keeper [stays](Succession::stays) while it has a connection that nobody
-    /// has handled.
-    pub fn accept_patiently<'s>(
-        &self,
-        what: &str,
-        succession: &'s Succession,
-    ) -> Option<(OwnedFd, RwLockReadGuard<'s, ()>)> {
+    /// return them when they end. `stays` is called before each attempt; what it returns keeps this process in
+    /// place while it has a connection that nobody has handled.
+    pub fn accept_patiently<G>(&self, what: &str, stays: impl Fn() -> G) -> Option<(OwnedFd, G)> {
         loop {
             let accepted = self.wait().and_then(|goes_on| {
-                let stays = succession.stays();
+                let stays = stays();
                 Ok(if goes_on { self.accept()?.map(|connection| (connection, stays)) } else { None })
             });
             match accepted {

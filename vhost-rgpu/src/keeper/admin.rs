@@ -33,7 +33,7 @@ pub fn serve(
     own: &Arc<Own>,
     succession: &Arc<Succession>,
 ) {
-    while let Some((connection, stays)) = listening.accept_patiently("admin", succession) {
+    while let Some((connection, stays)) = listening.accept_patiently("admin", || succession.stays()) {
         let stream = UnixStream::from(connection);
         match admin::request(&stream) {
             Ok(Request::Version {}) => {

@@ -26,10 +26,10 @@ use super::status::{Own, Why};
 use super::takeover::Succession;
 use super::ties::{StoredByChannel, Tied, Ties};
 use crate::config::Native;
-use crate::device_process::Role;
 use crate::limit::LogLimit;
 use crate::link::{Stored, ToDevice};
 use crate::native::{Answering, MAX_STORED, answer, client_of};
+use crate::role::Role;
 use crate::sockets::Listening;
 
 /// How long a user's device process waits for another client, so that a program started soon after the last
@@ -161,7 +161,9 @@ impl Server {
 
     /// Accepts clients until the socket is stopped.
     pub fn serve(&self, listening: &Listening) {
-        while let Some((socket, _stays)) = listening.accept_patiently("native socket", &self.succession) {
+        while let Some((socket, _stays)) =
+            listening.accept_patiently("native socket", || self.succession.stays())
+        {
             let peer = match credentials(&socket) {
                 Ok(peer) => peer,
                 Err(e) => {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
@@ -15,18 +15,17 @@ use host_bridge::bridge::SessionConfig;
 use host_bridge::framing::{self, Address, with_causes};
 use identity::remote;
 use metrics::Ledger;
-use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use protocol::device::Answer;
 use sandbox::{Command, Report, Sandboxes};
 
 use super::status::{Counted, PATIENCE};
 use crate::confinement;
-use crate::device_process::Role;
 use crate::link::{self, Control, Stored, ToDevice, ToKeeper};
+use crate::memory_file::memory_file;
 use crate::native::client_of;
+use crate::role::Role;
 use crate::servers::Servers;
 
 /// Starts device processes and listens to them. Each is this program again, with the same command line and
@@ -283,16 +282,6 @@ fn confined(text: OwnedFd, logged: &AtomicBool) -> Result<(), String> {
 /// Maximum concurrent connection attempts for a device process: six for each of many sessions that begin
 /// together.
 const MOST_CONNECTING: u32 = 256;
-
-/// A sealed memory file.
-pub fn memory_file(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
-    let file = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
-    let mut file = std::fs::File::from(file);
-    file.write_all(bytes)?;
-    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE;
-    fcntl(&file, FcntlArg::F_ADD_SEALS(seals))?;
-    Ok(file.into())
-}
 
 /// What a device process has sent so far.
 #[derive(Debug, Default)]

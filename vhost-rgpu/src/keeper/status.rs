@@ -243,7 +243,7 @@ fn status(processes: &Processes, own: &Own, succession: &Succession) -> Value {
 
 /// Serves the status until the socket is stopped.
 pub fn serve(listening: &Listening, processes: &Processes, own: &Own, succession: &Succession) {
-    while let Some((connection, _stays)) = listening.accept_patiently("status", succession) {
+    while let Some((connection, _stays)) = listening.accept_patiently("status", || succession.stays()) {
         let mut stream = UnixStream::from(connection);
         // A client that doesn't read delays other clients of this socket by at most this long.
         let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
@@ -258,7 +258,7 @@ pub fn serve(listening: &Listening, processes: &Processes, own: &Own, succession
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keeper::process::memory_file;
+    use crate::memory_file::memory_file;
     use proptest::prelude::*;
 
     #[test]

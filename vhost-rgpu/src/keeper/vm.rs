@@ -45,8 +45,8 @@ use super::status::Own;
 use super::takeover::Succession;
 use super::ties::StoredByChannel;
 use crate::config::Vm;
-use crate::device_process::Role;
 use crate::link::ToDevice;
+use crate::role::Role;
 use crate::sockets::Listening;
 use crate::vm::REQUESTS_SIZE;
 
@@ -100,7 +100,9 @@ impl Server {
             let stays = self.succession.stays();
             self.take_over(before, stays).unwrap_or_else(failed);
         }
-        while let Some((vmm, stays)) = listening.accept_patiently(&format!("vm {name}"), &self.succession) {
+        while let Some((vmm, stays)) =
+            listening.accept_patiently(&format!("vm {name}"), || self.succession.stays())
+        {
             if self.stopping.load(Ordering::SeqCst) {
                 return;
             }

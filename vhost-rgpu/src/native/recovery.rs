@@ -21,8 +21,8 @@ use protocol::link::Memory;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::own_memory;
-use crate::keeper::process::memory_file;
 use crate::link::Stored;
+use crate::memory_file::memory_file;
 use crate::refusal::Refusal;
 
 /// The key under which a client's channel, or one of its regions, is stored.

@@ -37,16 +37,14 @@ use virtio_queue::QueueT;
 use super::budget::{Budget, Charge};
 use super::events::Events;
 use super::gate::Gate;
+use super::queue::{GuestMemory, Vring};
 use super::recovery::{Leftover, Requests, Store};
-use super::{GuestMemory, Vring};
 use crate::config::Vm;
 use crate::limit::LogLimit;
 use crate::registry::{Listed, Registry};
 
 pub use predecessor::Predecessor;
 
-/// Maximum number of descriptors of a queue.
-pub const QUEUE_SIZE: usize = 1024;
 /// How long the server may hold a destroyed channel's memory before this is logged. The message is repeated
 /// at the same interval.
 const PATIENCE: Duration = Duration::from_secs(10);

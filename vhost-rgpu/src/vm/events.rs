@@ -9,7 +9,7 @@ use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 use zerocopy::IntoBytes;
 
-use super::{GuestMemory, Vring};
+use super::queue::{GuestMemory, Vring};
 use crate::limit::LogLimit;
 
 /// Where events are delivered: the guest's buffers.

@@ -31,8 +31,8 @@ use vmm_sys_util::epoll::EventSet;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::device::Device;
+use super::queue::{GuestMemory, QUEUE_SIZE, Vring};
 use super::recovery::{REQUESTS_SIZE, Requests, Store};
-use super::{GuestMemory, Vring};
 use crate::config::{Limits, Vm};
 use crate::link::{Control, pair};
 use crate::registry::Registry;
@@ -214,7 +214,7 @@ pub fn control_any(bytes: &[u8]) -> u64 {
 }
 
 fn queue(memory: &GuestMemory, table: u64) -> Vring {
-    let vring = Vring::new(memory.clone(), super::device::QUEUE_SIZE as u16).expect("a queue");
+    let vring = Vring::new(memory.clone(), QUEUE_SIZE as u16).expect("a queue");
     vring.set_queue_size(QUEUE);
     vring.set_queue_info(table, table + 0x1000, table + 0x2000).expect("its place");
     vring.set_queue_ready(true);

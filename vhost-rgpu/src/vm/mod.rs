@@ -14,6 +14,7 @@ mod events;
 #[cfg(any(test, fuzzing))]
 mod fuzzing;
 mod gate;
+mod queue;
 mod recovery;
 
 use std::collections::BTreeMap;
@@ -24,22 +25,18 @@ use std::thread::JoinHandle;
 use anyhow::{Context, Result, bail};
 use vhost::vhost_user::Listener;
 use vhost_user_backend::{ShutdownHandle, VhostUserDaemon};
-use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
+use vm_memory::GuestMemoryMmap;
 
 use crate::config::Vm;
 use crate::link::{Control, Stored};
 use crate::registry::Registry;
 use device::{Device, Predecessor};
+use queue::GuestMemory;
 use recovery::{Requests, Store};
 
 #[cfg(fuzzing)]
 pub use fuzzing::control_any;
 pub use recovery::REQUESTS_SIZE;
-
-/// The guest's current memory, which the VMM can replace as a whole.
-type GuestMemory = GuestMemoryAtomic<GuestMemoryMmap>;
-/// A virtqueue of the device.
-type Vring = vhost_user_backend::VringMutex<GuestMemory>;
 
 /// The server of one virtual machine.
 pub struct Server {

@@ -28,9 +28,9 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::device::QUEUE_SIZE;
-use crate::keeper::process::memory_file;
+use super::queue::QUEUE_SIZE;
 use crate::link::{Control, Stored, ToKeeper};
+use crate::memory_file::memory_file;
 
 /// Size of the memory for requests in progress, in bytes.
 pub const REQUESTS_SIZE: u64 = 4096;

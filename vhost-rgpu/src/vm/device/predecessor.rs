@@ -18,8 +18,8 @@ use super::requests::Fetched;
 use super::{Channel, Device, Held, PATIENCE};
 use crate::link::Stored;
 use crate::refusal::{Refusal, no_resources};
-use crate::vm::Vring;
 use crate::vm::control::Order;
+use crate::vm::queue::Vring;
 use crate::vm::recovery::Leftover;
 
 /// This guest's previous device process.

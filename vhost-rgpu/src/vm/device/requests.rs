@@ -15,9 +15,9 @@ use zerocopy::IntoBytes;
 
 use super::Device;
 use crate::refusal::{Refusal, invalid, no_resources};
-use crate::vm::Vring;
 use crate::vm::control::{self, FIXED, Order};
 use crate::vm::gate::Inside;
+use crate::vm::queue::Vring;
 use crate::vm::recovery;
 
 /// Maximum number of requests in progress. Each has a thread.

@@ -20,8 +20,8 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{EventConsumer, EventNotifier};
 use zerocopy::IntoBytes;
 
-use super::{Device, QUEUE_SIZE, THREADS};
-use crate::vm::{GuestMemory, Vring};
+use super::{Device, THREADS};
+use crate::vm::queue::{GuestMemory, QUEUE_SIZE, Vring};
 
 /// `VIRTIO_F_VERSION_1`.
 const VERSION_1: u64 = 1 << 32;
