@@ -5,7 +5,8 @@
 //! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `miri` a
 //! nightly compiler, and `libvirt` many packages; `fuzz` compiles nearly everything once more,
 //! `guest_packages` compiles the driver in an emulated guest, `image` makes a disk and boots it,
-//! `debug_kernels` compiles two kernels, and `newcomer` does most of that in a new machine.
+//! `debug_kernels` compiles two kernels, `many_guests` boots 64 guests, and `newcomer` does most of that in a
+//! new machine.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,14 +23,24 @@ use crate::{
 };
 
 /// Parts that run only on request.
-const ON_REQUEST: &[&str] =
-    &["debug_kernels", "fuzz", "gpu", "guest_packages", "image", "libvirt", "miri", "newcomer"];
+const ON_REQUEST: &[&str] = &[
+    "debug_kernels",
+    "fuzz",
+    "gpu",
+    "guest_packages",
+    "image",
+    "libvirt",
+    "many_guests",
+    "miri",
+    "newcomer",
+];
 
 /// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `image`, `libvirt`, `newcomer`, `fuzz` and `miri`
+    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `image`, `libvirt`, `many_guests`, `newcomer`, `fuzz` and
+    /// `miri`
     parts: Vec<String>,
 }
 
@@ -47,6 +58,7 @@ const MACHINES: &[&str] = &[
     "guest_packages",
     "image",
     "libvirt",
+    "many_guests",
     "newcomer",
 ];
 
@@ -285,7 +297,7 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
                 bench::compile()?;
             }
             match part {
-                "guest_counts" | "vm" => drop(machines::prepare()?),
+                "guest_counts" | "many_guests" | "vm" => drop(machines::prepare()?),
                 "rdma" => {
                     artifacts::peers()?;
                     machines::prepare_rdma()?;
@@ -316,6 +328,8 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
                 "rdma" => &["--test-threads", "3"],
                 // Each test has a cluster in namespaces of its own, and one waits for a lease to end.
                 "slurm" => &["--test-threads", "4"],
+                // Its figures are part of what it is for.
+                "many_guests" => &["--nocapture"],
                 _ => &["--test-threads", "1"],
             }
         }
