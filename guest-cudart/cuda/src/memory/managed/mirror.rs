@@ -131,7 +131,11 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
 pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u64) -> Result {
     let size = {
         let regions = &lock(&STATE).mirrors.regions;
-        let size = regions.get(&base).ok_or(Status::NOT_SUPPORTED)?.size;
+        let region = regions.get(&base).ok_or(Status::NOT_SUPPORTED)?;
+        if region.context_on(context.server).is_some() {
+            return Ok(());
+        }
+        let size = region.size;
         let shared =
             |(at, region): (&u64, &Region)| (*at == base || region.is_shared()).then_some(region.size);
         if regions.iter().filter_map(shared).sum::<u64>() > MOST_SHARED {
