@@ -123,16 +123,16 @@ static void by_flags(int *data) {
     CHECK(cudaFree(wrong));
 }
 
-// Copies from and to the memory see what kernels of their stream did, and kernels see what copies did.
-static void beside_copies(int *data) {
+// Copies from and to the memory see what kernels of their stream did, and kernels see what copies did. The first `devices` devices take turns.
+static void beside_copies(int *data, int devices) {
     int *there[2];
-    for (int device = 0; device < 2; device++) {
+    for (int device = 0; device < devices; device++) {
         set_device(device);
         CHECK(cudaMalloc(&there[device], N * sizeof(int)));
     }
     for (int i = 0; i < N; i++) data[i] = i;
     for (int round = 0; round < 20; round++) {
-        int device = round % 2, wrong = 0;
+        int device = round % devices, wrong = 0;
         set_device(device);
         add_some<<<BLOCKS, THREADS>>>(data, N, 1, 0, 1);
         CHECK(cudaMemcpyAsync(there[device], data, N * sizeof(int), cudaMemcpyHostToDevice));
@@ -143,7 +143,10 @@ static void beside_copies(int *data) {
         for (int i = 0; i < N; i++) wrong += data[i] != i + 3 * (round + 1);
         expect_value("words after kernels and copies", 0, wrong);
     }
-    for (int device = 0; device < 2; device++) CHECK(cudaFree(there[device]));
+    for (int device = 0; device < devices; device++) {
+        set_device(device);
+        CHECK(cudaFree(there[device]));
+    }
 }
 
 int main() {
@@ -155,7 +158,7 @@ int main() {
     thirds(data, N, "words that two devices and the program change");
     in_order(data);
     by_flags(data);
-    beside_copies(data);
+    beside_copies(data, 2);
     CHECK(cudaFreeHost(data));
 
     // The program's own memory, in the middle of pages that have other memory of its, too.
@@ -184,6 +187,15 @@ int main() {
         thirds(data, N, "words of memory that is new");
         CHECK(cudaFreeHost(data));
     }
+    // The first device goes on with the memory after the second one was reset.
+    set_device(0);
+    CHECK(cudaMallocHost(&data, N * sizeof(int)));
+    thirds(data, N, "words before a reset");
+    set_device(1);
+    CHECK(cudaDeviceReset());
+    beside_copies(data, 1);
+    set_device(0);
+    CHECK(cudaFreeHost(data));
     if (mismatches) fail("%d of %d cases: %s", mismatches, cases, first_mismatch.c_str());
     return pass("%d cases", cases);
 }

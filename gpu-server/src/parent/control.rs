@@ -1,4 +1,4 @@
-//! A connection to a client, as long as the daemon has it: what the client is told there.
+//! A client's connection while it is still the daemon's, and what the daemon tells the client over it.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;

@@ -49,57 +49,51 @@ impl Service {
             let made = DirBuilder::new().recursive(true).mode(0o755).create(&path);
             made.with_context(|| format!("creating {}", path.display()))?;
         }
-        let service = Service { control: control.to_owned(), folder: folder.to_owned() };
-        let runs = service.ask("get_server_list\n").with_context(|| {
+        let service = || Service { control: control.to_owned(), folder: folder.to_owned() };
+        let runs = run(control, folder, &[], "get_server_list\n").with_context(|| {
             format!("{}, which is part of NVIDIA's driver, cannot be started", control.display())
         })?;
         if runs.status.success() {
-            tracing::info!("NVIDIA's Multi-Process Service runs in {} already", service.folder.display());
-            return Ok(service);
+            tracing::info!("NVIDIA's Multi-Process Service runs in {} already", folder.display());
+            return Ok(service());
         }
-        let started = service.run(&["-d", "-multiuser-server"], "").context("starting it")?;
+        let started = run(control, folder, &["-d", "-multiuser-server"], "").context("starting it")?;
         if !started.status.success() {
             let said = [started.stdout, started.stderr].concat();
-            // Nothing was started that would have to end.
-            let (control, log) = (service.control.display().to_string(), service.folder.join("log"));
-            std::mem::forget(service);
             bail!(
-                "{control} -d -multiuser-server: {}: {} (its log is in {}; older drivers have no -multiuser-server)",
+                "{} -d -multiuser-server: {}: {} (its log is in {}; older drivers have no -multiuser-server)",
+                control.display(),
                 started.status,
                 String::from_utf8_lossy(&said).trim(),
-                log.display()
+                folder.join("log").display()
             );
         }
-        tracing::info!("NVIDIA's Multi-Process Service runs in {}", service.folder.display());
-        Ok(service)
+        tracing::info!("NVIDIA's Multi-Process Service runs in {}", folder.display());
+        Ok(service())
     }
+}
 
-    /// Gives the running service a command.
-    fn ask(&self, command: &str) -> io::Result<Output> {
-        self.run(&[], command)
+/// Runs the control command, which starts the service or gives the running one what is in `input`.
+fn run(control: &Path, folder: &Path, arguments: &[&str], input: &str) -> io::Result<Output> {
+    let mut child = Command::new(control)
+        .args(arguments)
+        .envs(variables(folder))
+        // The service has all devices, and each worker chooses from these as it does without.
+        .env_remove("CUDA_VISIBLE_DEVICES")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // One that does not read has ended, and its status says so.
+        let _ = stdin.write_all(input.as_bytes());
     }
-
-    fn run(&self, arguments: &[&str], input: &str) -> io::Result<Output> {
-        let mut child = Command::new(&self.control)
-            .args(arguments)
-            .envs(variables(&self.folder))
-            // The service has all devices, and each worker chooses from these as it does without.
-            .env_remove("CUDA_VISIBLE_DEVICES")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()?;
-        if let Some(mut stdin) = child.stdin.take() {
-            // One that does not read has ended, and its status says so.
-            let _ = stdin.write_all(input.as_bytes());
-        }
-        child.wait_with_output()
-    }
+    child.wait_with_output()
 }
 
 impl Drop for Service {
     fn drop(&mut self) {
-        match self.ask(QUIT) {
+        match run(&self.control, &self.folder, &[], QUIT) {
             Ok(said) if said.status.success() => {}
             Ok(said) => tracing::warn!("NVIDIA's Multi-Process Service does not end: {}", said.status),
             Err(e) => tracing::warn!("NVIDIA's Multi-Process Service cannot be told to end: {e}"),

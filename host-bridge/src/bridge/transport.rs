@@ -68,7 +68,7 @@ pub trait Transport: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// A session that is paused goes on. An error: it cannot, and is to be closed.
+    /// Continues a paused session. If that fails, the caller has to close it.
     fn go_on(&self) -> std::io::Result<()> {
         Ok(())
     }

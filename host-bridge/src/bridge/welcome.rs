@@ -77,7 +77,7 @@ pub trait Turn {
     fn given_up(&self) -> Option<PollFd<'_>>;
 }
 
-/// How often a client that waits is told its place, also when the server is silent.
+/// How often a waiting client is told its place in the queue, even if the server says nothing.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
 /// Waits for the answer to a hello that may put the session into a queue.

@@ -34,7 +34,7 @@ pub(in crate::bridge) struct Links {
     pub(super) rooms: Vec<Arc<Room>>,
     /// For the first links of a session that has not begun.
     pub(super) unbegun: Option<Unbegun>,
-    /// If the session was saved: what another process goes on from.
+    /// For a session that was saved: where another process continues.
     pub(super) succession: Option<Succession>,
 }
 

@@ -31,7 +31,7 @@ pub(in crate::bridge) struct Links {
     pub(super) ticket: Ticket,
     /// The session has not begun.
     pub(super) unbegun: Unbegun,
-    /// If the session was saved: what another process goes on from.
+    /// For a session that was saved: where another process continues.
     pub(super) succession: Option<Succession>,
 }
 

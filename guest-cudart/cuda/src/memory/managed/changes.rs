@@ -47,11 +47,13 @@ fn byte_mask(mask: u64) -> u8 {
     mask.to_le_bytes().iter().enumerate().fold(0, |bits, (n, byte)| bits | u8::from(*byte != 0) << n)
 }
 
+/// Bytes as words.
+pub(super) fn words(bytes: &[u8]) -> Vec<u64> {
+    bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
+}
+
 /// The words of 8 bytes that differ, from `address`, a multiple of 8.
 pub(super) fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
-    let words = |bytes: &[u8]| -> Vec<u64> {
-        bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
-    };
     let (before, now) = (words(before), words(now));
     let each = before.iter().zip(&now).enumerate();
     each.filter_map(|(i, (before, now))| change(address + 8 * i as u64, *before, *now, u64::MAX)).collect()

@@ -10,7 +10,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::result::Result;
-use crate::memory::managed::{STATE, State, changes, mirror, pages};
+use crate::memory::managed::changes::{self, words};
+use crate::memory::managed::{ALL, STATE, State, mirror, pages};
 use crate::process::context::{self, Context};
 use crate::process::driver::driver;
 use crate::process::work_signal::{self, COMPARED_PIECES, WORK};
@@ -23,15 +24,11 @@ static COMPARED: AtomicU64 = AtomicU64::new(0);
 /// Bytes that are compared with those of one server.
 pub(crate) struct Compared {
     /// First address of their pinned piece.
-    pub region: u64,
-    pub context: &'static Context,
+    region: u64,
+    context: &'static Context,
     bytes: Range<u64>,
     /// The last value of each word that both sides had.
     known: Vec<u64>,
-}
-
-fn words(bytes: &[u8]) -> Vec<u64> {
-    bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
 }
 
 impl Compared {
@@ -180,9 +177,6 @@ fn compare() -> Result<bool> {
     }
     lock(&STATE).compare()
 }
-
-/// All memory.
-const ALL: Range<u64> = 0..u64::MAX;
 
 /// What one server has: a context, the first address, and its bytes, none if the server is lost.
 type There = (&'static Context, u64, Vec<u8>);

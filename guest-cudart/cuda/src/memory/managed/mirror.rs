@@ -14,7 +14,7 @@ use crate::abi::result::Result;
 use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run, SMALL};
 use crate::memory::managed::compared_words::{self, Compared};
-use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
+use crate::memory::managed::{ALL, ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
 use crate::memory::pinned_regions::REGIONS;
 use crate::memory::transfer::move_bytes;
 use crate::process::context::Context;
@@ -40,15 +40,13 @@ struct Region {
     size: u64,
     /// For each server whose kernels use it, a context, and where the mirror begins.
     users: Vec<(&'static Context, u64)>,
+    /// Kernels of several servers have used it, and all its words are compared since then.
+    shared: bool,
 }
 
 impl Region {
     fn context_on(&self, server: &Server) -> Option<&'static Context> {
         self.users.iter().map(|(context, _)| *context).find(|context| std::ptr::eq(context.server, server))
-    }
-
-    fn is_shared(&self) -> bool {
-        self.users.len() > 1
     }
 }
 
@@ -62,9 +60,9 @@ impl Mirrors {
         (address - base < region.size).then_some(region)
     }
 
-    /// Whether kernels of several servers use the memory at an address.
+    /// Whether the memory at an address is compared because kernels of several servers have used it.
     pub(crate) fn is_shared(&self, address: u64) -> bool {
-        self.find(address).is_some_and(Region::is_shared)
+        self.find(address).is_some_and(|region| region.shared)
     }
 }
 
@@ -117,7 +115,7 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     }
     state.add_compared(parts.into_iter().map(|bytes| Compared::new(base, context, bytes)));
     state.counted();
-    state.mirrors.regions.insert(base, Region { size, users: vec![(context, mirror)] });
+    state.mirrors.regions.insert(base, Region { size, users: vec![(context, mirror)], shared: false });
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     shared_blocks::start(driver);
     Ok(())
@@ -136,8 +134,7 @@ pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u6
             return Ok(());
         }
         let size = region.size;
-        let shared =
-            |(at, region): (&u64, &Region)| (*at == base || region.is_shared()).then_some(region.size);
+        let shared = |(at, region): (&u64, &Region)| (*at == base || region.shared).then_some(region.size);
         if regions.iter().filter_map(shared).sum::<u64>() > MOST_SHARED {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -153,6 +150,7 @@ pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u6
     state.counted();
     if let Some(region) = state.mirrors.regions.get_mut(&base) {
         region.users.push((context, mirror));
+        region.shared = true;
     }
     // Kernels that are launched from now on find everything.
     state.send_compared(&(base..base + size)).map(drop)
@@ -168,25 +166,26 @@ fn owned(base: u64, size: u64) -> Range<u64> {
 /// Ends the mirroring of the piece at `base` on a context's server. The program gets the device's bytes.
 /// Returns whether that was the last one.
 pub(crate) fn leave(driver: &'static Driver, context: &'static Context, base: u64) -> bool {
-    {
-        let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
-        let state = &mut *lock(&STATE);
-        if state.mirrors.is_shared(base) {
-            if let Err(status) = state.compare() {
-                lost(base, status);
-            }
-            let it = |user: &'static Context| std::ptr::eq(user, context);
-            state.drop_compared(base, it);
-            state.counted();
-            let region = state.mirrors.regions.get_mut(&base);
-            let left = region.map(|region| region.users.extract_if(.., |(user, _)| it(user)).collect());
-            let left: Vec<_> = left.unwrap_or_default();
-            left.into_iter().for_each(|(context, mirror)| state.unmirror(context, mirror));
-            return false;
-        }
+    let order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
+    let mut state = lock(&STATE);
+    if state.mirrors.regions.get(&base).is_none_or(|region| region.users.len() == 1) {
+        drop((state, order));
+        release(driver, base, true);
+        return true;
     }
-    release(driver, base, true);
-    true
+    if let Err(status) = state.compare() {
+        lost(base, status);
+    }
+    let it = |user: &'static Context| std::ptr::eq(user, context);
+    state.drop_compared(base, it);
+    state.counted();
+    if let Some(region) = state.mirrors.regions.get_mut(&base)
+        && let Some(place) = region.users.iter().position(|(user, _)| it(user))
+    {
+        let (_, mirror) = region.users.swap_remove(place);
+        state.unmirror(context, mirror);
+    }
+    false
 }
 
 fn lost(base: u64, status: Status) {
@@ -203,7 +202,7 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     }
     let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
     let state = &mut *lock(&STATE);
-    let Some(Region { size, users }) = state.mirrors.regions.remove(&base) else { return };
+    let Some(Region { size, users, .. }) = state.mirrors.regions.remove(&base) else { return };
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     if keep && let Err(status) = state.fetch_all(driver, base, size) {
         lost(base, status);
@@ -220,8 +219,8 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
 }
 
 /// Makes a context's server mirror the pages of a piece, unless it already does, and returns where the mirror
-/// begins. Callers take turns. Must not be called under the lock, because the server may have to wait for work that waits for
-/// the answer to a fault.
+/// begins. Callers take turns. Must not be called under the lock, because the server may have to wait for work
+/// that waits for the answer to a fault.
 fn mirror(context: &Context, base: u64, size: u64) -> Result<u64> {
     let page = PAGE as u64;
     let (first, end) = (base & !(page - 1), (base + size).next_multiple_of(page));
@@ -249,8 +248,10 @@ fn mirror(context: &Context, base: u64, size: u64) -> Result<u64> {
     Ok(first)
 }
 
-/// Maximum number of bytes that kernels of several servers can use. All of them are compared while a device works.
+/// Maximum number of bytes that kernels of several servers can use. All of them are compared while a device
+/// works.
 pub(crate) const MOST_SHARED: u64 = 1 << 20;
+
 /// Maximum number of bytes of one command to a mirror, and of one answer.
 const TO_MIRROR: usize = 8 << 10;
 const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
@@ -432,13 +433,11 @@ impl State {
     /// The pages of a region are no longer watched, and their words are compared with those of the server that
     /// has them.
     fn compare_instead(&mut self, driver: &'static Driver, base: u64, size: u64) -> Result {
-        let watched: Vec<(u64, u64)> =
-            self.pieces.range(base..base + size).map(|(at, (size, _))| (*at, *size)).collect();
-        for (at, size) in watched {
-            let Some((_, Piece { context, .. })) = self.pieces.get(&at) else { continue };
-            let context: &'static Context = context;
+        let watched = self.pieces.range(base..base + size);
+        let watched: Vec<_> = watched.map(|(at, (size, piece))| (*at, *size, piece.context)).collect();
+        for (at, size, context) in watched {
             // From here on the program's accesses wait for the lock.
-            self.give(driver, at, &(0..u64::MAX))?;
+            self.give(driver, at, &ALL)?;
             let mut bytes = vec![0; size as usize];
             read(context, at, &mut bytes)?;
             let pages = pages(driver)?;

@@ -76,6 +76,9 @@ pub(crate) struct Piece {
     pinned: bool,
 }
 
+/// All memory.
+const ALL: Range<u64> = 0..u64::MAX;
+
 pub(crate) struct State {
     /// By first address.
     pub pieces: BTreeMap<u64, (u64, Piece)>,
@@ -337,15 +340,14 @@ pub(crate) fn before_going_on(driver: &'static Driver) {
 
 #[cold]
 fn give_all(driver: &'static Driver) -> Result {
-    let all = 0..u64::MAX;
     let mut state = lock(&STATE);
     for base in state.held.clone() {
         let given_up = state.pieces.get(&base).is_some_and(|(_, piece)| piece.context.is_given_up());
         if !given_up {
-            state.give(driver, base, &all)?;
+            state.give(driver, base, &ALL)?;
         }
     }
-    state.send_compared(&all).map(drop)
+    state.send_compared(&ALL).map(drop)
 }
 
 /// Called before work is enqueued that writes a range of memory. Gives the device the blocks of it that the
@@ -534,7 +536,7 @@ pub(crate) fn variable(
             continue;
         };
         // The host's copies of these pages lack the new variable's bytes.
-        state.give(driver, base, &(0..u64::MAX))?;
+        state.give(driver, base, &ALL)?;
         if let Some((_, piece)) = state.pieces.get_mut(&base) {
             let part = part.start..part.end.min(base + len);
             if !piece.parts.contains(&part) {
