@@ -13,6 +13,10 @@ pub(super) fn describe(on: &str, wc: &Wc) -> VerbsError {
         number::WC_REM_INV_REQ_ERR => VerbsError::Wrong(format!(
             "{on}: the peer's device refused a request as invalid (status 9): one that does not fit its receive, or packets in another order than a message has"
         )),
+        // When a process ends, its memory may be gone some moments before its queue pairs are.
+        number::WC_REM_ACCESS_ERR => VerbsError::Broken(format!(
+            "{on}: the peer's device refused a write to memory that is not there, or no more (remote access error, status 10)"
+        )),
         number::WC_WR_FLUSH_ERR => VerbsError::Broken(format!(
             "{on} was stopped: the peer ended the connection or asked for what it may not"
         )),

@@ -43,6 +43,9 @@ const CAUSE: Duration = Duration::from_millis(20);
 /// How long queue pairs that were stopped may take to give all their receives back. What comes later is not acted on; the peer is told so.
 const DRAIN: Duration = Duration::from_secs(1);
 
+/// How often in a row a peer's device may refuse a write before other queue pairs are of no use. A process that ends may leave its queue pairs without their memory for a moment, and so may the next one.
+const MOST_REFUSED: u32 = 8;
+
 /// Size of a message's header, in bytes.
 const HEADER: usize = size_of::<MessageHeader>();
 /// An event of a link.
@@ -124,6 +127,8 @@ pub struct Link {
     /// Maximum number of outstanding requests of each queue.
     depths: Vec<usize>,
     counts: Counts,
+    /// How often in a row the peer's device has refused a write.
+    refused: u32,
 }
 
 /// What a link has done so far, for figures.
@@ -155,6 +160,7 @@ impl Unconnected {
             domain,
             depths,
             counts: Counts::default(),
+            refused: 0,
         })
     }
 }
@@ -176,6 +182,7 @@ impl Link {
             domain: Arc::clone(domain),
             depths,
             counts: Counts::default(),
+            refused: 0,
         }
     }
 
@@ -428,7 +435,10 @@ impl Link {
         while let Some(done) = requests.done(wc.wr_id) {
             match done {
                 Posted::Message(buffer) => up.free.push(buffer),
-                Posted::Write(put) => on(Event::Written { queue, token: put.token })?,
+                Posted::Write(put) => {
+                    self.refused = 0;
+                    on(Event::Written { queue, token: put.token })?;
+                }
             }
         }
         requests.trim(if queue == 0 { 0 } else { up.credits.unknown(queue) });
@@ -499,12 +509,17 @@ impl Link {
         Ok(())
     }
 
-    fn broken(&self, wc: Wc) -> VerbsError {
+    fn broken(&mut self, wc: Wc) -> VerbsError {
         let number = |up: &Up| up.queues.iter().position(|q| q.pair.number() == wc.qp_num);
         let queue = self.up.as_ref().and_then(number).unwrap_or(0);
         let device = self.domain.device();
         let on = format!("queue {queue} of {} port {}", device.name(), device.port().number);
-        describe(&on, &wc)
+        let why = describe(&on, &wc);
+        if wc.status != number::WC_REM_ACCESS_ERR {
+            return why;
+        }
+        self.refused += 1;
+        if self.refused <= MOST_REFUSED { why } else { VerbsError::Wrong(format!("{why}, again and again")) }
     }
 
     /// Readable when something has happened after [`arm`](Self::arm). `None`: nothing happens, because there are no queue pairs, or they are broken.

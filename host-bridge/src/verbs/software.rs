@@ -31,8 +31,6 @@ use super::sys::{
 
 /// The peer's message was longer than its receive.
 const LOCAL_LENGTH: u32 = 1;
-/// Reached memory that the peer may not write.
-const REMOTE_ACCESS: u32 = 10;
 /// The port's local identifier, and its MTU as `enum ibv_mtu`.
 const LID: u16 = 7;
 const MTU: u32 = 5;
@@ -143,6 +141,11 @@ pub fn objects() -> usize {
 pub fn windows() -> Vec<(u64, u64, u32)> {
     let shown = |(key, window): (&u32, &Shown)| window.shown.map(|(_, at, len)| (at, len, *key));
     fabric().windows.iter().filter_map(shown).collect()
+}
+
+/// Closes all windows, as when their owner's process ends and its queue pairs are still there.
+pub fn close_windows() {
+    fabric().windows.values_mut().for_each(|window| window.shown = None);
 }
 
 /// Whether devices that are opened from now on have windows. They do unless told otherwise.
@@ -355,7 +358,7 @@ impl Fabric {
         {
             if !self.writable(pair.domain, (address, key), bytes.len() as u64) {
                 self.stop(to);
-                return Err(REMOTE_ACCESS);
+                return Err(number::WC_REM_ACCESS_ERR);
             }
             // SAFETY: inside registered memory that the peer may write, so no Rust reference covers it.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };

@@ -378,6 +378,7 @@ pub mod number {
     pub const WC_SUCCESS: u32 = 0;
     pub const WC_WR_FLUSH_ERR: u32 = 5;
     pub const WC_REM_INV_REQ_ERR: u32 = 9;
+    pub const WC_REM_ACCESS_ERR: u32 = 10;
     pub const WC_RETRY_EXC_ERR: u32 = 12;
     pub const WC_RNR_RETRY_EXC_ERR: u32 = 13;
     pub const WC_RECV: u32 = 128;

@@ -150,3 +150,44 @@ fn a_device_without_windows_gives_one_key_for_a_memory() {
     drop(bridge);
     until("nothing is left", || software::objects() == 0);
 }
+
+/// When a process ends, its memory may be gone before its queue pairs are: a write of the server's is refused then.
+#[test]
+fn a_write_that_is_refused_because_a_process_ends_is_repeated_to_the_next_one() {
+    let _one = alone();
+    let server = TcpServer::start();
+    let (mut bridge, mut client, bytes) = copied(&server);
+    server.hold_commands(true);
+    client.dtoh(0, region(INTO, 50, 700_001));
+    window(1, 700_001);
+    let ended = software::processes_ended();
+    software::close_windows();
+    software::end_process_after(0);
+    server.hold_commands(false);
+    until("its process has ended", || software::processes_ended() > ended || bridge.lost().is_some());
+    bridge.succeed();
+    client.synchronize();
+    assert!(read(&bridge.memories, &extents(INTO))[50..700_051] == bytes);
+    assert_eq!((bridge.lost(), server.trouble()), (None, Vec::new()));
+    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
+    drop(bridge);
+    until("nothing is left", || software::objects() == 0);
+}
+
+#[test]
+fn a_bridge_whose_keys_are_never_good_for_anything_loses_its_session() {
+    let _one = alone();
+    let server = TcpServer::start();
+    let (bridge, mut client, _) = copied(&server);
+    server.hold_commands(true);
+    client.dtoh(0, region(INTO, 0, 3000));
+    window(1, 3000);
+    software::close_windows();
+    server.hold_commands(false);
+    until("the session has ended", || server.ended() == 1 && bridge.lost().is_some());
+    let trouble = server.trouble().concat();
+    assert!(trouble.contains("refused a write") && trouble.contains("again and again"), "{trouble}");
+    assert!(client.lost().is_some());
+    drop(bridge);
+    until("nothing is left", || software::objects() == 0);
+}

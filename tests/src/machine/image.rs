@@ -1,6 +1,7 @@
 //! A machine's root file system: an initramfs (a cpio archive in the `newc` format), written from memory.
 
 use super::{kernel::KernelFiles, setup};
+use crate::tree;
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -237,7 +238,7 @@ pub(super) fn agent() -> Result<PathBuf> {
 /// nothing in the guest. Returns the program's path. It is compiled again when the file changes.
 pub fn guest_program(file: &Path) -> Result<PathBuf> {
     let source = fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    let header = setup::repository().join("guest-driver/include/uapi/linux/virtio_rgpu.h");
+    let header = tree::root().join("guest-driver/include/uapi/linux/virtio_rgpu.h");
     let header = fs::read_to_string(&header).with_context(|| format!("cannot read {}", header.display()))?;
     let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let program = setup::build_dir().join("programs").join(&name);
@@ -253,7 +254,7 @@ fn static_program(name: &str, source: &str, program: &Path) -> Result<()> {
     let dir = tempfile::tempdir()?;
     let file = dir.path().join(name);
     fs::write(&file, source)?;
-    let include = setup::repository().join("guest-driver/include/uapi");
+    let include = tree::root().join("guest-driver/include/uapi");
     setup::run(
         Command::new("gcc")
             .args(["-static", "-O2", "-Wall", "-Wextra", "-Wno-unused-result", "-Werror", "-pthread"])

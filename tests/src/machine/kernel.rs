@@ -1,6 +1,7 @@
 //! Kernels to boot, and `virtio_rgpu.ko` built for each of them.
 
 use super::setup;
+use crate::tree;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -96,7 +97,7 @@ impl Kernel {
     /// package.
     pub fn driver(self) -> Result<PathBuf> {
         let files = self.files()?;
-        let sources = setup::repository().join("guest-driver");
+        let sources = tree::root().join("guest-driver");
         let key = source_key(&sources)?;
         let built = setup::build_dir().join("driver").join(&files.version);
         if files.chroot {
@@ -111,7 +112,7 @@ impl Kernel {
         let files = self.files()?;
         ensure!(!files.chroot, "{self:?} has its headers in another Debian");
         let sources = folder.join("changed");
-        setup::run(Command::new("cp").arg("-r").arg(setup::repository().join("guest-driver")).arg(&sources))?;
+        setup::run(Command::new("cp").arg("-r").arg(tree::root().join("guest-driver")).arg(&sources))?;
         change(&sources)?;
         files.build_driver(&sources, folder)?;
         Ok(folder.join("virtio_rgpu.ko"))

@@ -20,15 +20,9 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The repository's root.
-pub fn repository() -> PathBuf {
-    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
-    tests.parent().unwrap_or(tests).to_path_buf()
-}
-
 /// `build/machine` in the repository.
 pub fn build_dir() -> PathBuf {
-    repository().join("build/machine")
+    tree::root().join("build/machine")
 }
 
 /// Keeps other processes from setting up the same directory, until dropped. Not reentrant.
