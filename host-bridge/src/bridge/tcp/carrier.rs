@@ -176,12 +176,17 @@ impl TcpCarrier {
 
     /// Begins to use the data connections once they stand. That one does not come about is as if it were lost. True: they stand now.
     fn opened(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
-        let Some(outcome) = self.opening.as_ref().and_then(Opening::outcome) else { return Ok(false) };
+        let Some(opening) = &self.opening else { return Ok(false) };
+        let Some(outcome) = opening.outcome() else { return Ok(false) };
+        let unwelcomed = opening.unwelcomed;
         self.opening = None;
         let streams =
             outcome.map_err(|e| EndReason::Gone(format!("data connections: {}", with_causes(&e))))?;
         let none = vec![0; streams.len()];
         self.connect(machine, streams, &none)?;
+        if unwelcomed {
+            self.data.iter_mut().for_each(DataConnection::await_welcome);
+        }
         Ok(true)
     }
 
@@ -328,7 +333,7 @@ fn read_control(
         Ok(Some(0)) => Err(EndReason::Gone("the server closed the connection".into())),
         Ok(n) => {
             if let Some(welcome) = unwelcomed
-                && welcome.is_over()?
+                && welcome.is_over("control connection")?
             {
                 *unwelcomed = None;
             }

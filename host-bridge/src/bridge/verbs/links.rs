@@ -85,7 +85,7 @@ pub(in crate::bridge) fn connect(
     let unconnected = Unconnected::new(&domain, &config.verbs).map_err(here)?;
     let offer = unconnected.offer(None);
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
-    let (greeted, mut handshake) = greet(config, &first, turn)?;
+    let (greeted, mut handshake) = greet(config, &first, 0, turn)?;
     if handshake.version < VERBS_RESUME_SINCE {
         // It keeps sessions, and resumes them in a way of its own.
         handshake.grace = Duration::ZERO;
