@@ -55,6 +55,8 @@ struct Job<M> {
     granted: u64,
     /// What is known of its blocks. Empty: it has nothing to do with the cache.
     blocks: Vec<Block>,
+    /// It may wait for answers about them.
+    patient: bool,
 }
 
 impl<M> Job<M> {
@@ -70,7 +72,7 @@ impl<M> Job<M> {
 
     /// Whether it is to wait until the server has said whether it has the next block. Not if a part of that was sent: the question may not be asked then, and the answer is of no use.
     fn awaits_answer(&self, waits: bool) -> bool {
-        waits && self.at.is_multiple_of(CACHE_BLOCK) && self.block() == Some(&Block::Asked)
+        waits && self.patient && self.at.is_multiple_of(CACHE_BLOCK) && self.block() == Some(&Block::Asked)
     }
 
     fn may_send(&self, waits: bool) -> bool {
@@ -290,7 +292,9 @@ impl<M> Flows<M> {
                 Some(true) => self.turn(number),
                 Some(false) => self.hold(number),
             }
-            if carries != Carries::Nothing {
+            if carries == Carries::Nothing {
+                self.knowledge.through(len);
+            } else {
                 self.pace.leaves(chunk.seq, chunk.piece, chunk.at, now);
             }
             return Some(chunk);
@@ -399,6 +403,9 @@ impl<M> Flows<M> {
         if chunk.sends() == 0 {
             return;
         }
+        if chunk.carries == (Carries::Bytes { keep: true }) {
+            self.knowledge.through(chunk.len.into());
+        }
         let waited = self.waits();
         if self.pace.arrives(chunk.seq, chunk.piece, chunk.at, (chunk.len.into(), crossed), now) {
             // Those that began to wait before are not held yet.
@@ -466,7 +473,8 @@ impl<M: ClientMemory> Flows<M> {
             }
             let chunk = self.chunk_of(span.len());
             self.places.insert((seq, piece), flow);
-            let job = Job { seq, piece, span, at, chunk, eager, late, granted, blocks: Vec::new() };
+            let job =
+                Job { seq, piece, span, at, chunk, eager, late, granted, blocks: Vec::new(), patient: false };
             self.flows.entry(flow).or_default().jobs.push_back(job);
         }
         let mut flows: Vec<(u64, u64, bool)> = self
@@ -524,7 +532,8 @@ impl<M: ClientMemory> Schedule for Flows<M> {
         let ask = eager == 0 && !late && len <= EAGER_PIECE;
         // What earlier work may still write has no hash yet.
         let blocks = if late { Vec::new() } else { self.knowledge.blocks(seq, piece, len, &self.pace) };
-        let job = Job { seq, piece, span, at: 0, chunk, eager, late, granted: 0, blocks };
+        let patient = self.knowledge.may_wait(&self.pace);
+        let job = Job { seq, piece, span, at: 0, chunk, eager, late, granted: 0, blocks, patient };
         if let Some(changed) = &mut self.changed {
             changed.push(job.to_note(self.flow));
         }

@@ -44,6 +44,56 @@ fn chunks_cover_a_piece_once_and_in_order() {
     }
 }
 
+/// What is sent next: `None` if nothing is.
+fn next(flows: &mut TestFlows, now: Instant) -> Option<Chunk<TestMemory>> {
+    flows.next_chunk_at(|| now)
+}
+
+#[test]
+fn the_servers_answer_is_not_waited_for_where_sending_takes_much_less_time() {
+    let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Slow);
+    // 100 MB/s, and 10 ms there and back.
+    let begin = Instant::now();
+    flows.pace.leaves(1000, 0, 0, || begin);
+    flows.pace.arrives(1001, 0, 0, (999_999, 999_999), || begin);
+    flows.pace.arrives(1000, 0, 0, (1, 1), || begin + Duration::from_millis(10));
+    assert!(flows.waits());
+    let mut now = begin + Duration::from_millis(11);
+    // Of what takes less than a quarter of that, nothing waits.
+    for seq in 1..=20 {
+        push(&mut flows, 0, seq, 0, 200_000);
+        assert_eq!(hash(&mut flows), 1);
+        let ask = next(&mut flows, now).unwrap();
+        assert!(matches!(ask.carries, Carries::Hash(_)));
+        let chunk = next(&mut flows, now).unwrap();
+        assert_eq!((chunk.seq, chunk.len, chunk.carries), (seq, 200_000, Carries::Bytes { keep: true }));
+        if seq < 20 {
+            now += Duration::from_millis(12);
+            flows.arrived_at(&chunk, 200_000, || now);
+            tell(&mut flows, seq, 0, 1);
+        } else {
+            // What comes behind it has to wait for the link in any case.
+            push(&mut flows, 0, 21, 0, 200_000);
+            assert_eq!(hash(&mut flows), 1);
+            assert!(matches!(next(&mut flows, now).unwrap().carries, Carries::Hash(_)));
+            assert!(next(&mut flows, now).is_none());
+            flows.arrived_at(&chunk, 200_000, || now + Duration::from_millis(12));
+            assert!(next(&mut flows, now).is_none());
+            tell(&mut flows, 21, 0, 1);
+            assert_eq!(next(&mut flows, now).unwrap().carries, Carries::Nothing);
+        }
+    }
+    // Nothing is left of all this.
+    push(&mut flows, 0, 22, 0, 200_000);
+    assert!(matches!(next(&mut flows, now).unwrap().carries, Carries::Bytes { keep: true }));
+    push(&mut flows, 1, 23, 0, 900_000);
+    assert_eq!(hash(&mut flows), 1);
+    assert!(matches!(next(&mut flows, now).unwrap().carries, Carries::Hash(_)));
+    assert!(next(&mut flows, now).is_none());
+    tell(&mut flows, 23, 0, 0);
+    assert_eq!(next(&mut flows, now).unwrap().carries, Carries::Bytes { keep: true });
+}
+
 /// Asks about the next blocks; the hash of each is its command's number.
 fn hash(flows: &mut TestFlows) -> usize {
     let mut count = 0;
