@@ -397,13 +397,16 @@ impl Greeted {
         Ok((stream, Some(Daemon { connection: self.connection, reader: FrameReader::new() })))
     }
 
-    /// The same, and it is welcome.
+    /// The same, with `frame` as the first one on it, and it is welcome.
     pub(super) fn control(
         self,
         config: &SessionConfig,
         control: Hello,
+        (kind, body): (u32, &[u8]),
     ) -> Result<(Stream, Option<Daemon>), ConnectError> {
         let (stream, daemon) = self.begin_control(config, control)?;
+        let failed = |source| ConnectError::NoServer { server: config.server.to_string(), source };
+        stream.send_frame(kind, &[body]).map_err(failed)?;
         if daemon.is_some() {
             welcome_at_once(config, &stream, in_time(config))?;
         }

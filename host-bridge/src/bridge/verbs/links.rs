@@ -92,9 +92,9 @@ pub(in crate::bridge) fn connect(
     }
     let ticket = Ticket::new(first, &greeted, &handshake, config);
     let unbegun = Unbegun::new(&ticket, config);
-    let (control, daemon) = greeted.control(config, first)?;
+    // The queue pairs need the server's numbers, so the session begins with its answer.
+    let (control, daemon) = greeted.control(config, first, (frame::QUEUES, offer.as_bytes()))?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
-    control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(failed)?;
     let mut body = Vec::new();
     let queues = match control.recv_frame(&mut body).map_err(failed)? {
         Some(frame::QUEUES) => split_struct::<Queues>(&body).map_err(|e| protocol(e.to_string()))?.0,
