@@ -8,7 +8,7 @@ use nix::sys::eventfd::EventFd;
 use protocol::link::{ACKNOWLEDGE_CONTROL, Received, frame};
 use zerocopy::IntoBytes;
 
-use super::connection::{DataConnection, waker};
+use super::connection::{Budget, DataConnection, waker};
 use super::io_thread::IoThread;
 use super::links::{Links, MAX_DATA_CONNECTIONS};
 use super::memory::{SocketMemory, hash};
@@ -50,6 +50,8 @@ pub(super) struct TcpCarrier {
     /// The session has begun, and its data connections do not stand yet: those in `data` are closed until then.
     opening: Option<Opening>,
     data: Vec<DataConnection>,
+    /// The data connection that has its turn, as long as nothing is known of the link.
+    next: usize,
     /// Where compressed bytes lie, for each data connection. Empty: nothing is compressed.
     rooms: Vec<Arc<Room>>,
     /// Computes hashes of blocks that the server may have in its cache.
@@ -143,6 +145,7 @@ impl TcpCarrier {
             told: 0,
             opening: links.opening,
             data: Vec::new(),
+            next: 0,
             rooms: links.rooms,
             hasher,
             wake: Arc::clone(mailbox.wake()),
@@ -378,11 +381,20 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         machine.commit();
         let mut worked = self.send_frames()?;
         worked |= self.opened(machine)?;
-        // Every connection has something to send before one has something ahead.
+        // Every connection has something to send before one has something ahead, and a chunk before one has two of a link of which nothing is known.
         for ahead in 1..=super::connection::AHEAD {
-            for connection in standing(&self.opening, &mut self.data) {
+            let most = if machine.schedule().is_unknown() { 1 } else { usize::MAX };
+            let data = standing(&self.opening, &mut self.data);
+            let count = data.len();
+            for at in (self.next..count).chain(0..self.next.min(count)) {
+                let connection = &mut data[at];
                 if connection.may_send() || machine.schedule().has_chunks() {
-                    worked |= connection.send(machine, &self.session, &mut self.gather, ahead)?;
+                    let budget = Budget { ahead, chunks: most };
+                    let moved = connection.send(machine, &self.session, &mut self.gather, budget)?;
+                    if moved && most == 1 {
+                        self.next = at + 1;
+                    }
+                    worked |= moved;
                 }
             }
         }

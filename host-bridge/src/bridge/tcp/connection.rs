@@ -118,6 +118,15 @@ impl Receiving {
 /// Most chunks that a thread may have to send, the current one among them: it need not wait for the relay between two.
 pub(super) const AHEAD: usize = 2;
 
+/// What a connection may do in a turn.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Budget {
+    /// A thread is given chunks until it has so many of them. Beyond the first, that is all that is done.
+    pub(super) ahead: usize,
+    /// Chunks that it may take, at most.
+    pub(super) chunks: usize,
+}
+
 /// The threads of a connection.
 #[derive(Debug)]
 struct Threads {
@@ -478,13 +487,13 @@ impl DataConnection {
         Ok(true)
     }
 
-    /// Sends what the connection takes. A thread is given chunks until it has `ahead` of them; beyond the first that is all that this does. True: something moved.
+    /// Sends what the connection takes. True: something moved.
     pub(super) fn send(
         &mut self,
         machine: &mut Machine<'_>,
         session: &SessionState,
         gather: &mut Gather,
-        ahead: usize,
+        Budget { ahead, mut chunks }: Budget,
     ) -> Result<bool, EndReason> {
         let mut worked = false;
         if ahead > 1 && self.threads.is_none() {
@@ -519,6 +528,10 @@ impl DataConnection {
                     break;
                 };
                 if next.is_none() {
+                    if chunks == 0 {
+                        break;
+                    }
+                    chunks -= 1;
                     // What is being compressed comes first.
                     let waits = |compressor: &Compressor| compressor.is_busy() || compressor.is_full(len);
                     if self.compressor.as_ref().is_some_and(waits) || !machine.lane_has_room(self.index, true)
