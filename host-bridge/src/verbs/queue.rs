@@ -13,8 +13,8 @@ use super::device::{Device, Port, RESENDS, mtu_number, nonblocking};
 use super::error::VerbsError;
 use super::registration::Domain;
 use super::sys::{
-    self, AhAttr, Gid, GlobalRoute, Library, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc, check,
-    number,
+    self, AhAttr, Gid, GlobalRoute, Library, MwBind, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc,
+    check, number,
 };
 
 /// Maximum number of completions that one poll takes.
@@ -36,7 +36,7 @@ unsafe impl Send for Completions {}
 // SAFETY: it allows them at the same time, too.
 unsafe impl Sync for Completions {}
 
-fn lacks(what: &str) -> VerbsError {
+pub(super) fn lacks(what: &str) -> VerbsError {
     VerbsError::call(what, io::Error::new(io::ErrorKind::Unsupported, "the provider does not have it"))
 }
 
@@ -140,6 +140,15 @@ pub(super) struct Depth {
     pub(super) receives: u32,
     pub(super) receive_segments: u32,
     pub(super) inline: u32,
+}
+
+/// What a memory window shows: `len` bytes at `address` of a registration.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shown {
+    pub(super) mr: NonNull<sys::Mr>,
+    pub(super) address: u64,
+    /// 0: it shows nothing. (The registration is named all the same: software RoCE's library looks at it.)
+    pub(super) len: u64,
 }
 
 /// A reliable connection. After it is dropped, neither the device nor the peer touches any memory through it.
@@ -309,6 +318,24 @@ impl QueuePair {
         // SAFETY: a queue pair that lives, a well-formed request that the call reads to its end, memory as
         // the caller promises.
         check("ibv_post_recv", unsafe { (self.post_recv)(self.qp.as_ptr(), &mut wr, &mut bad) })
+    }
+
+    /// Has a window show something of a registration to the peer, for writing, from when the request completes on, or nothing of it any more. In any case its key is a new one.
+    ///
+    /// # Safety
+    /// The window and the registration live, the window until the request completes and the registration until the window shows something else, or nothing.
+    pub(super) unsafe fn bind(&self, window: NonNull<sys::Mw>, shown: Shown) -> Result<(), VerbsError> {
+        let ops = {
+            // SAFETY: an open context.
+            unsafe { &self.domain.device().context().as_ref().ops }
+        };
+        let bind_mw = ops.bind_mw.ok_or_else(|| lacks("bind_mw"))?;
+        let Shown { mr, address: addr, len: length } = shown;
+        let access = if length > 0 { number::ACCESS_REMOTE_WRITE as u32 } else { 0 };
+        let (mr, send_flags) = (mr.as_ptr(), number::SEND_SIGNALED);
+        let mut bind = MwBind { wr_id: 0, send_flags, mr, addr, length, access };
+        // SAFETY: a queue pair that lives, a well-formed request, objects as the caller promises.
+        check("ibv_bind_mw", unsafe { bind_mw(self.qp.as_ptr(), window.as_ptr(), &mut bind) })
     }
 
     /// Posts one send request. `wr` names its segments itself.
