@@ -8,6 +8,7 @@ use base64::Engine;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -18,20 +19,21 @@ use host_bridge::framing::with_causes;
 use host_bridge::stream::Stream;
 use identity::tls::{client_pinning, session_name};
 use identity::{Credentials, Fingerprint, Identity, Secret, servers};
+use protocol::channel::NO_SLOT;
 use protocol::device::{Answer, untext};
 
 use protocol::link::*;
 
 use protocol::ops::Op as _;
 use protocol::ops::device::SessionInfo;
-use protocol::ops::memory::window;
+use protocol::ops::memory::{MemAlloc, MemGrow, window};
 use serde_json::json;
 use support::machine::*;
 use support::*;
 use test_kit::link::{LocalBridge, Session as _, greet, hello, record};
 use test_kit::session::Client;
 
-use test_kit::{arena, until};
+use test_kit::{arena, free_port, until};
 use zerocopy::{FromZeros, IntoBytes};
 
 fn key_file(folder: &Path) -> PathBuf {
@@ -263,10 +265,16 @@ impl Middle {
     }
 }
 
-/// A man in the middle who holds back what the first two connections carry behind the TLS handshake.
+/// The connections that a session's start takes under TLS: to the daemon, and the session's own.
+const CONNECTIONS: usize = 6;
+/// A session's first connection, to the daemon.
+const DAEMON: usize = 0;
+
+/// A man in the middle who holds back what the first connections carry, each in one direction. Under TLS the
+/// handshakes pass.
 struct Holding {
     middle: Middle,
-    first: Arc<[Held; 2]>,
+    all: Arc<[Held; CONNECTIONS]>,
     /// Whether a session has begun, as far as its client knows.
     begun: Arc<AtomicBool>,
 }
@@ -297,8 +305,12 @@ impl Held {
     }
 }
 
-/// Whether the server's part of a TLS handshake is over, by what the client has sent: something encrypted.
+/// Whether the server's part of a handshake is over, by what the client has sent: under TLS, something
+/// encrypted. Without, there is none.
 fn is_past_servers_part(client: &[u8]) -> bool {
+    if client.starts_with(&MAGIC.to_le_bytes()) {
+        return true;
+    }
     let mut rest = client;
     while let [kind, _, _, high, low, ..] = *rest {
         if kind == 23 {
@@ -310,97 +322,153 @@ fn is_past_servers_part(client: &[u8]) -> bool {
 }
 
 impl Holding {
-    /// `upwards`: what the client sends; otherwise what the server sends.
-    fn between(server: u16, upwards: [bool; 2]) -> Holding {
-        let first = Arc::<[Held; 2]>::default();
-        let all = Arc::clone(&first);
+    /// Holds back what the daemon answers, and of the session's own connections what the client sends
+    /// (`upwards`) or what the server sends.
+    fn between(server: u16, upwards: bool) -> Holding {
+        let all = Arc::<[Held; CONNECTIONS]>::default();
+        let held = Arc::clone(&all);
         let middle = Middle::between(server, move |number, way, _at, bytes| {
-            let Some(held) = all.get(number) else { return bytes };
+            let Some(held) = held.get(number) else { return bytes };
             if way {
                 held.said.lock().unwrap().extend(&bytes);
             }
-            if way == upwards[number] && is_past_servers_part(&held.said.lock().unwrap()) {
+            if way == (upwards && number != DAEMON) && is_past_servers_part(&held.said.lock().unwrap()) {
                 held.hold();
             }
             bytes
         });
-        Holding { middle, first, begun: Arc::default() }
+        Holding { middle, all, begun: Arc::default() }
     }
 
-    /// Opens a session from `machine` and makes a call, in a thread.
-    fn begin(&self, server: &Server, machine: Machine) -> JoinHandle<Client> {
-        let port = self.middle.port;
-        machine.pin(port, servers::known(machine.folder.path()).unwrap()[0].key);
+    /// Opens a session from `machine`, under TLS or not, makes a call and copies data to the device, in a thread.
+    fn begin(&self, server: &Server, machine: Machine, security: Option<Security>) -> JoinHandle<Client> {
         assert_eq!(server.sessions(), 0);
         let begun = Arc::clone(&self.begun);
+        let mut config = machine.config(self.middle.port);
+        config.security = security.unwrap_or(config.security);
         std::thread::spawn(move || {
-            let mut client = machine.try_connect(port).unwrap();
+            let _machine = machine;
+            let mut client = Client::try_connect(&config).unwrap();
             begun.store(true, Ordering::SeqCst);
             client.push(&SessionInfo {}, 0);
-            assert!(client.answer(0).0.status.ok().is_ok());
+            // Beside what `works` allocates.
+            let (address, size) = (window(0) + (64 << 20), 4 << 20);
+            client.push(&MemGrow { device: 0, address, size }, 1);
+            client.push(&MemAlloc { address, size }, NO_SLOT);
+            client.write_arena(0, &[7; COPIED as usize]);
+            client.htod(address, arena(0, COPIED));
+            for slot in 0..2 {
+                assert!(client.answer(slot).0.status.ok().is_ok());
+            }
             client
         })
+    }
+
+    fn begin_protected(&self, server: &Server) -> JoinHandle<Client> {
+        let machine = joined(server, "host1");
+        machine.pin(self.middle.port, servers::known(machine.folder.path()).unwrap()[0].key);
+        self.begin(server, machine, None)
+    }
+
+    /// The session's own connections under TLS.
+    fn own(&self) -> &[Held] {
+        &self.all[DAEMON + 1..]
     }
 
     fn connections(&self) -> usize {
         self.middle.connections.lock().unwrap().len()
     }
+
+    /// Cuts the session's own connections under TLS.
+    fn cut_own(&self) {
+        let own = self.middle.connections.lock().unwrap().split_off(DAEMON + 1);
+        own.iter().flatten().for_each(|side| side.shutdown(Shutdown::Both).unwrap());
+    }
+}
+
+/// Bytes that are copied to the device at a session's start. They are not sent with their command.
+const COPIED: u64 = 100_000;
+
+fn counted(server: &Server, name: &str) -> u64 {
+    server.status()["sessions"][0][name].as_u64().unwrap_or(0)
 }
 
 fn commands(server: &Server) -> u64 {
-    server.status()["sessions"][0]["commands"].as_u64().unwrap_or(0)
+    counted(server, "commands")
 }
 
 /// Each step is a round trip, and nothing before its end needs another answer.
 #[test]
-fn a_programs_first_command_comes_after_four_round_trips() {
+fn a_programs_first_command_and_its_first_data_come_after_four_round_trips() {
     let server = Server::start_protected(&[]);
-    let holding = Holding::between(server.port, [false, false]);
-    let client = holding.begin(&server, joined(&server, "host1"));
-    let [daemon, worker] = &*holding.first;
+    let holding = Holding::between(server.port, false);
+    let client = holding.begin_protected(&server);
     // First the connection, second the daemon's part of TLS's handshake. The hello went along with the client's.
-    until("the daemon has welcomed the session", || daemon.holds());
-    // Third its welcome, and meanwhile the connection to the worker.
-    until("there is another connection", || holding.connections() == 2);
-    daemon.pass();
-    // Fourth the worker's part of TLS's handshake. Hello and command went along with the client's.
-    until("the worker has welcomed the connection", || worker.holds());
-    until("the command is executed", || commands(&server) == 1);
-    worker.pass();
-    drop(client.join().unwrap());
+    until("the daemon has welcomed the session", || holding.all[DAEMON].holds());
+    // Third its welcome, and meanwhile the connections to the worker.
+    until("there are all connections", || holding.connections() == CONNECTIONS);
+    holding.all[DAEMON].pass();
+    // Fourth the worker's part of TLS's handshakes. Hello and what is sent went along with the client's.
+    until("the worker has welcomed the connections", || holding.own().iter().all(Held::holds));
+    until("the commands are executed", || commands(&server) == 4);
+    until("the data has come", || counted(&server, "bytes_in") == COPIED);
+    assert_eq!(holding.connections(), CONNECTIONS);
+    holding.own().iter().for_each(Held::pass);
+    let mut client = client.join().unwrap();
+    works(&mut client);
+    drop(client);
     until("the session is over", || server.sessions() == 0);
-    assert_eq!(server.number("sessions_lost"), 0);
+    assert_eq!((server.number("sessions_begun"), server.number("sessions_lost")), (1, 0));
+}
+
+/// The same without TLS.
+#[test]
+fn without_tls_a_programs_first_command_and_its_first_data_come_after_two_round_trips() {
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let server = Server::start_by(Command::new(binary()), &folder, free_port(), &[]).ready();
+    let holding = Holding::between(server.port, false);
+    let client = holding.begin(&server, Machine::new(), Some(Security::Insecure));
+    let (control, data) = holding.all[..CONNECTIONS - 1].split_first().unwrap();
+    // First the connection. Second the welcome, and meanwhile the connections for data.
+    until("the daemon has welcomed the session", || control.holds());
+    until("there are all connections", || holding.connections() == CONNECTIONS - 1);
+    control.pass();
+    until("the server has welcomed the connections", || data.iter().all(Held::holds));
+    until("the commands are executed", || commands(&server) == 4);
+    until("the data has come", || counted(&server, "bytes_in") == COPIED);
+    assert_eq!(holding.connections(), CONNECTIONS - 1);
+    data.iter().for_each(Held::pass);
+    let mut client = client.join().unwrap();
+    works(&mut client);
+    assert_eq!(resumed(&server), 0);
 }
 
 #[test]
-fn a_session_begins_though_the_connection_that_was_kept_for_it_is_cut() {
+fn a_session_begins_though_the_connections_that_were_kept_for_it_are_cut() {
     let server = Server::start_protected(&[]);
-    let holding = Holding::between(server.port, [false, false]);
-    let client = holding.begin(&server, joined(&server, "host1"));
-    until("there is another connection", || holding.connections() == 2);
-    let [daemon, worker] = &*holding.first;
-    until("the daemon has welcomed the session", || daemon.holds());
-    let kept = holding.middle.connections.lock().unwrap().pop().unwrap();
-    kept.iter().for_each(|side| side.shutdown(Shutdown::Both).unwrap());
-    daemon.pass();
+    let holding = Holding::between(server.port, false);
+    let client = holding.begin_protected(&server);
+    until("there are all connections", || holding.connections() == CONNECTIONS);
+    until("the daemon has welcomed the session", || holding.all[DAEMON].holds());
+    holding.cut_own();
+    holding.all[DAEMON].pass();
     works(&mut client.join().unwrap());
-    assert!(!worker.holds());
+    assert!(!holding.own().iter().any(Held::holds));
+    assert_eq!(resumed(&server), 0);
 }
 
-/// The client continues as soon as it knows the worker, even though the worker has not seen the hello yet.
+/// The client continues as soon as it knows the worker, even though the worker has not seen the hellos yet.
 #[test]
-fn a_session_goes_on_whose_control_connection_is_lost_with_the_hello_and_the_first_commands() {
+fn a_session_goes_on_whose_connections_are_lost_with_the_hellos_and_what_came_behind_them() {
     let server = Server::start_protected(&[]);
-    let holding = Holding::between(server.port, [false, true]);
-    let client = holding.begin(&server, joined(&server, "host1"));
-    let [daemon, worker] = &*holding.first;
-    until("there is another connection", || holding.connections() == 2);
-    daemon.pass();
+    let holding = Holding::between(server.port, true);
+    let client = holding.begin_protected(&server);
+    until("there are all connections", || holding.connections() == CONNECTIONS);
+    holding.all[DAEMON].pass();
     until("the client believes that its session has begun", || holding.begun.load(Ordering::SeqCst));
-    until("nothing of it has come", || worker.holds());
+    until("nothing of it has come", || holding.own().iter().all(Held::holds));
     assert_eq!(commands(&server), 0);
-    let control = holding.middle.connections.lock().unwrap().swap_remove(1);
-    control.iter().for_each(|side| side.shutdown(Shutdown::Both).unwrap());
+    holding.cut_own();
     let mut client = client.join().unwrap();
     works(&mut client);
     until("the session has resumed", || resumed(&server) >= 1);

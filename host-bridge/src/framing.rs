@@ -88,6 +88,18 @@ pub fn watch_peer(socket: &impl AsFd) {
     let _ = setsockopt(socket, sockopt::TcpUserTimeout, &11_000);
 }
 
+/// The kernel's smoothed round-trip time of a TCP connection. `None` for another kind of socket, or if nothing was acknowledged yet.
+pub(crate) fn round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
+    // SAFETY: an all-zero `tcp_info` is valid: it is numbers.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut size = size_of_val(&info) as libc::socklen_t;
+    let to = std::ptr::from_mut(&mut info).cast();
+    // SAFETY: a descriptor that is open, and a structure with its size, of which the kernel writes at most that much.
+    let answer =
+        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, to, &raw mut size) };
+    (answer == 0 && info.tcpi_rtt > 0).then(|| Duration::from_micros(info.tcpi_rtt.into()))
+}
+
 /// Connects over TCP, trying each address that the name has, with `timeout` for each. `TCP_NODELAY` is set.
 pub fn connect_tcp(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");

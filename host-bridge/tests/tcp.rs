@@ -2,21 +2,25 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
-use std::sync::atomic::Ordering;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::eventfd::EventFd;
 use protocol::Status;
 use protocol::channel::{NO_SLOT, State};
 use protocol::device::{Answer, Extent};
 use protocol::handle::StreamId;
-use protocol::link::{DataHeader, DataSent, Received, frame};
+use protocol::link::{DataHeader, DataSent, Received, frame, wish};
 use protocol::ops::Op;
 use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::version::{OURS, Speaks};
-use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError};
+use rgpu_host_bridge::bridge::{Closed, ConnectError, Prepared, RegionError, Turn};
 use test_kit::server::{Behavior, FakeServer};
-use test_kit::session::{Client, RAM};
+use test_kit::session::{Client, RAM, channel};
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 use zerocopy::IntoBytes;
@@ -332,6 +336,42 @@ fn a_session_that_ends_before_its_data_connections_stand_ends_properly() {
     // They are of no use, and harm nobody.
     server.release_data();
     copies(&mut Client::connect(&server.config), 1000);
+}
+
+/// Waits its turn until the test has seen enough.
+struct Queued {
+    told: Arc<AtomicBool>,
+    leave: Arc<EventFd>,
+}
+
+impl Turn for Queued {
+    fn wait(&mut self, _server: &str, ahead: u32) {
+        assert_eq!(ahead, 2);
+        self.told.store(true, Ordering::SeqCst);
+    }
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        Some(PollFd::new(self.leave.as_fd(), PollFlags::POLLIN))
+    }
+}
+
+#[test]
+fn a_session_that_waits_its_turn_keeps_no_connections_ready() {
+    let behavior = Behavior { queue: &[2], never_serves: true, ..Behavior::default() };
+    let server = FakeServer::start(behavior);
+    let (told, leave) = (Arc::new(AtomicBool::new(false)), Arc::new(EventFd::new().unwrap()));
+    let mut queued = Queued { told: Arc::clone(&told), leave: Arc::clone(&leave) };
+    let config = server.config();
+    let waiting = std::thread::spawn(move || {
+        let (_memories, mut channel) = channel(4 << 20);
+        channel.wishes |= wish::MAY_WAIT;
+        Prepared::connect(&config, &channel, &mut queued).map(drop)
+    });
+    eventually(|| told.load(Ordering::SeqCst));
+    eventually(|| server.silent() == 0);
+    leave.write(1).unwrap();
+    assert!(matches!(waiting.join().unwrap(), Err(ConnectError::GivenUp { .. })));
+    eventually(|| server.left() == 1);
 }
 
 #[test]

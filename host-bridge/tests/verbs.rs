@@ -8,24 +8,31 @@ mod keys;
 #[path = "verbs/lies.rs"]
 mod lies;
 
+use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use identity::{ClientFiles, Fingerprint, Identity, servers, tls};
 use nix::poll::PollFd;
 use nix::sys::eventfd::EventFd;
-use protocol::device::Extent;
+use protocol::device::{Answer, Extent};
 use protocol::fuzzing::Random;
+use protocol::link::{Hello, Welcome, frame, purpose};
 use rgpu_host_bridge::bridge::saved::{MAX_BYTES, MAX_DESCRIPTORS, Saved};
 use rgpu_host_bridge::bridge::{
-    ChannelMemory, Closed, Prepared, RegionMemory, Session, SessionConfig, TransportKind, Turn, Wakeup,
+    ChannelMemory, Closed, Prepared, RegionMemory, Security, Session, SessionConfig, TransportKind, Turn,
+    Wakeup,
 };
+use rgpu_host_bridge::framing::Address;
 use rgpu_host_bridge::memory::Memories;
+use rgpu_host_bridge::stream::Stream;
 use rgpu_host_bridge::verbs::software;
 use test_kit::channel::Channel;
 use test_kit::session::{channel, read, write};
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
+use zerocopy::{FromZeros, IntoBytes};
 
 /// What ends when belongs to the whole process, so tests take turns.
 fn alone() -> MutexGuard<'static, ()> {
@@ -43,6 +50,47 @@ impl Turn for Patient {
     fn given_up(&self) -> Option<PollFd<'_>> {
         None
     }
+}
+
+/// A server that welcomes a session under TLS, and on the session's own connection says nothing. Gives what the
+/// bridge says there: its hello's purpose, and the kind of its first frame.
+fn greets_and_listens(listener: &TcpListener, daemon: &Identity, client: Fingerprint) -> (u32, Option<u32>) {
+    let worker = Identity::generate().unwrap();
+    let next = |identity: &Identity| {
+        let (socket, _) = listener.accept().unwrap();
+        let config = tls::server_pinning(identity, client).unwrap();
+        let stream = Stream::tls_server(socket.into(), &config, Instant::now() + PATIENCE).unwrap();
+        let mut hello = Hello::new_zeroed();
+        stream.read_exact(hello.as_mut_bytes()).unwrap();
+        (stream, hello)
+    };
+    let (greeted, _) = next(daemon);
+    let welcome = Welcome { session_key: worker.fingerprint().0, ..link::welcome(Answer::Ok, "") };
+    greeted.write_all(welcome.as_bytes()).unwrap();
+    let (control, hello) = next(&worker);
+    (hello.purpose, control.recv_frame(&mut Vec::new()).unwrap())
+}
+
+#[test]
+fn the_bridges_queue_pairs_come_with_the_hello() {
+    let _one = alone();
+    let (folder, listener) = (tempfile::tempdir().unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let (daemon, own) = (Identity::generate().unwrap(), Identity::load_or_create(folder.path()).unwrap());
+    let address = Address::Tcp("127.0.0.1".into(), listener.local_addr().unwrap().port());
+    servers::add(folder.path(), &[address.to_string()], daemon.fingerprint(), "").unwrap();
+    let security = Security::Tls(Arc::new(ClientFiles { folder: folder.path().to_owned() }));
+    let config = SessionConfig {
+        security,
+        transport: TransportKind::Verbs,
+        ..SessionConfig::new(address, "test-host")
+    };
+    let connecting = std::thread::spawn(move || {
+        let (_memories, channel) = channel(4 << 20);
+        Prepared::connect(&config, &channel, &mut Patient).map(drop)
+    });
+    let said = greets_and_listens(&listener, &daemon, own.fingerprint());
+    assert_eq!(said, (purpose::VERBS, Some(frame::QUEUES)));
+    assert!(connecting.join().unwrap().is_err());
 }
 
 /// A session's processes, one after the other.

@@ -11,6 +11,9 @@
 //! one source: beyond that, the oldest of the same source is closed, never one of another source. Real
 //! clients send everything immediately, so they are not among the oldest.
 //!
+//! Connections on which nothing has come at all are counted for themselves: a client opens those of its next
+//! session before it can say which that is, and they must not take the place of one that shakes hands.
+//!
 //! `fuzzing` has peers that may do anything.
 
 #[cfg(any(test, fuzzing))]
@@ -50,7 +53,8 @@ use super::trust::Principal;
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
 /// Maximum number of connections without a complete first message.
 const MAX_SILENT: usize = 512;
-/// The same for one source: an address, or all users of this machine together.
+/// The same for one source: an address, or all users of this machine together. As many again may have said
+/// nothing at all.
 const MAX_SILENT_OF_ONE: usize = 64;
 /// Maximum size of a client's first TLS message in bytes.
 const MAX_CLIENT_HELLO: usize = 8 << 10;
@@ -259,7 +263,10 @@ impl Listener {
     }
 }
 
-/// A connection's source, by which connections are limited.
+/// Connections that are limited together: their source, and whether something has come on them.
+type Group = (Source, bool);
+
+/// A connection's source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Source {
     /// This machine, over a Unix socket.
@@ -334,6 +341,10 @@ enum Step {
 }
 
 impl Arrival {
+    fn group(&self) -> Group {
+        (self.source, !matches!(self.phase, Phase::First))
+    }
+
     /// Reads what has arrived.
     fn advance(&mut self, server: &Server) -> Step {
         self.try_advance(server).unwrap_or_else(|e| match e.kind() {
@@ -495,7 +506,7 @@ struct Greeter {
     listeners: Vec<Listener>,
     /// By number, in order of arrival.
     silent: BTreeMap<u64, Arrival>,
-    sources: HashMap<Source, BTreeSet<u64>>,
+    groups: HashMap<Group, BTreeSet<u64>>,
     next: u64,
 }
 
@@ -515,7 +526,7 @@ impl Greeter {
             epoll.add(listener.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, number))?;
         }
         let next = listeners.len() as u64;
-        Ok(Greeter { server, epoll, listeners, silent: BTreeMap::new(), sources: HashMap::new(), next })
+        Ok(Greeter { server, epoll, listeners, silent: BTreeMap::new(), groups: HashMap::new(), next })
     }
 
     fn run(mut self) {
@@ -577,35 +588,45 @@ impl Greeter {
             tracing::warn!(peer = arrival.peer, "cannot watch a connection: {e}");
             return;
         }
-        let source = arrival.source;
-        self.sources.entry(source).or_default().insert(number);
+        let group = arrival.group();
         self.silent.insert(number, arrival);
-        if self.sources.get(&source).is_some_and(|all| all.len() > MAX_SILENT_OF_ONE) {
-            self.close_oldest(source);
-        }
+        self.join(number, group);
         if self.silent.len() > MAX_SILENT {
-            let busiest = self.sources.iter().max_by_key(|(_, all)| all.len()).map(|(source, _)| *source);
-            busiest.inspect(|source| self.close_oldest(*source));
+            let busiest = self.groups.iter().max_by_key(|(_, all)| all.len()).map(|(group, _)| *group);
+            busiest.inspect(|group| self.close_oldest(*group));
         }
         // Most have already sent something, for which there would be no event.
         self.advance(number);
     }
 
-    fn close_oldest(&mut self, source: Source) {
-        let oldest = self.sources.get(&source).and_then(|all| all.first().copied());
-        if let Some(arrival) = oldest.and_then(|number| self.remove(number)) {
+    /// Adds a connection to a group, and closes the oldest one of that if it has too many.
+    fn join(&mut self, number: u64, group: Group) {
+        let all = self.groups.entry(group).or_default();
+        all.insert(number);
+        if all.len() > MAX_SILENT_OF_ONE {
+            self.close_oldest(group);
+        }
+    }
+
+    fn leave(&mut self, number: u64, group: Group) {
+        if let Some(all) = self.groups.get_mut(&group) {
+            all.remove(&number);
+            if all.is_empty() {
+                self.groups.remove(&group);
+            }
+        }
+    }
+
+    fn close_oldest(&mut self, group: Group) {
+        let oldest = self.groups.get(&group).and_then(|all| all.first().copied());
+        if let Some(arrival) = oldest.and_then(|number| self.remove(number, group)) {
             tracing::debug!(peer = arrival.peer, "a silent connection was closed for a newer one");
         }
     }
 
-    fn remove(&mut self, number: u64) -> Option<Arrival> {
+    fn remove(&mut self, number: u64, group: Group) -> Option<Arrival> {
         let arrival = self.silent.remove(&number)?;
-        if let Some(all) = self.sources.get_mut(&arrival.source) {
-            all.remove(&number);
-            if all.is_empty() {
-                self.sources.remove(&arrival.source);
-            }
-        }
+        self.leave(number, group);
         // It was registered; its descriptor may go to another process, which must not wake this one.
         let _ = self.epoll.delete(arrival.socket.as_fd());
         Some(arrival)
@@ -616,8 +637,8 @@ impl Greeter {
             if oldest.until > now {
                 return;
             }
-            let number = *number;
-            if let Some(arrival) = self.remove(number) {
+            let (number, group) = (*number, oldest.group());
+            if let Some(arrival) = self.remove(number, group) {
                 let seconds = HELLO_WITHIN.as_secs();
                 tracing::info!(
                     peer = arrival.peer,
@@ -629,11 +650,17 @@ impl Greeter {
 
     fn advance(&mut self, number: u64) {
         let Some(arrival) = self.silent.get_mut(&number) else { return };
+        let before = arrival.group();
         let step = arrival.advance(&self.server);
         if matches!(step, Step::More) {
+            let group = arrival.group();
+            if group != before {
+                self.leave(number, before);
+                self.join(number, group);
+            }
             return;
         }
-        let Some(arrival) = self.remove(number) else { return };
+        let Some(arrival) = self.remove(number, before) else { return };
         let peer = arrival.peer.clone();
         match step {
             Step::More => {}

@@ -8,12 +8,14 @@
 //!           ── Hello{DATA} ─▶ ◀─ Welcome ──                 data connections, all at once
 //! ```
 //!
-//! Nobody waits for data connections before a session begins ([`Opening`]): commands go on the control connection meanwhile. Nor for the worker's welcome, which comes before the first answer
-//! ([`Unwelcomed`]): the worker is known by its key, and its daemon has agreed to a version. That connection is established while the daemon answers ([`Spare`]).
+//! The session's own connections are established while the daemon answers ([`Spares`]). Nobody waits for data connections before a session begins ([`Opening`]): commands go on the control connection meanwhile.
+//! Nor for the welcome on each connection, which comes before anything else there ([`Unwelcomed`]): version and limits are in the daemon's welcome, and under TLS the worker is known by its key.
 
+use std::fmt::Display;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -23,6 +25,7 @@ use identity::tls::session_name;
 use identity::{Credentials, Fingerprint, Secret};
 use nix::poll::PollFd;
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{MsgFlags, recv};
 use protocol::device::{Answer, text, untext};
 use protocol::link::{Hello, MAGIC, MAX_DEVICE_LIST, Welcome, frame, greeting, purpose};
 use protocol::version::OURS;
@@ -48,20 +51,37 @@ pub(super) struct Greeted {
     connection: Stream,
     /// What the session's own connections trust, under TLS.
     pub(super) session: Option<Arc<ClientConfig>>,
-    /// For the session's control connection, under TLS.
-    spare: Option<Spare>,
+    spares: Spares,
     /// How long it took to connect.
     pub(super) dialed_in: Duration,
 }
 
+/// Most connections of a process for data on which nothing was said yet. A server keeps few such connections for one address; beyond this number they are opened when the welcome has come.
+const MOST_SPARES: u32 = 32;
+
+/// How many there are.
+static SPARES: AtomicU32 = AtomicU32::new(0);
+
+/// Connections for a session that has not been welcomed. The server would close them if the session had to wait its turn.
+#[derive(Debug, Default)]
+struct Spares {
+    /// For the session's control connection, under TLS.
+    control: Option<Spare>,
+    data: Vec<Spare>,
+}
+
 /// A connection on which nothing was said yet. A thread opens it, which ends with it.
 #[derive(Debug)]
-struct Spare(JoinHandle<io::Result<OwnedFd>>);
+struct Spare(JoinHandle<io::Result<(OwnedFd, Option<Counted>)>>);
 
-/// Lets go of a connection that the server would close while the session waits its turn.
-struct WithSpare<'t>(&'t mut dyn Turn, &'t mut Option<Spare>);
+/// One of [`SPARES`].
+#[derive(Debug)]
+struct Counted;
 
-/// What has come of the welcome on a connection on which commands went before it.
+/// Lets go of the spare connections while the session waits its turn.
+struct WithSpares<'t>(&'t mut dyn Turn, &'t mut Spares);
+
+/// What has come of the welcome on a connection on which commands or data went before it.
 #[derive(Debug, Default)]
 pub(super) struct Unwelcomed(Vec<u8>);
 
@@ -69,6 +89,8 @@ pub(super) struct Unwelcomed(Vec<u8>);
 #[derive(Debug)]
 pub(super) struct Opening {
     outcome: Receiver<Result<Vec<Stream>, ConnectError>>,
+    /// The welcome on each was not waited for.
+    pub(super) unwelcomed: bool,
     /// Raised when there is an outcome.
     done: Arc<EventFd>,
 }
@@ -155,10 +177,11 @@ fn credentials(config: &SessionConfig) -> Result<Option<Credentials>, ConnectErr
     credentials.map_err(|source| ConnectError::Credentials { server, source })
 }
 
-/// Reaches the server and waits until it welcomes the session.
+/// Reaches the server and waits until it welcomes the session, which will have about so many data connections.
 pub(super) fn greet(
     config: &SessionConfig,
     hello: &Hello,
+    data: u32,
     turn: &mut dyn Turn,
 ) -> Result<(Greeted, Handshake), ConnectError> {
     let credentials = credentials(config)?;
@@ -171,8 +194,8 @@ pub(super) fn greet(
         None => Stream::from(socket),
     };
     say(config, &connection, hello)?;
-    let mut spare = credentials.as_ref().and_then(|_| Spare::begin(config));
-    let turn = &mut WithSpare(turn, &mut spare);
+    let mut spares = Spares::begin(config, credentials.is_some(), data);
+    let turn = &mut WithSpares(turn, &mut spares);
     let handshake = welcome_in_turn(config, &connection, deadline, turn)?;
     let wrong =
         |what: &str| ConnectError::Protocol { server: config.server.to_string(), what: what.to_owned() };
@@ -186,26 +209,50 @@ pub(super) fn greet(
         (None, false) => return Err(wrong("the session has a key, and the connection is not protected")),
     };
     let (token, secret) = (handshake.token, handshake.secret);
-    Ok((Greeted { token, secret, connection, session, spare, dialed_in }, handshake))
+    Ok((Greeted { token, secret, connection, session, spares, dialed_in }, handshake))
+}
+
+impl Spares {
+    fn begin(config: &SessionConfig, control: bool, data: u32) -> Spares {
+        let control = control.then(|| Spare::begin(config, None)).flatten();
+        let data = (0..data).map_while(|_| Counted::one()).filter_map(|one| Spare::begin(config, Some(one)));
+        Spares { control, data: data.collect() }
+    }
 }
 
 impl Spare {
     /// Begins to connect. Without a thread for it there is none.
-    fn begin(config: &SessionConfig) -> Option<Spare> {
+    fn begin(config: &SessionConfig, counted: Option<Counted>) -> Option<Spare> {
         let config = config.clone();
-        let dial = move || config.dial(config.connect_timeout);
+        let dial = move || config.dial(config.connect_timeout).map(|socket| (socket, counted));
         std::thread::Builder::new().name(thread_name("dial")).spawn(dial).ok().map(Spare)
     }
 
-    /// The connection, if it stands. Waits for it.
+    /// The connection, if it stands and the server has not closed it. Waits for it.
     fn take(self) -> Option<OwnedFd> {
-        self.0.join().ok()?.ok()
+        let (socket, _) = self.0.join().ok()?.ok()?;
+        let look = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+        matches!(recv(socket.as_raw_fd(), &mut [0], look), Err(nix::Error::EAGAIN)).then_some(socket)
     }
 }
 
-impl Turn for WithSpare<'_> {
+impl Counted {
+    /// One more, if there may be one.
+    fn one() -> Option<Counted> {
+        let more = |spares| (spares < MOST_SPARES).then_some(spares + 1);
+        SPARES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Counted)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        SPARES.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Turn for WithSpares<'_> {
     fn wait(&mut self, server: &str, ahead: u32) {
-        *self.1 = None;
+        *self.1 = Spares::default();
         self.0.wait(server, ahead);
     }
 
@@ -224,13 +271,13 @@ impl Unwelcomed {
         Ok(got)
     }
 
-    /// Whether it is complete, and the connection welcome.
-    pub(super) fn is_over(&self) -> Result<bool, EndReason> {
+    /// Whether it is complete, and `connection` welcome.
+    pub(super) fn is_over(&self, connection: impl Display) -> Result<bool, EndReason> {
         match greeting::<Welcome>(&self.0, &OURS) {
             Ok(None) => Ok(false),
             Ok(Some((welcome, _))) if Answer::from_number(welcome.status) == Answer::Ok => Ok(true),
             Ok(Some((welcome, _))) => {
-                Err(EndReason::Gone(format!("control connection: {}", untext(&welcome.reason))))
+                Err(EndReason::Gone(format!("{connection}: {}", untext(&welcome.reason))))
             }
             Err(bad) => Err(EndReason::Server(bad.to_string())),
         }
@@ -238,26 +285,29 @@ impl Unwelcomed {
 }
 
 impl Opening {
-    /// Opens a data connection for each of `hellos`. Does not block.
+    /// Opens a data connection for each of `hellos`. Does not block. `waits`: until they are welcome.
     pub(super) fn begin(
         config: &SessionConfig,
-        greeted: &Greeted,
+        greeted: &mut Greeted,
         hellos: Vec<Hello>,
+        waits: bool,
     ) -> Result<Opening, ConnectError> {
         let here = |source| ConnectError::Here { source };
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let done = Arc::new(EventFd::from_value_and_flags(0, flags).map_err(|e| here(e.into()))?);
-        let hellos: Vec<Hello> = hellos.into_iter().map(|hello| greeted.own(hello)).collect();
+        let mut spares = std::mem::take(&mut greeted.spares.data).into_iter();
+        let own = |hello| Own { hello: greeted.own(hello), spare: spares.next(), waits };
+        let owns: Vec<Own> = hellos.into_iter().map(own).collect();
         let (config, session, raised) = (config.clone(), greeted.session.clone(), Arc::clone(&done));
         let (sender, outcome) = channel();
         let open = move || {
             // The session may have ended meanwhile; then the connections close.
-            let _ = sender.send(open_all(&config, session.as_ref(), &hellos));
+            let _ = sender.send(open_all(&config, session.as_ref(), owns));
             // A full counter means that it is raised already.
             let _ = raised.write(1);
         };
         std::thread::Builder::new().name(thread_name("open")).spawn(open).map_err(here)?;
-        Ok(Opening { outcome, done })
+        Ok(Opening { outcome, unwelcomed: !waits, done })
     }
 
     /// The connections, in the order of their hellos, or why there is one that the session will not have. Once. `None`: not yet.
@@ -279,17 +329,54 @@ fn panicked() -> ConnectError {
     ConnectError::Here { source: io::Error::other("a thread that connects has panicked") }
 }
 
+/// A connection of a session that is to be opened.
+struct Own {
+    hello: Hello,
+    spare: Option<Spare>,
+    /// It is only of use once it is welcome.
+    waits: bool,
+}
+
 /// Opens connections of a session side by side: each waits for the network a few times, and all of them together no longer.
 fn open_all(
     config: &SessionConfig,
     session: Option<&Arc<ClientConfig>>,
-    hellos: &[Hello],
+    owns: Vec<Own>,
 ) -> Result<Vec<Stream>, ConnectError> {
     std::thread::scope(|scope| {
         let opening: Vec<_> =
-            hellos.iter().map(|hello| scope.spawn(move || open_one(config, session, hello))).collect();
+            owns.into_iter().map(|own| scope.spawn(move || own.open(config, session))).collect();
         opening.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
     })
+}
+
+impl Own {
+    /// Opens it and says its hello.
+    fn open(
+        self,
+        config: &SessionConfig,
+        session: Option<&Arc<ClientConfig>>,
+    ) -> Result<Stream, ConnectError> {
+        let Own { hello, spare, waits } = self;
+        let greet = |socket| {
+            let connection = match session {
+                Some(tls) => protect(config, socket, tls, session_name(&hello.token))?,
+                None => Stream::from(socket),
+            };
+            say(config, &connection, &hello)?;
+            if waits {
+                welcome_at_once(config, &connection, in_time(config))?;
+            }
+            Ok(connection)
+        };
+        match spare.and_then(Spare::take).map(greet) {
+            // The server may have closed it, having waited too long.
+            None | Some(Err(ConnectError::NoServer { .. } | ConnectError::Unsafe { .. })) => {
+                greet(reach(config)?)
+            }
+            Some(outcome) => outcome,
+        }
+    }
 }
 
 impl Greeted {
@@ -305,24 +392,21 @@ impl Greeted {
         control: Hello,
     ) -> Result<(Stream, Option<Daemon>), ConnectError> {
         let Some(tls) = &self.session else { return Ok((self.connection, None)) };
-        let hello = self.own(control);
-        // The server may have closed it, having waited too long.
-        let over = |socket| protect(config, socket, tls, session_name(&hello.token)).ok();
-        let stream = match self.spare.and_then(Spare::take).and_then(over) {
-            Some(stream) => stream,
-            None => reach_session(config, Some(tls), &hello)?,
-        };
-        say(config, &stream, &hello)?;
+        let own = Own { hello: self.own(control), spare: self.spares.control, waits: false };
+        let stream = own.open(config, Some(tls))?;
         Ok((stream, Some(Daemon { connection: self.connection, reader: FrameReader::new() })))
     }
 
-    /// The same, and it is welcome.
+    /// The same, with `frame` as the first one on it, and it is welcome.
     pub(super) fn control(
         self,
         config: &SessionConfig,
         control: Hello,
+        (kind, body): (u32, &[u8]),
     ) -> Result<(Stream, Option<Daemon>), ConnectError> {
         let (stream, daemon) = self.begin_control(config, control)?;
+        let failed = |source| ConnectError::NoServer { server: config.server.to_string(), source };
+        stream.send_frame(kind, &[body]).map_err(failed)?;
         if daemon.is_some() {
             welcome_at_once(config, &stream, in_time(config))?;
         }
@@ -391,30 +475,6 @@ fn without_session(purpose: u32, program: &str) -> Hello {
     }
 }
 
-fn open_one(
-    config: &SessionConfig,
-    session: Option<&Arc<ClientConfig>>,
-    hello: &Hello,
-) -> Result<Stream, ConnectError> {
-    let connection = reach_session(config, session, hello)?;
-    say(config, &connection, hello)?;
-    welcome_at_once(config, &connection, in_time(config))?;
-    Ok(connection)
-}
-
-/// A connection of the session that `hello` names, on which nothing was said yet.
-fn reach_session(
-    config: &SessionConfig,
-    session: Option<&Arc<ClientConfig>>,
-    hello: &Hello,
-) -> Result<Stream, ConnectError> {
-    let socket = reach(config)?;
-    match session {
-        Some(tls) => protect(config, socket, tls, session_name(&hello.token)),
-        None => Ok(Stream::from(socket)),
-    }
-}
-
 /// What the connections of a session with this key trust, under TLS.
 pub(super) fn session_trust(
     config: &SessionConfig,
@@ -460,7 +520,7 @@ mod tests {
                 let (mut rest, mut unwelcomed) = (&bytes[..], Unwelcomed::default());
                 loop {
                     assert!(unwelcomed.read(rest.by_ref().take(step as u64)).unwrap() > 0);
-                    match unwelcomed.is_over() {
+                    match unwelcomed.is_over("a connection") {
                         Ok(false) => {}
                         outcome => return (outcome, rest.to_vec()),
                     }

@@ -2,9 +2,11 @@
 //!
 //! Nothing is measured here: the kernel knows the round-trip time of every TCP connection, and is asked when somebody wants to know.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
+
+use crate::framing::round_trip;
 
 /// A connection, as the carrier has it.
 type Connection = dyn AsFd + Send + Sync;
@@ -65,18 +67,6 @@ impl Link {
             Held::Lost => LinkState::Lost,
         }
     }
-}
-
-/// The kernel's smoothed round-trip time of a TCP connection. `None` for another kind of socket, or if nothing was acknowledged yet.
-fn round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
-    // SAFETY: an all-zero `tcp_info` is valid: it is numbers.
-    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
-    let mut size = size_of_val(&info) as libc::socklen_t;
-    let to = std::ptr::from_mut(&mut info).cast();
-    // SAFETY: a descriptor that is open, and a structure with its size, of which the kernel writes at most that much.
-    let answer =
-        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, to, &raw mut size) };
-    (answer == 0 && info.tcpi_rtt > 0).then(|| Duration::from_micros(info.tcpi_rtt.into()))
 }
 
 #[cfg(test)]

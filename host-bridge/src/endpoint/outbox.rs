@@ -18,7 +18,8 @@ mod downlink;
 mod tests;
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -29,7 +30,7 @@ use self::downlink::Downlink;
 use super::end::Lost;
 use super::link::Connection;
 use crate::compression::{CompressUse, Compression, SAMPLE, compress};
-use crate::framing::BadAcknowledgement;
+use crate::framing::{BadAcknowledgement, round_trip};
 use crate::journal::{Journal, Piece};
 
 /// The streams of the data connections to the bridge.
@@ -53,6 +54,8 @@ struct Stream {
     turn: Mutex<Option<Connection>>,
     /// Bytes of the stream that the bridge has.
     arrived: AtomicU64,
+    /// The way over its connection is long.
+    far: AtomicBool,
 }
 
 /// When chunks of one stream are compressed, and memory for what becomes of one.
@@ -119,6 +122,11 @@ impl Distance {
         *self = Distance::default();
     }
 }
+
+/// A connection that has carried fewer bytes sends few in a round trip.
+const CARRIED: u64 = 256 << 10;
+/// What one sends in its first round trip.
+const FIRST: usize = 14 << 10;
 
 /// Most bytes of buffers that a stream has for its next chunks: what a bridge acknowledges at a time, and a
 /// little more.
@@ -241,6 +249,7 @@ impl Stream {
             changed: Condvar::new(),
             turn: Mutex::default(),
             arrived: AtomicU64::new(0),
+            far: AtomicBool::new(false),
         }
     }
 
@@ -364,6 +373,16 @@ impl Outbox {
         lock(&self.stream(lane).1.kept).put_back(buffer, MOST_FREE);
     }
 
+    /// In parts of how many bytes to send so many, over all streams in turn from the one that `lane` picks.
+    /// `None`: better all over that one.
+    pub(super) fn part(&self, lane: usize, len: usize) -> Option<usize> {
+        let (_, stream) = self.stream(lane);
+        let fits = stream.far.load(Ordering::Relaxed) && len > FIRST && len <= CARRIED as usize;
+        let fresh = fits && lock(&stream.kept).journal.end() < CARRIED;
+        let part = len.div_ceil(self.streams.len()).max(FIRST);
+        (fresh && part < len).then_some(part)
+    }
+
     /// Whether the bridge takes long to say what it has of the stream that `lane` picks.
     pub(super) fn is_far(&self, lane: usize) -> bool {
         lock(&self.stream(lane).1.kept).distance.is_far()
@@ -411,6 +430,8 @@ impl Outbox {
             lock(downlink).resumes(number, upto);
         }
         drop(kept);
+        let time = round_trip(connection.stream.as_fd());
+        stream.far.store(time.is_some_and(|time| time >= FAR), Ordering::Relaxed);
         *turn = Some(connection);
         drop(turn);
         stream.changed.notify_all();

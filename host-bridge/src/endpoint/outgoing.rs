@@ -115,6 +115,10 @@ impl Outgoing {
                         outbox.give_back(lane, buffer);
                         Body::Compressed(compressed)
                     }
+                    None if self.spread(outbox, lane, offset, &buffer[..room])? => {
+                        outbox.give_back(lane, buffer);
+                        return Ok(());
+                    }
                     None => Body::Own(buffer),
                 };
                 self.send_chunk(lane, offset, room, body)
@@ -160,6 +164,11 @@ impl Outgoing {
                     let may_be_held = bytes.len() == room && room >= HELD_FROM;
                     let body = match outbox.compressed(lane, bytes) {
                         Some(compressed) => Body::Compressed(compressed),
+                        None if self.spread(outbox, lane, offset + at as u64, bytes)? => {
+                            held = Some(all).filter(|_| end < room);
+                            at = end;
+                            continue;
+                        }
                         None if may_be_held && !outbox.is_far(lane) => {
                             return self.send_chunk(lane, offset, room, Body::Held(all));
                         }
@@ -185,6 +194,21 @@ impl Outgoing {
             Way::Tcp { outbox, .. } => Some(Unacknowledged(Arc::clone(outbox))),
             Way::Verbs { .. } => None,
         }
+    }
+
+    /// Sends bytes that belong at `offset` over several connections, as long as those have carried little and
+    /// the way is long. False: nothing was sent.
+    fn spread(&self, outbox: &Outbox, lane: usize, offset: u64, bytes: &[u8]) -> Result<bool, Lost> {
+        let Some(len) = outbox.part(lane, bytes.len()) else { return Ok(false) };
+        let mut at = offset;
+        for (number, part) in bytes.chunks(len).enumerate() {
+            let lane = lane + number;
+            let mut buffer = outbox.buffer(lane, part.len());
+            buffer[..part.len()].copy_from_slice(part);
+            self.send_chunk(lane, at, part.len(), Body::Own(buffer))?;
+            at += part.len() as u64;
+        }
+        Ok(true)
     }
 
     /// Sends the first `len` bytes of `body`, at most [`MAX_DATA`].

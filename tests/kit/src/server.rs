@@ -74,6 +74,7 @@ struct Shared {
     frames: AtomicUsize,
     asked: AtomicUsize,
     left: AtomicUsize,
+    silent: AtomicUsize,
     programs: Mutex<Vec<String>>,
 }
 
@@ -107,6 +108,7 @@ impl FakeServer {
             frames: AtomicUsize::new(0),
             asked: AtomicUsize::new(0),
             left: AtomicUsize::new(0),
+            silent: AtomicUsize::new(0),
             programs: Mutex::default(),
         });
         let for_thread = shared.clone();
@@ -160,6 +162,11 @@ impl FakeServer {
         self.shared.left.load(Ordering::SeqCst)
     }
 
+    /// Open connections on which no hello has come.
+    pub fn silent(&self) -> usize {
+        self.shared.silent.load(Ordering::SeqCst)
+    }
+
     /// The programs of its sessions, in the order of arrival.
     pub fn programs(&self) -> Vec<String> {
         self.shared.programs.lock().unwrap().clone()
@@ -175,7 +182,10 @@ impl Shared {
     fn greet(&self, mut stream: TcpStream) {
         stream.set_nodelay(true).unwrap();
         let mut hello = Hello::new_zeroed();
-        if stream.read_exact(hello.as_mut_bytes()).is_err() {
+        self.silent.fetch_add(1, Ordering::SeqCst);
+        let said = stream.read_exact(hello.as_mut_bytes());
+        self.silent.fetch_sub(1, Ordering::SeqCst);
+        if said.is_err() {
             return;
         }
         assert_eq!(hello.magic, MAGIC);

@@ -141,10 +141,11 @@ impl Program<'_> {
     }
 
     fn check(&self) {
-        let Greeter { silent, sources, .. } = &self.greeter;
-        assert!(silent.len() <= MAX_SILENT && sources.values().all(|all| all.len() <= MAX_SILENT_OF_ONE));
-        assert_eq!(silent.len(), sources.values().map(|all| all.len()).sum::<usize>());
-        for arrival in silent.values() {
+        let Greeter { silent, groups, .. } = &self.greeter;
+        assert!(silent.len() <= MAX_SILENT && groups.values().all(|all| all.len() <= MAX_SILENT_OF_ONE));
+        assert_eq!(silent.len(), groups.values().map(|all| all.len()).sum::<usize>());
+        for (number, arrival) in silent {
+            assert!(groups[&arrival.group()].contains(number));
             if let Phase::Plain(said) | Phase::Tls(_, said) = &arrival.phase {
                 assert!(said.len() <= super::MAX_SAID);
             }
@@ -299,6 +300,33 @@ fn hello(steps: &mut Steps<'_>) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn connections_that_clients_keep_ready_take_no_place_of_those_that_shake_hands() {
+        let _one = ONE.lock().unwrap();
+        let mut greeter = Greeter::new(Arc::clone(&FIXTURE.servers[0]), Vec::new()).unwrap();
+        let mut admit = |says: &[u8]| {
+            let (mut ours, theirs) = UnixStream::pair().unwrap();
+            ours.write_all(says).unwrap();
+            let (number, socket) = (greeter.next, Socket::Tcp(OwnedFd::from(theirs).into()));
+            let (source, until) = (Source::V4([10, 0, 0, 1]), Instant::now() + HELLO_WITHIN);
+            greeter.admit(Arrival { socket, source, peer: String::new(), until, phase: Phase::First });
+            (number, ours)
+        };
+        // The beginning of a client's part of TLS's handshake.
+        let hello = &[22, 3, 1, 2, 0, 1];
+        let busy: Vec<_> = (0..MAX_SILENT_OF_ONE).map(|_| admit(hello)).collect();
+        let ready: Vec<_> = (0..2 * MAX_SILENT_OF_ONE).map(|_| admit(&[])).collect();
+        let (oldest, (late, stream)) = (busy[0].0, ready.last().unwrap());
+        let is_kept = |greeter: &Greeter, number| greeter.silent.contains_key(&number);
+        assert!(busy.iter().all(|(number, _)| is_kept(&greeter, *number)));
+        assert_eq!(greeter.silent.len(), 2 * MAX_SILENT_OF_ONE);
+        // One that is used counts with the others from then on.
+        (&*stream).write_all(hello).unwrap();
+        greeter.advance(*late);
+        assert!(is_kept(&greeter, *late) && !is_kept(&greeter, oldest));
+        assert_eq!(greeter.silent.len(), 2 * MAX_SILENT_OF_ONE - 1);
+    }
 
     #[test]
     fn whatever_peers_say_the_limits_hold_and_only_clients_get_anything() {

@@ -30,6 +30,8 @@ use super::schedule::{Schedule, Upload};
 
 /// Fewest bytes of a chunk, where the piece is that long.
 const MIN_CHUNK: u64 = 256 << 10;
+/// The same as long as nothing is known of the link: what a connection sends in its first round trip.
+const FIRST_CHUNK: u64 = 14 << 10;
 /// Most bytes of a chunk.
 const MAX_CHUNK: u64 = 1 << 20;
 /// Data of more bytes than this is not sent eagerly behind other data of its stream, where the server is near: its grant will be here by the time of its turn, and what comes before its room is
@@ -47,6 +49,8 @@ struct Job<M> {
     piece: u32,
     span: Span<M>,
     at: u64,
+    /// Bytes of a chunk, in its first part and behind that.
+    first_chunk: u64,
     chunk: u64,
     /// Bytes before this offset go without a grant: they are counted in [`Flows::unplaced`].
     eager: u64,
@@ -55,6 +59,8 @@ struct Job<M> {
     granted: u64,
     /// What is known of its blocks. Empty: it has nothing to do with the cache.
     blocks: Vec<Block>,
+    /// It may wait for answers about them.
+    patient: bool,
 }
 
 impl<M> Job<M> {
@@ -70,7 +76,7 @@ impl<M> Job<M> {
 
     /// Whether it is to wait until the server has said whether it has the next block. Not if a part of that was sent: the question may not be asked then, and the answer is of no use.
     fn awaits_answer(&self, waits: bool) -> bool {
-        waits && self.at.is_multiple_of(CACHE_BLOCK) && self.block() == Some(&Block::Asked)
+        waits && self.patient && self.at.is_multiple_of(CACHE_BLOCK) && self.block() == Some(&Block::Asked)
     }
 
     fn may_send(&self, waits: bool) -> bool {
@@ -92,7 +98,7 @@ impl<M> Job<M> {
             return (eager, left);
         }
         // The first part of a long piece is cut so that all connections have some of it.
-        let chunk = if eager && self.at < EAGER_PIECE { MIN_CHUNK } else { self.chunk };
+        let chunk = if eager && self.at < EAGER_PIECE { self.first_chunk } else { self.chunk };
         // What would remain is not worth a chunk of its own.
         (eager, if left <= chunk + chunk / 4 { left } else { chunk })
     }
@@ -290,7 +296,9 @@ impl<M> Flows<M> {
                 Some(true) => self.turn(number),
                 Some(false) => self.hold(number),
             }
-            if carries != Carries::Nothing {
+            if carries == Carries::Nothing {
+                self.knowledge.through(len);
+            } else {
                 self.pace.leaves(chunk.seq, chunk.piece, chunk.at, now);
             }
             return Some(chunk);
@@ -385,6 +393,11 @@ impl<M> Flows<M> {
         free.into_iter().for_each(|number| self.turn(number));
     }
 
+    /// Whether nothing is known of the link yet, and it may be a long one. Then each connection should be given a chunk before one is given two.
+    pub(in crate::bridge) fn is_unknown(&self) -> bool {
+        self.pace.may_be_far() && self.link().is_none()
+    }
+
     /// Bytes a second that the link carries, if that is known.
     pub(in crate::bridge) fn link(&self) -> Option<u64> {
         self.pace.link()
@@ -398,6 +411,9 @@ impl<M> Flows<M> {
     fn arrived_at(&mut self, chunk: &Chunk<M>, crossed: u64, now: impl FnOnce() -> Instant) {
         if chunk.sends() == 0 {
             return;
+        }
+        if chunk.carries == (Carries::Bytes { keep: true }) {
+            self.knowledge.through(chunk.len.into());
         }
         let waited = self.waits();
         if self.pace.arrives(chunk.seq, chunk.piece, chunk.at, (chunk.len.into(), crossed), now) {
@@ -464,9 +480,21 @@ impl<M: ClientMemory> Flows<M> {
             if at == span.len() {
                 continue;
             }
-            let chunk = self.chunk_of(span.len());
+            let (first_chunk, chunk) = (MIN_CHUNK, self.chunk_of(span.len()));
             self.places.insert((seq, piece), flow);
-            let job = Job { seq, piece, span, at, chunk, eager, late, granted, blocks: Vec::new() };
+            let job = Job {
+                seq,
+                piece,
+                span,
+                at,
+                first_chunk,
+                chunk,
+                eager,
+                late,
+                granted,
+                blocks: Vec::new(),
+                patient: false,
+            };
             self.flows.entry(flow).or_default().jobs.push_back(job);
         }
         let mut flows: Vec<(u64, u64, bool)> = self
@@ -478,6 +506,11 @@ impl<M: ClientMemory> Flows<M> {
         for (_, number, has_room) in flows {
             if has_room { self.turn(number) } else { self.hold(number) }
         }
+    }
+
+    /// A connection that has carried nothing sends few bytes in its first round trips, so all of them send.
+    fn first_chunk_of(&self, len: u64) -> u64 {
+        if self.is_unknown() { (len / self.connections).clamp(FIRST_CHUNK, MIN_CHUNK) } else { MIN_CHUNK }
     }
 
     fn chunk_of(&self, len: u64) -> u64 {
@@ -510,7 +543,7 @@ impl<M: ClientMemory> Schedule for Flows<M> {
     /// It is decided here once and for all what goes without a grant.
     fn push(&mut self, Upload { seq, piece, span, late }: Upload<M>) -> bool {
         let len = span.len();
-        let chunk = self.chunk_of(len);
+        let (first_chunk, chunk) = (self.first_chunk_of(len), self.chunk_of(len));
         let flow = self.flows.entry(self.flow).or_default();
         let wish = len.min(EAGER_PIECE);
         let at_once = !late && (len <= SHORT || flow.jobs.is_empty());
@@ -524,7 +557,9 @@ impl<M: ClientMemory> Schedule for Flows<M> {
         let ask = eager == 0 && !late && len <= EAGER_PIECE;
         // What earlier work may still write has no hash yet.
         let blocks = if late { Vec::new() } else { self.knowledge.blocks(seq, piece, len, &self.pace) };
-        let job = Job { seq, piece, span, at: 0, chunk, eager, late, granted: 0, blocks };
+        let patient = self.knowledge.may_wait(&self.pace);
+        let job =
+            Job { seq, piece, span, at: 0, first_chunk, chunk, eager, late, granted: 0, blocks, patient };
         if let Some(changed) = &mut self.changed {
             changed.push(job.to_note(self.flow));
         }

@@ -2,7 +2,8 @@
 //!
 //! A piece of data is cut into blocks. Their hashes are computed beside everything else, and the server is asked about them while what comes before them is being sent. When a block's turn comes
 //! before the answer, there is a choice: to send it all the same, or to wait. It is sent as long as the last answers were mostly that the server does not have it, so that data which is new is not
-//! delayed. Once the server has had a block, it will have the next, too, and its answer is waited for.
+//! delayed. Once the server has had a block, it will have the next, too, and its answer is waited for, unless sending takes much less time than that
+//! (`docs/decisions/0131-short-data-does-not-wait-for-the-cache.md`).
 //!
 //! Over a fast link, hashes take as long as sending, so no block is asked about. How fast it is is known from what arrived ([`Pace`]).
 
@@ -54,13 +55,15 @@ pub(super) struct Knowledge {
     queue: VecDeque<(u64, u32, u64)>,
     /// Bytes of blocks that the server was asked about and that have not been sent.
     asked: u64,
+    /// Bytes of pieces whose blocks the server is asked about, as far as they have neither arrived nor turned out to be known.
+    line: u64,
     /// Above 0: the server is expected to have what comes.
     score: i32,
 }
 
 impl Knowledge {
     pub(super) fn new(cache: CacheUse) -> Knowledge {
-        Knowledge { cache, queue: VecDeque::new(), asked: 0, score: 1 }
+        Knowledge { cache, queue: VecDeque::new(), asked: 0, line: 0, score: 1 }
     }
 
     /// The blocks of a piece of `len` bytes, none if the server is not asked about it.
@@ -77,6 +80,7 @@ impl Knowledge {
         if self.queue.len() as u64 + count > MOST_QUEUED {
             return Vec::new();
         }
+        self.line += len;
         self.queue.extend((0..count).map(|block| (seq, piece, block * CACHE_BLOCK)));
         vec![Block::Unasked; count as usize]
     }
@@ -96,6 +100,17 @@ impl Knowledge {
         if block != Block::Unasked {
             self.asked = self.asked.saturating_sub(len);
         }
+    }
+
+    /// So many bytes of such a piece have arrived, or are known to the server.
+    pub(super) fn through(&mut self, len: u64) {
+        // Those that another process had sent were not counted here.
+        self.line = self.line.saturating_sub(len);
+    }
+
+    /// Whether what was queued last may wait for answers: sending it, and what comes before it, takes long enough.
+    pub(super) fn may_wait(&self, pace: &Pace) -> bool {
+        self.cache == CacheUse::Always || !pace.outpaces_answers(self.line)
     }
 
     /// The server has said whether it has a block.

@@ -20,6 +20,8 @@ const FAR: Duration = Duration::from_micros(500);
 
 /// Bytes a second from which on computing hashes would be what limits the link.
 const FAST: u64 = 1 << 30;
+/// What takes less than this part of a round trip takes much less.
+const PART: u128 = 4;
 /// The rate is known from as many bytes as this, received one after the other.
 const ENOUGH: u64 = 256 << 10;
 
@@ -77,6 +79,12 @@ impl Pace {
 
     pub(super) fn is_slow(&self) -> bool {
         (1..FAST).contains(&self.rate)
+    }
+
+    /// Whether sending so many bytes takes much less time than an answer of the server.
+    pub(super) fn outpaces_answers(&self, bytes: u64) -> bool {
+        let sends = u128::from(bytes) * 1_000_000_000;
+        self.is_far() && self.rate > 0 && sends * PART < u128::from(self.rate) * self.shortest.as_nanos()
     }
 
     /// Bytes a second that the link carries, on average of what was sent lately. `None`: too little has been sent.

@@ -8,7 +8,7 @@ use nix::sys::eventfd::EventFd;
 use protocol::link::{ACKNOWLEDGE_CONTROL, Received, frame};
 use zerocopy::IntoBytes;
 
-use super::connection::{DataConnection, waker};
+use super::connection::{Budget, DataConnection, waker};
 use super::io_thread::IoThread;
 use super::links::{Links, MAX_DATA_CONNECTIONS};
 use super::memory::{SocketMemory, hash};
@@ -50,6 +50,8 @@ pub(super) struct TcpCarrier {
     /// The session has begun, and its data connections do not stand yet: those in `data` are closed until then.
     opening: Option<Opening>,
     data: Vec<DataConnection>,
+    /// The data connection that has its turn, as long as nothing is known of the link.
+    next: usize,
     /// Where compressed bytes lie, for each data connection. Empty: nothing is compressed.
     rooms: Vec<Arc<Room>>,
     /// Computes hashes of blocks that the server may have in its cache.
@@ -143,6 +145,7 @@ impl TcpCarrier {
             told: 0,
             opening: links.opening,
             data: Vec::new(),
+            next: 0,
             rooms: links.rooms,
             hasher,
             wake: Arc::clone(mailbox.wake()),
@@ -176,12 +179,17 @@ impl TcpCarrier {
 
     /// Begins to use the data connections once they stand. That one does not come about is as if it were lost. True: they stand now.
     fn opened(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
-        let Some(outcome) = self.opening.as_ref().and_then(Opening::outcome) else { return Ok(false) };
+        let Some(opening) = &self.opening else { return Ok(false) };
+        let Some(outcome) = opening.outcome() else { return Ok(false) };
+        let unwelcomed = opening.unwelcomed;
         self.opening = None;
         let streams =
             outcome.map_err(|e| EndReason::Gone(format!("data connections: {}", with_causes(&e))))?;
         let none = vec![0; streams.len()];
         self.connect(machine, streams, &none)?;
+        if unwelcomed {
+            self.data.iter_mut().for_each(DataConnection::await_welcome);
+        }
         Ok(true)
     }
 
@@ -328,7 +336,7 @@ fn read_control(
         Ok(Some(0)) => Err(EndReason::Gone("the server closed the connection".into())),
         Ok(n) => {
             if let Some(welcome) = unwelcomed
-                && welcome.is_over()?
+                && welcome.is_over("control connection")?
             {
                 *unwelcomed = None;
             }
@@ -373,11 +381,20 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         machine.commit();
         let mut worked = self.send_frames()?;
         worked |= self.opened(machine)?;
-        // Every connection has something to send before one has something ahead.
+        // Every connection has something to send before one has something ahead, and a chunk before one has two of a link of which nothing is known.
         for ahead in 1..=super::connection::AHEAD {
-            for connection in standing(&self.opening, &mut self.data) {
+            let most = if machine.schedule().is_unknown() { 1 } else { usize::MAX };
+            let data = standing(&self.opening, &mut self.data);
+            let count = data.len();
+            for at in (self.next..count).chain(0..self.next.min(count)) {
+                let connection = &mut data[at];
                 if connection.may_send() || machine.schedule().has_chunks() {
-                    worked |= connection.send(machine, &self.session, &mut self.gather, ahead)?;
+                    let budget = Budget { ahead, chunks: most };
+                    let moved = connection.send(machine, &self.session, &mut self.gather, budget)?;
+                    if moved && most == 1 {
+                        self.next = at + 1;
+                    }
+                    worked |= moved;
                 }
             }
         }

@@ -14,6 +14,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::compressor::Compressor;
 use super::io_thread::IoThread;
 use super::memory::{SocketMemory, gather_span, write};
+use crate::bridge::connect::Unwelcomed;
 use crate::bridge::relay::{Carries, EndReason, Flows, Head, RestoredLane, Room, Sent, Span, untrue};
 use crate::bridge::socket::{Gather, Socket, not_now};
 use crate::bridge::state::{SessionState, thread_name};
@@ -117,6 +118,15 @@ impl Receiving {
 /// Most chunks that a thread may have to send, the current one among them: it need not wait for the relay between two.
 pub(super) const AHEAD: usize = 2;
 
+/// What a connection may do in a turn.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Budget {
+    /// A thread is given chunks until it has so many of them. Beyond the first, that is all that is done.
+    pub(super) ahead: usize,
+    /// Chunks that it may take, at most.
+    pub(super) chunks: usize,
+}
+
 /// The threads of a connection.
 #[derive(Debug)]
 struct Threads {
@@ -217,6 +227,8 @@ pub(super) struct DataConnection {
     /// In a session that compresses. It goes on while there is no link.
     compressor: Option<Compressor>,
     socket: Arc<Socket>,
+    /// The server's welcome on it has not come. It is not part of the stream.
+    unwelcomed: Option<Unwelcomed>,
     index: usize,
     journal: Journal<Outbound>,
     sending: Option<Sending>,
@@ -261,6 +273,7 @@ impl DataConnection {
             threads: None,
             compressor: None,
             socket: Arc::new(socket),
+            unwelcomed: None,
             index,
             journal: Journal::default(),
             sending: None,
@@ -411,11 +424,32 @@ impl DataConnection {
         socket: Socket,
         upto: u64,
     ) -> Result<(), EndReason> {
-        self.socket = Arc::new(socket);
+        (self.socket, self.unwelcomed) = (Arc::new(socket), None);
         (self.told, self.tells_at_once) = (self.received, false);
         self.watched = (true, false);
         let index = self.index;
         self.journal.resume(upto, |what| freed(machine, index, &what)).map_err(untrue)
+    }
+
+    /// The server's welcome comes before everything else that it sends, and is not waited for with what is sent.
+    pub(super) fn await_welcome(&mut self) {
+        self.unwelcomed = Some(Unwelcomed::default());
+    }
+
+    /// Reads of the welcome what there is, if it has not come yet. True: it has, or has now.
+    fn is_welcome(&mut self) -> Result<bool, EndReason> {
+        while let Some(unwelcomed) = &mut self.unwelcomed {
+            match not_now(unwelcomed.read(&*self.socket)) {
+                Ok(Some(0)) => return Err(self.gone("closed by the server")),
+                Ok(Some(_)) => {}
+                Ok(None) => return Ok(false),
+                Err(e) => return Err(self.gone(e)),
+            }
+            if unwelcomed.is_over(format_args!("data connection {}", self.index))? {
+                self.unwelcomed = None;
+            }
+        }
+        Ok(true)
     }
 
     /// Has the server told what has come, once that is much, and at once of a compressed chunk: it measures the link by that.
@@ -453,13 +487,13 @@ impl DataConnection {
         Ok(true)
     }
 
-    /// Sends what the connection takes. A thread is given chunks until it has `ahead` of them; beyond the first that is all that this does. True: something moved.
+    /// Sends what the connection takes. True: something moved.
     pub(super) fn send(
         &mut self,
         machine: &mut Machine<'_>,
         session: &SessionState,
         gather: &mut Gather,
-        ahead: usize,
+        Budget { ahead, mut chunks }: Budget,
     ) -> Result<bool, EndReason> {
         let mut worked = false;
         if ahead > 1 && self.threads.is_none() {
@@ -494,6 +528,10 @@ impl DataConnection {
                     break;
                 };
                 if next.is_none() {
+                    if chunks == 0 {
+                        break;
+                    }
+                    chunks -= 1;
                     // What is being compressed comes first.
                     let waits = |compressor: &Compressor| compressor.is_busy() || compressor.is_full(len);
                     if self.compressor.as_ref().is_some_and(waits) || !machine.lane_has_room(self.index, true)
@@ -555,6 +593,9 @@ impl DataConnection {
         session: &SessionState,
         gather: &mut Gather,
     ) -> Result<bool, EndReason> {
+        if !self.is_welcome()? {
+            return Ok(false);
+        }
         let mut taken = 0;
         while taken < TURN && self.wants_input() {
             // One call takes the rest of the chunk and, if all of its memory fits the call, the next header.

@@ -17,6 +17,8 @@ use crate::bridge::welcome::{Handshake, Turn, hello};
 use crate::compression::CompressUse;
 use crate::stream::Stream;
 
+/// Data connections of a session that asks for no number, mostly.
+const USUAL: u32 = 4;
 /// Most data connections that a server may ask for.
 pub(super) const MAX_DATA_CONNECTIONS: u32 = 32;
 
@@ -69,9 +71,10 @@ impl Greeting {
 
     /// Opens the session's other connections. Waits for the control connection only, on which commands may go before it is welcome and before there is a data connection.
     pub(in crate::bridge) fn open(self, config: &SessionConfig) -> Result<Links, ConnectError> {
-        let Greeting { greeted, control, data, ticket, compressed, unbegun, succession } = self;
+        let Greeting { mut greeted, control, data, ticket, compressed, unbegun, succession } = self;
         let lanes = data.len();
-        let opening = Some(Opening::begin(config, &greeted, data)?);
+        // To lose a connection together with what was sent on it is to lose the link.
+        let opening = Some(Opening::begin(config, &mut greeted, data, !ticket.survives())?);
         let (control, daemon) = greeted.begin_control(config, control)?;
         let rooms = compressed.map(|(_, rooms)| rooms).unwrap_or_default();
         let unbegun = Some(unbegun);
@@ -86,7 +89,7 @@ pub(in crate::bridge) fn greet_server(
     turn: &mut dyn Turn,
 ) -> Result<(Greeting, Handshake), ConnectError> {
     let control = hello(config, channel, purpose::CONTROL, config.data_connections);
-    let (greeted, handshake) = greet(config, &control, turn)?;
+    let (greeted, handshake) = greet(config, &control, data_wanted(config), turn)?;
     let ticket = Ticket::new(control, &greeted, &handshake, config);
     let unbegun = Unbegun::new(&ticket, config);
     let count = handshake.data_connections;
@@ -110,6 +113,11 @@ pub(in crate::bridge) fn greet_server(
         },
     };
     Ok((Greeting { greeted, control, data, ticket, compressed, unbegun, succession: None }, handshake))
+}
+
+/// How many data connections the session will have, as far as is known before the server has said it.
+fn data_wanted(config: &SessionConfig) -> u32 {
+    if config.data_connections == 0 { USUAL } else { config.data_connections.min(MAX_DATA_CONNECTIONS) }
 }
 
 /// A file for the compressed bytes of `count` data connections, and their rooms.

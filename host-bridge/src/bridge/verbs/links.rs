@@ -89,7 +89,7 @@ pub(in crate::bridge) fn connect(
     let unconnected = Unconnected::new(&domain, &config.verbs).map_err(here)?;
     let offer = unconnected.offer(None);
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
-    let (greeted, mut handshake) = greet(config, &first, turn)?;
+    let (greeted, mut handshake) = greet(config, &first, 0, turn)?;
     if handshake.version < VERBS_RESUME_SINCE {
         // It keeps sessions, and resumes them in a way of its own.
         handshake.grace = Duration::ZERO;
@@ -97,9 +97,9 @@ pub(in crate::bridge) fn connect(
     let several_keys = handshake.version >= SEVERAL_KEYS_SINCE;
     let ticket = Ticket::new(first, &greeted, &handshake, config);
     let unbegun = Unbegun::new(&ticket, config);
-    let (control, daemon) = greeted.control(config, first)?;
+    // The queue pairs need the server's numbers, so the session begins with its answer.
+    let (control, daemon) = greeted.control(config, first, (frame::QUEUES, offer.as_bytes()))?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
-    control.send_frame(frame::QUEUES, &[offer.as_bytes()]).map_err(failed)?;
     let mut body = Vec::new();
     let queues = match control.recv_frame(&mut body).map_err(failed)? {
         Some(frame::QUEUES) => split_struct::<Queues>(&body).map_err(|e| protocol(e.to_string()))?.0,

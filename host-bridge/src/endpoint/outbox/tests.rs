@@ -37,6 +37,37 @@ fn data_waits_for_a_connection_and_is_sent_again_from_any_byte() {
 }
 
 #[test]
+fn over_a_long_way_all_connections_that_have_carried_little_have_a_part_of_short_data() {
+    let outbox = Outbox::new(4, 0, CompressUse::Never);
+    let bytes: Vec<u8> = (0..80_001u32).map(|n| (n / 7) as u8).collect();
+    let sent = |bytes: &[u8]| {
+        let before: Vec<u64> = outbox.streams.iter().map(|stream| lock(&stream.kept).journal.end()).collect();
+        let outgoing = outgoing(&outbox, bytes.len() as u64);
+        outgoing.write(bytes).unwrap();
+        let after = outbox.streams.iter().map(|stream| lock(&stream.kept).journal.end());
+        after.zip(before).map(|(after, before)| after - before).collect::<Vec<_>>()
+    };
+    let alone = |len: usize| [(len + HEADER) as u64, 0, 0, 0];
+    assert_eq!(sent(&bytes), alone(bytes.len()), "over a short way");
+    outbox.streams.iter().for_each(|stream| stream.far.store(true, Ordering::Relaxed));
+    assert_eq!(sent(&bytes), [20_001, 20_001, 20_001, 19_998].map(|len| len + HEADER as u64));
+    assert_eq!(sent(&bytes[..10_000]), alone(10_000), "what fits a round trip");
+    // The parts come to their places.
+    let (mut ours, theirs) = pair();
+    outbox.plug(1, theirs, 0).unwrap();
+    outbox.send(1).unwrap();
+    let mut received = vec![0; HEADER + 20_001];
+    ours.read_exact(&mut received).unwrap();
+    let header = DataHeader { seq: 7, offset: 20_001, piece: 0, len: 20_001 };
+    assert_eq!(received[..HEADER], *header.as_bytes());
+    assert_eq!(received[HEADER..], bytes[20_001..40_002]);
+    // Once a connection has carried much, it takes all.
+    let long = vec![1; CARRIED as usize + 1];
+    assert_eq!(sent(&long), alone(long.len()));
+    assert_eq!(sent(&bytes), alone(bytes.len()));
+}
+
+#[test]
 fn what_is_kept_is_bounded_and_room_comes_with_acknowledgements() {
     const LEN: usize = 256 << 10;
     let outbox = Outbox::new(1, 0, CompressUse::Never);

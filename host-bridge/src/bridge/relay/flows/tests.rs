@@ -44,6 +44,82 @@ fn chunks_cover_a_piece_once_and_in_order() {
     }
 }
 
+/// Measures a link of 100 MB/s, and 10 ms there and back. Gives the time.
+fn over_ten_milliseconds(flows: &mut TestFlows) -> Instant {
+    let mut now = Instant::now();
+    for seq in 1000..1005 {
+        flows.pace.leaves(seq, 0, 0, || now);
+        now += Duration::from_millis(10);
+        flows.pace.arrives(seq, 0, 0, (1_000_000, 1_000_000), || now);
+    }
+    now
+}
+
+#[test]
+fn as_long_as_nothing_is_known_of_the_link_all_connections_have_a_part_of_short_data() {
+    let lens = |flows: &mut TestFlows, seq, len| {
+        push(flows, 0, seq, 0, len);
+        drain(flows).iter().map(|(_, _, len)| *len).collect::<Vec<_>>()
+    };
+    let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Never);
+    assert!(flows.is_unknown());
+    assert_eq!(lens(&mut flows, 1, 80_000), [20_000; 4]);
+    assert_eq!(lens(&mut flows, 2, 15_000), [15_000]);
+    assert_eq!(lens(&mut flows, 3, 1 << 20), [256 << 10; 4]);
+    let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Never);
+    over_ten_milliseconds(&mut flows);
+    assert!(!flows.is_unknown());
+    assert_eq!(lens(&mut flows, 4, 80_000), [80_000]);
+    // Of a server that takes no more than the least eagerly, it is of no interest how far it is.
+    let mut flows = TestFlows::new(4, 0, CacheUse::Never);
+    assert_eq!(lens(&mut flows, 1, 80_000), [80_000]);
+}
+
+/// What is sent next: `None` if nothing is.
+fn next(flows: &mut TestFlows, now: Instant) -> Option<Chunk<TestMemory>> {
+    flows.next_chunk_at(|| now)
+}
+
+#[test]
+fn the_servers_answer_is_not_waited_for_where_sending_takes_much_less_time() {
+    let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Slow);
+    let mut now = over_ten_milliseconds(&mut flows);
+    assert!(flows.waits());
+    // Of what takes less than a quarter of that, nothing waits.
+    for seq in 1..=20 {
+        push(&mut flows, 0, seq, 0, 200_000);
+        assert_eq!(hash(&mut flows), 1);
+        let ask = next(&mut flows, now).unwrap();
+        assert!(matches!(ask.carries, Carries::Hash(_)));
+        let chunk = next(&mut flows, now).unwrap();
+        assert_eq!((chunk.seq, chunk.len, chunk.carries), (seq, 200_000, Carries::Bytes { keep: true }));
+        if seq < 20 {
+            now += Duration::from_millis(12);
+            flows.arrived_at(&chunk, 200_000, || now);
+            tell(&mut flows, seq, 0, 1);
+        } else {
+            // What comes behind it has to wait for the link in any case.
+            push(&mut flows, 0, 21, 0, 200_000);
+            assert_eq!(hash(&mut flows), 1);
+            assert!(matches!(next(&mut flows, now).unwrap().carries, Carries::Hash(_)));
+            assert!(next(&mut flows, now).is_none());
+            flows.arrived_at(&chunk, 200_000, || now + Duration::from_millis(12));
+            assert!(next(&mut flows, now).is_none());
+            tell(&mut flows, 21, 0, 1);
+            assert_eq!(next(&mut flows, now).unwrap().carries, Carries::Nothing);
+        }
+    }
+    // Nothing is left of all this.
+    push(&mut flows, 0, 22, 0, 200_000);
+    assert!(matches!(next(&mut flows, now).unwrap().carries, Carries::Bytes { keep: true }));
+    push(&mut flows, 1, 23, 0, 900_000);
+    assert_eq!(hash(&mut flows), 1);
+    assert!(matches!(next(&mut flows, now).unwrap().carries, Carries::Hash(_)));
+    assert!(next(&mut flows, now).is_none());
+    tell(&mut flows, 23, 0, 0);
+    assert_eq!(next(&mut flows, now).unwrap().carries, Carries::Bytes { keep: true });
+}
+
 /// Asks about the next blocks; the hash of each is its command's number.
 fn hash(flows: &mut TestFlows) -> usize {
     let mut count = 0;
@@ -221,8 +297,9 @@ fn over_a_link_that_may_be_far_data_of_a_megabyte_waits_for_no_grant_behind_othe
         push(&mut flows, 1, 1, 0, 100_000);
         push(&mut flows, 1, 2, 0, EAGER_PIECE);
         let first = flows.next_chunk_at(|| begin).unwrap();
-        assert_eq!(drain(&mut flows).iter().map(|(_, _, len)| len).sum::<u64>(), EAGER_PIECE);
-        flows.arrived_at(&first, 100_000, || begin + time);
+        let rest = drain(&mut flows).iter().map(|(_, _, len)| len).sum::<u64>();
+        assert_eq!(u64::from(first.len) + rest, 100_000 + EAGER_PIECE);
+        flows.arrived_at(&first, first.len.into(), || begin + time);
         push(&mut flows, 1, 3, 0, 100_000);
         assert_eq!(flows.push(upload(4, 0, EAGER_PIECE, false)), waits);
         // As much as the window has room for.
