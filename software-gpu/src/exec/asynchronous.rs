@@ -7,10 +7,11 @@
 
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
-use crate::exec::reduction;
-use crate::exec::rows::{self, LANES};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE, RANK, WINDOW_SIZE};
+use crate::exec::{reduction, rows};
+use crate::machine::address::{RANK, WINDOW_SIZE};
+use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 use crate::ptx::ast::Space;
 
 const COUNT: u64 = (1 << 20) - 1;
@@ -93,7 +94,7 @@ pub(crate) fn bytes_arrive(w: &mut Warp, lane: usize, address: u64, bytes: i64) 
 
 /// The generic address of a shared address, which may already be generic.
 fn shared_address(address: u64) -> u64 {
-    let window = crate::lower::program::SHARED_WINDOW;
+    let window = crate::machine::address::SHARED_WINDOW;
     if address >= window { address } else { address + window }
 }
 

@@ -11,9 +11,10 @@ use std::sync::atomic::{
 use crate::exec::float::{flush, pass_nan};
 use crate::exec::half::{Bf16, F16, Half};
 use crate::exec::memory::{Element, Generic, Global, Place, Shared, addresses, locate, refresh};
-use crate::exec::rows::{self, LANES};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE};
+use crate::exec::rows;
+use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 use crate::ptx::ast::Space;
 
 /// A width of atomic operations.

@@ -1,10 +1,9 @@
 //! Conversions between types (`cvt`).
 
 use crate::exec::float::{flag, flush, flush_tiny, narrow};
-use crate::exec::half::f8;
-use crate::exec::half::{from_bf16, from_f16, to_bf16, to_f16};
+use crate::exec::half::{f8, from_bf16, from_f16, to_bf16, to_f16};
 use crate::exec::rows::{map1, map2, map3};
-use crate::lower::program::Handler;
+use crate::machine::program::Handler;
 
 /// Further flags in `imm`: rounding to an integer.
 pub(crate) mod integer {

@@ -10,7 +10,7 @@
 use crate::exec::exact_f64;
 use crate::exec::int::finish_setp;
 use crate::exec::rows::{compare, map1, map1_checked, map2, map2_checked, map3, map3_checked};
-use crate::lower::program::Handler;
+use crate::machine::program::Handler;
 
 /// Flags in `imm` of a floating-point instruction.
 pub(crate) mod flag {

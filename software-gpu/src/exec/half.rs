@@ -3,7 +3,7 @@
 use crate::exec::convert::integer;
 use crate::exec::float::{add_odd, flag};
 use crate::exec::rows::{map1, map2, map3};
-use crate::lower::program::Handler;
+use crate::machine::program::Handler;
 
 /// The value of an f16.
 #[inline(always)]

@@ -1,8 +1,10 @@
 //! Integer arithmetic, logic, shifts, comparisons and bit manipulation.
 
 use crate::exec::float::flush;
-use crate::exec::rows::{self, LANES, compare, get, map1, map2, map3, put_pred};
-use crate::lower::program::{Flow, Handler, Inst};
+use crate::exec::rows::{self, compare, get, map1, map2, map3, put_pred};
+use crate::machine::program::{Handler, Inst};
+use crate::machine::row::LANES;
+use crate::machine::warp::Flow;
 
 /// The high half of a product.
 trait Wide: Copy {
@@ -480,7 +482,7 @@ macro_rules! mad_carry {
 /// The rows contain `T`.
 #[inline(always)]
 unsafe fn with_carry<T: Copy>(
-    w: &mut crate::exec::warp::Warp,
+    w: &mut crate::machine::warp::Warp,
     i: &Inst,
     mask: u32,
     f: impl Fn(T, T, T, bool) -> (T, bool),
@@ -535,7 +537,7 @@ pub(crate) mod combine {
 ///
 /// The rows are predicates.
 #[inline(always)]
-pub(crate) unsafe fn finish_setp(w: &crate::exec::warp::Warp, i: &Inst, mask: u32, bits: u32) -> Flow {
+pub(crate) unsafe fn finish_setp(w: &crate::machine::warp::Warp, i: &Inst, mask: u32, bits: u32) -> Flow {
     // SAFETY: the caller guarantees predicate rows.
     unsafe {
         let (mut p, mut q) = (bits, !bits);
@@ -549,10 +551,10 @@ pub(crate) unsafe fn finish_setp(w: &crate::exec::warp::Warp, i: &Inst, mask: u3
             };
             (p, q) = (join(p), join(q));
         }
-        if i.r[0] != crate::lower::program::NONE {
+        if i.r[0] != crate::machine::program::NONE {
             put_pred(w, i.r[0], mask, p);
         }
-        if i.r[1] != crate::lower::program::NONE {
+        if i.r[1] != crate::machine::program::NONE {
             put_pred(w, i.r[1], mask, q);
         }
         Flow::Next

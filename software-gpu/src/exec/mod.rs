@@ -1,38 +1,37 @@
 //! Execution: a warp-wide interpreter of the register machine.
 //!
-//! `warp` runs a warp's instructions and keeps its threads together where possible. `block` has the state
-//! that a block's warps share. `cluster` runs the warps of a cluster's blocks. The other modules contain the
-//! instructions' handlers, by family.
+//! `rows` reads and writes operands; most other modules contain the instructions' handlers, by family. None of
+//! them knows who runs them: `interpreter` runs a warp's instructions and keeps its threads together where
+//! possible, and `cluster` runs the warps of a cluster's blocks.
 
 /// Compiles a body twice, once for AVX2 and FMA.
 macro_rules! handler {
     (|$w:ident, $i:ident, $m:ident| $body:expr) => {{
         #[allow(unused_variables, unused_unsafe)]
         unsafe fn base(
-            $w: &mut $crate::exec::warp::Warp,
-            $i: &$crate::lower::program::Inst,
+            $w: &mut $crate::machine::warp::Warp,
+            $i: &$crate::machine::program::Inst,
             $m: u32,
-        ) -> $crate::lower::program::Flow {
+        ) -> $crate::machine::warp::Flow {
             // SAFETY: the lowering gives each handler rows of the width that it works on, inside the frame.
             unsafe { $body }
         }
         #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt"))]
         #[allow(unused_variables, unused_unsafe)]
         unsafe fn wide(
-            $w: &mut $crate::exec::warp::Warp,
-            $i: &$crate::lower::program::Inst,
+            $w: &mut $crate::machine::warp::Warp,
+            $i: &$crate::machine::program::Inst,
             $m: u32,
-        ) -> $crate::lower::program::Flow {
+        ) -> $crate::machine::warp::Flow {
             // SAFETY: the lowering gives each handler rows of the width that it works on, inside the frame.
             unsafe { $body }
         }
-        $crate::lower::program::Handler { base, wide }
+        $crate::machine::program::Handler { base, wide }
     }};
 }
 
 pub(crate) mod asynchronous;
 pub(crate) mod atomic;
-pub(crate) mod block;
 pub(crate) mod cluster;
 pub(crate) mod convert;
 pub(crate) mod device_runtime;
@@ -40,6 +39,7 @@ pub(crate) mod exact_f64;
 pub(crate) mod float;
 pub(crate) mod half;
 pub(crate) mod int;
+mod interpreter;
 pub(crate) mod matrix;
 pub(crate) mod memory;
 pub(crate) mod moves;
@@ -51,10 +51,9 @@ pub(crate) mod tensor_core;
 pub(crate) mod texture;
 pub(crate) mod vector_access;
 pub(crate) mod video;
-pub(crate) mod warp;
 pub(crate) mod warp_ops;
 
-use crate::lower::program::{ExecFn, Handler};
+use crate::machine::program::{ExecFn, Handler};
 
 /// The implementation of a handler for this CPU.
 pub(crate) fn select(handler: Handler) -> ExecFn {

@@ -2,8 +2,11 @@
 
 use crate::exec::half::{to_bf16, to_f16};
 use crate::exec::memory;
-use crate::exec::rows::{LANES, get, map1, map2, put, put_pred};
-use crate::lower::program::{Flow, Handler, LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE};
+use crate::exec::rows::{get, map1, map2, put, put_pred};
+use crate::machine::address::{LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE};
+use crate::machine::program::Handler;
+use crate::machine::row::LANES;
+use crate::machine::warp::Flow;
 use crate::ptx::ast::Space;
 
 /// Extracts `part` bits at bit `imm` of `whole`.

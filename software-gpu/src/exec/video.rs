@@ -2,7 +2,7 @@
 //! words.
 
 use crate::exec::rows::map3;
-use crate::lower::program::Handler;
+use crate::machine::program::Handler;
 
 /// Fields of `imm`. The lowest four bits are the operation.
 pub(crate) mod field {
