@@ -1,8 +1,10 @@
 //! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, processes of the bridge that end (`RGPU_SURVIVAL_CUTS`
-//! of each), and ends that lie to each other when they resume ([`lies`]).
+//! of each), ends that lie to each other when they resume ([`lies`]), and what a server can write when ([`keys`]).
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+#[path = "verbs/keys.rs"]
+mod keys;
 #[path = "verbs/lies.rs"]
 mod lies;
 

@@ -123,6 +123,8 @@ pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
 pub const COMPRESSED_OUT_SINCE: Version = Version { major: 2, minor: 2 };
 /// The first version in which a session over verbs survives its connections and the bridge's process. (Versions 2.2 to 2.4 had another way for connections alone; with them such a session ends.)
 pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 5 };
+/// The first version in which a server can do with several [keys](RegionKey) for a memory at a time.
+pub const SEVERAL_KEYS_SINCE: Version = Version { major: 2, minor: 7 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
 /// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
@@ -661,8 +663,8 @@ layouts! {
         pub credits: [u16; MAX_QUEUES],
     }
 
-    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write until the bridge removes
-    /// the region.
+    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write, as far as commands wait for it.
+    /// With this key from now on: an earlier one is valid only for writes that were posted.
     pub struct RegionKey {
         /// Address of the first byte.
         pub address: u64,
@@ -670,7 +672,8 @@ layouts! {
         pub size: u64,
         /// The region, or [`ARENA_KEY`] for the arena.
         pub region: u32,
-        /// The key. It covers exactly this memory.
+        /// The key. It covers all that commands before the next `REGION_KEY` of this memory wait for. Once nothing is awaited in the memory any more,
+        /// neither this key nor an earlier one is valid.
         pub key: u32,
     }
 }

@@ -25,7 +25,7 @@ use crate::schema::{Hash, Layout, Number, Numbers};
 use crate::{channel, data, device, link, native, ops};
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 6 };
+pub const VERSION: Version = Version { major: 2, minor: 7 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's documentation.
 pub const FROZEN: bool = false;

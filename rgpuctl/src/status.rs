@@ -107,9 +107,11 @@ pub fn table(rows: &[Value], depth: usize) -> String {
         return rows.iter().map(|row| render(row, depth)).collect();
     }
     let mut lines = vec![columns.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()];
-    lines.extend(rows.iter().map(|row| {
-        columns.iter().map(|name| row.get(*name).map_or_else(|| "-".to_owned(), scalar)).collect()
-    }));
+    lines.extend(
+        rows.iter().map(|row| {
+            columns.iter().map(|name| row.get(*name).map_or_else(|| "-".to_owned(), cell)).collect()
+        }),
+    );
     let widths: Vec<usize> = (0..columns.len())
         .map(|column| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0))
         .collect();
@@ -124,6 +126,21 @@ pub fn table(rows: &[Value], depth: usize) -> String {
 
 fn is_scalar(value: &Value) -> bool {
     !matches!(value, Value::Array(_) | Value::Object(_))
+}
+
+/// A field of a table's row on one line.
+fn cell(value: &Value) -> String {
+    match value {
+        Value::Array(items) if items.is_empty() => "none".to_owned(),
+        Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(" "),
+        Value::Object(fields) if fields.is_empty() => "none".to_owned(),
+        Value::Object(fields) => {
+            let fields: Vec<_> =
+                fields.iter().map(|(name, field)| format!("{name}: {}", cell(field))).collect();
+            fields.join(", ")
+        }
+        other => scalar(other),
+    }
 }
 
 fn scalar(value: &Value) -> String {
@@ -158,6 +175,14 @@ mod tests {
         assert_eq!(table.len(), 3, "{text}");
         assert_eq!(table[0].split_whitespace().count(), 3, "{text}");
         assert!(table[1].contains("vm7?[2J") && table[1].contains('-'), "{text}");
+    }
+
+    #[test]
+    fn what_a_row_contains_is_shown_without_json() {
+        let sandbox = json!({"user": 7, "namespaces": ["mnt", "net"], "memory_limit": null, "devices": []});
+        let text = render(&json!({"workers": [{"pid": 8, "sandbox": sandbox}]}), 0);
+        assert!(text.contains("devices: none") && text.contains("namespaces: mnt net"), "{text}");
+        assert!(text.contains("memory_limit: -") && !text.contains(['{', '[', '"']), "{text}");
     }
 
     #[test]

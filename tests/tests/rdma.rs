@@ -136,6 +136,7 @@ fn the_verbs_layer_delivers_data_intact_and_detects_failures() -> Result<()> {
     let mut parts = Parts::default();
     parts.run("every depth and number of queues", || every_depth_and_number_of_queues(&bed));
     parts.run("a wrong choice is named", || a_wrong_choice_is_named(&bed));
+    parts.run("keys that were taken back", || a_key_that_was_taken_back_is_refused(&bed));
     parts.run("loss and reordering", || loss_and_reordering_do_no_harm(&bed));
     parts.run("replaced queue pairs", || queue_pairs_are_replaced_and_nothing_is_lost_or_repeated(&bed));
     parts.run("eight clients at once", || eight_clients_at_once_get_their_own_data(&bed));

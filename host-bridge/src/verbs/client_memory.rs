@@ -145,9 +145,14 @@ fn ranges(
     }
 }
 
+/// How memory is registered that the peer writes.
+fn written(domain: &Domain) -> Access {
+    if domain.device().limits().windows { Access::Windows } else { Access::RemoteWrite }
+}
+
 impl RegisteredRegion {
     /// Registers exactly the bytes of the extents. With `read_only`, the peer gets no key that allows
-    /// writing.
+    /// writing; otherwise [windows](super::Windows) give it keys, if the device has them.
     pub fn new(
         domain: &Arc<Domain>,
         memories: &Memories,
@@ -194,7 +199,7 @@ impl RegisteredRegion {
         }
         // SAFETY: `lead` is less than a page, and the mapping has at least that and `size`.
         let first = unsafe { mapping.at.add(lead as usize) };
-        let access = if read_only { Access::Read } else { Access::RemoteWrite };
+        let access = if read_only { Access::Read } else { written(domain) };
         // SAFETY: mapped, writable, and unmapped only after the registration is dropped. It is the client's
         // memory: no Rust reference covers it.
         let registration = unsafe { domain.register(first, size as usize, access) }?;
@@ -212,7 +217,7 @@ impl RegisteredRegion {
         let size = view.geometry().arena_size;
         let Some((at, len)) = view.arena(0, size as u64).filter(|(_, len)| *len > 0) else { return Ok(None) };
         // SAFETY: the caller's promise; the arena is the client's memory, which no Rust reference covers.
-        let registration = unsafe { domain.register(at, len, Access::RemoteWrite) }?;
+        let registration = unsafe { domain.register(at, len, written(domain)) }?;
         Ok(Some(RegisteredRegion { registration, _memory: Memory::Arena }))
     }
 

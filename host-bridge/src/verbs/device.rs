@@ -70,6 +70,8 @@ pub struct Limits {
     pub completions: u32,
     /// How often the device resends a packet before it gives up, if it counts.
     pub resends: Option<u8>,
+    /// Whether it has [windows](super::Windows).
+    pub windows: bool,
 }
 
 /// How often a device that counts resends a packet before the connection is broken.
@@ -208,7 +210,7 @@ impl Device {
                 io::Error::last_os_error(),
             )
         })?;
-        let limits = Limits { queue: 0, completions: 0, resends: None };
+        let limits = Limits { queue: 0, completions: 0, resends: None, windows: false };
         let port = Port {
             number: settings.port,
             lid: 0,
@@ -235,6 +237,7 @@ impl Device {
             queue: attr.max_qp_wr.max(0) as u32,
             completions: attr.max_cqe.max(0) as u32,
             resends: (attr.vendor_id != RXE).then_some(RESENDS),
+            windows: attr.device_cap_flags & number::DEVICE_MEM_WINDOW != 0,
         };
         opened.choose_path(library, settings)?;
         Ok(opened)

@@ -8,7 +8,7 @@
 //!
 //! In reading order:
 //! - `settings`: what an administrator says; [`device`]: which device, port and address;
-//! - [`registration`]: protection domains and registered memory; [`client_memory`]: a client's scattered memory as one registration;
+//! - [`registration`]: protection domains and registered memory; [`client_memory`]: a client's scattered memory as one registration; `windows`: keys for a part of it and for a while;
 //! - `queue`: one queue pair, and completion queues; `failure`: why one broke; `credits`: how much each side may send;
 //! - `queue_pairs`: those of a session, made and connected; `requests`: what was sent and taken on one queue, over all queue pairs that a session has had;
 //! - [`link`]: all of that as one connection with messages and writes, whose queue pairs can be replaced;
@@ -33,6 +33,7 @@ mod settings;
 #[cfg(any(test, fuzzing, feature = "software-verbs"))]
 pub mod software;
 mod sys;
+mod windows;
 
 pub use client_memory::RegisteredRegion;
 pub use device::{Device, DeviceEvent, Port};
@@ -42,3 +43,4 @@ pub use pieces::{PieceBuffer, Pieces};
 pub use queue_pairs::Unconnected;
 pub use registration::{Access, Domain, Registration, Segment, Slab};
 pub use settings::{DEPTH, MOST_DEPTH, MOST_QUEUE_PAIRS, QUEUE_PAIRS, Settings};
+pub use windows::{Window, Windows};

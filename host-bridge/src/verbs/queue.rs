@@ -13,8 +13,8 @@ use super::device::{Device, Port, RESENDS, mtu_number, nonblocking};
 use super::error::VerbsError;
 use super::registration::Domain;
 use super::sys::{
-    self, AhAttr, Gid, GlobalRoute, Library, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc, check,
-    number,
+    self, AhAttr, Gid, GlobalRoute, Library, MwBind, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc,
+    check, number,
 };
 
 /// Maximum number of completions that one poll takes.
@@ -36,7 +36,7 @@ unsafe impl Send for Completions {}
 // SAFETY: it allows them at the same time, too.
 unsafe impl Sync for Completions {}
 
-fn lacks(what: &str) -> VerbsError {
+pub(super) fn lacks(what: &str) -> VerbsError {
     VerbsError::call(what, io::Error::new(io::ErrorKind::Unsupported, "the provider does not have it"))
 }
 
@@ -309,6 +309,28 @@ impl QueuePair {
         // SAFETY: a queue pair that lives, a well-formed request that the call reads to its end, memory as
         // the caller promises.
         check("ibv_post_recv", unsafe { (self.post_recv)(self.qp.as_ptr(), &mut wr, &mut bad) })
+    }
+
+    /// Has a window show `len` bytes at `address` of a registration to the peer, for writing, from when the request completes on; its key is a new one from now on. Without a registration it shows nothing.
+    ///
+    /// # Safety
+    /// The window and the registration live, the window until the request completes and the registration until the window shows something else.
+    pub(super) unsafe fn bind(
+        &self,
+        window: NonNull<sys::Mw>,
+        shown: Option<(NonNull<sys::Mr>, u64, u64)>,
+    ) -> Result<(), VerbsError> {
+        let ops = {
+            // SAFETY: an open context.
+            unsafe { &self.domain.device().context().as_ref().ops }
+        };
+        let bind_mw = ops.bind_mw.ok_or_else(|| lacks("bind_mw"))?;
+        let (mr, addr, length) =
+            shown.map_or((ptr::null_mut(), 0, 0), |(mr, addr, length)| (mr.as_ptr(), addr, length));
+        let access = if shown.is_some() { number::ACCESS_REMOTE_WRITE as u32 } else { 0 };
+        let mut bind = MwBind { wr_id: 0, send_flags: number::SEND_SIGNALED, mr, addr, length, access };
+        // SAFETY: a queue pair that lives, a well-formed request, objects as the caller promises.
+        check("ibv_bind_mw", unsafe { bind_mw(self.qp.as_ptr(), window.as_ptr(), &mut bind) })
     }
 
     /// Posts one send request. `wr` names its segments itself.

@@ -41,6 +41,8 @@ pub enum Access {
     Write,
     /// The peer may also write it, with its key.
     RemoteWrite,
+    /// The peer may also write what a [window](super::Window) shows of it, and nothing else.
+    Windows,
 }
 
 impl Domain {
@@ -64,7 +66,7 @@ impl Domain {
     }
 
     /// Registers memory. The device may use it, and with [`Access::RemoteWrite`] the peer, until the
-    /// registration is dropped.
+    /// registration is dropped. With [`Access::Windows`] every window to it is dropped first.
     ///
     /// # Safety
     /// The `len` bytes at `at` are mapped, writable unless `access` is [`Access::Read`], and stay so until
@@ -100,6 +102,7 @@ impl Access {
             Access::Read => 0,
             Access::Write => number::ACCESS_LOCAL_WRITE,
             Access::RemoteWrite => number::ACCESS_LOCAL_WRITE | number::ACCESS_REMOTE_WRITE,
+            Access::Windows => number::ACCESS_LOCAL_WRITE | number::ACCESS_MW_BIND,
         }
     }
 }
@@ -167,6 +170,15 @@ impl Registration {
     pub fn remote_key(&self) -> u32 {
         // SAFETY: a registration that lives.
         unsafe { self.mr.as_ref().rkey }
+    }
+
+    /// The domain that it belongs to.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    pub(super) fn mr(&self) -> NonNull<sys::Mr> {
+        self.mr
     }
 
     /// `len` bytes at `offset`, for a work request. `None` if they are not all inside.

@@ -25,8 +25,8 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use nix::errno::Errno;
 
 use super::sys::{
-    AsyncEvent, CompChannel, Context, Cq, Device, DeviceAttr, Gid, Library, Mr, Pd, PortAttr, Qp, QpAttr,
-    QpInitAttr, RecvWr, SendWr, Sge, Wc, number,
+    AsyncEvent, CompChannel, Context, Cq, Device, DeviceAttr, Gid, Library, Mr, Mw, MwBind, Pd, PortAttr, Qp,
+    QpAttr, QpInitAttr, RecvWr, SendWr, Sge, Wc, number,
 };
 
 /// The peer's message was longer than its receive.
@@ -122,9 +122,11 @@ pub fn fail(n: Option<u32>) {
     fabric().failing = n;
 }
 
-/// Numbers of the queue pairs that there are, in ascending order.
+/// Numbers of the queue pairs that there are, in ascending order, but for those that are connected to themselves.
 pub fn pairs() -> Vec<u32> {
-    let mut pairs: Vec<u32> = fabric().pairs.keys().copied().collect();
+    let fabric = fabric();
+    let others = fabric.pairs.iter().filter(|(number, pair)| pair.peer != Some(**number));
+    let mut pairs: Vec<u32> = others.map(|(number, _)| *number).collect();
     pairs.sort_unstable();
     pairs
 }
@@ -132,8 +134,20 @@ pub fn pairs() -> Vec<u32> {
 /// Number of objects of all kinds that were made and not destroyed.
 pub fn objects() -> usize {
     let fabric = fabric();
-    let Fabric { contexts, domains, regions, channels, queues, pairs, .. } = &*fabric;
-    contexts.len() + domains.len() + regions.len() + channels.len() + queues.len() + pairs.len()
+    let Fabric { contexts, domains, regions, windows, channels, queues, pairs, .. } = &*fabric;
+    let memory = regions.len() + windows.len();
+    contexts.len() + domains.len() + memory + channels.len() + queues.len() + pairs.len()
+}
+
+/// What the windows that are open show: address, length and key, in no order.
+pub fn windows() -> Vec<(u64, u64, u32)> {
+    let shown = |(key, window): (&u32, &Shown)| window.shown.map(|(_, at, len)| (at, len, *key));
+    fabric().windows.iter().filter_map(shown).collect()
+}
+
+/// Whether devices that are opened from now on have windows. They do unless told otherwise.
+pub fn have_windows(have: bool) {
+    fabric().lacks_windows = !have;
 }
 
 /// Number of registrations with these rights (`IBV_ACCESS_REMOTE_WRITE` is 2).
@@ -172,6 +186,12 @@ pub fn write(to: u32, (address, key): (u64, u32), immediate: u32, bytes: &[u8]) 
     fabric().arrive(to, &Sent { bytes: bytes.to_vec(), write: Some((address, key, immediate)) })
 }
 
+/// Whether the peer of a queue pair may write `len` bytes at an address with a key.
+pub fn writable(to: u32, place: (u64, u32), len: u64) -> bool {
+    let fabric = fabric();
+    fabric.pairs.get(&to).is_some_and(|pair| fabric.writable(pair.domain, place, len))
+}
+
 /// The `n`-th request of a queue pair that has not completed; 0 is the oldest.
 pub fn sent(from: u32, n: usize) -> Option<Sent> {
     let fabric = fabric();
@@ -195,6 +215,8 @@ struct Fabric {
     domains: HashSet<usize>,
     /// By key.
     regions: HashMap<u32, Memory>,
+    windows: HashMap<u32, Shown>,
+    lacks_windows: bool,
     channels: HashMap<usize, RawFd>,
     queues: HashMap<usize, Queue>,
     pairs: HashMap<u32, Pair>,
@@ -209,6 +231,13 @@ struct Memory {
     at: u64,
     len: u64,
     access: c_int,
+}
+
+/// A window.
+struct Shown {
+    domain: usize,
+    /// The registration's key, and what of it: address and length. `None`: it is closed.
+    shown: Option<(u32, u64, u64)>,
 }
 
 /// A completion queue.
@@ -301,6 +330,21 @@ impl Fabric {
         Sent { bytes, write: request.write }
     }
 
+    /// Whether a peer of a queue pair in this domain may write there.
+    fn writable(&self, domain: usize, (address, key): (u64, u32), len: u64) -> bool {
+        let region = self
+            .regions
+            .get(&key)
+            .filter(|region| region.domain == domain && region.access & number::ACCESS_REMOTE_WRITE != 0);
+        let window = self.windows.get(&key).filter(|window| window.domain == domain);
+        let shown = region.map(|region| (region.at, region.len)).or_else(|| {
+            let (_, at, len) = window?.shown?;
+            Some((at, len))
+        });
+        let end = address.checked_add(len);
+        shown.is_some_and(|(at, most)| address >= at && end.is_some_and(|end| end <= at + most))
+    }
+
     /// Something from its peer reaches a queue pair. The error is the status of the peer's request.
     fn arrive(&mut self, to: u32, sent: &Sent) -> Result<(), u32> {
         let able = |pair: &&Pair| matches!(pair.state, number::QPS_RTR | number::QPS_RTS);
@@ -309,19 +353,11 @@ impl Fabric {
         if let Some((address, key, _)) = sent.write
             && !bytes.is_empty()
         {
-            let region = self.regions.get(&key).filter(|region| {
-                region.domain == pair.domain
-                    && region.access & number::ACCESS_REMOTE_WRITE != 0
-                    && address >= region.at
-                    && address
-                        .checked_add(bytes.len() as u64)
-                        .is_some_and(|end| end <= region.at + region.len)
-            });
-            if region.is_none() {
+            if !self.writable(pair.domain, (address, key), bytes.len() as u64) {
                 self.stop(to);
                 return Err(REMOTE_ACCESS);
             }
-            // SAFETY: inside a registration whose memory the peer may write, so no Rust reference covers it.
+            // SAFETY: inside registered memory that the peer may write, so no Rust reference covers it.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
             bytes = &[];
         }
@@ -480,6 +516,9 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
         let mut context: Context = unsafe { std::mem::zeroed() };
         (context.device, context.cmd_fd, context.async_fd, context.num_comp_vectors) =
             (device, -1, eventfd(), 1);
+        context.ops.alloc_mw = Some(alloc_mw);
+        context.ops.bind_mw = Some(bind_mw);
+        context.ops.dealloc_mw = Some(dealloc_mw);
         context.ops.poll_cq = Some(poll_cq);
         context.ops.req_notify_cq = Some(req_notify_cq);
         context.ops.post_send = Some(post_send);
@@ -506,6 +545,9 @@ extern "C" fn close_device(context: *mut Context) -> c_int {
 extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_int {
     let mut of_device = DeviceAttr::zeroed();
     (of_device.max_qp_wr, of_device.max_cqe, of_device.phys_port_cnt) = (1 << 14, 1 << 16, 1);
+    if !fabric().lacks_windows {
+        of_device.device_cap_flags = number::DEVICE_MEM_WINDOW;
+    }
     // SAFETY: the caller passes a writable structure.
     unsafe { *attr = of_device };
     0
@@ -546,6 +588,7 @@ extern "C" fn dealloc_pd(pd: *mut Pd) -> c_int {
     let domain = pd as usize;
     assert!(fabric.domains.remove(&domain), "an unknown domain");
     let used = fabric.regions.values().any(|region| region.domain == domain)
+        || fabric.windows.values().any(|window| window.domain == domain)
         || fabric.pairs.values().any(|pair| pair.domain == domain);
     assert!(!used, "a domain is deallocated while it is used");
     end(pd);
@@ -565,8 +608,65 @@ extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, access: c_in
 }
 
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
-    assert!(fabric().regions.remove(&of!(mr, lkey)).is_some(), "an unknown registration");
+    let (mut fabric, key) = (fabric(), of!(mr, lkey));
+    assert!(fabric.regions.remove(&key).is_some(), "an unknown registration");
+    let shows = |window: &Shown| window.shown.is_some_and(|(region, ..)| region == key);
+    assert!(!fabric.windows.values().any(shows), "memory is deregistered that a window shows");
     end(mr);
+    0
+}
+
+extern "C" fn alloc_mw(pd: *mut Pd, kind: c_uint) -> *mut Mw {
+    let window = |fabric: &mut Fabric| {
+        assert_eq!(kind, number::MW_TYPE_1);
+        let context = of!(pd, context);
+        Some(Mw { context, pd, rkey: fabric.next(), handle: 0, kind })
+    };
+    make(window, |fabric, _, window| {
+        fabric.windows.insert(window.rkey, Shown { domain: pd as usize, shown: None });
+    })
+}
+
+extern "C" fn dealloc_mw(mw: *mut Mw) -> c_int {
+    assert!(fabric().windows.remove(&of!(mw, rkey)).is_some(), "an unknown window");
+    end(mw);
+    0
+}
+
+extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
+    let mut fabric = fabric();
+    if fabric.fails() {
+        return libc::ENOMEM;
+    }
+    let (number, old) = (of!(qp, qp_num), of!(mw, rkey));
+    let (at, len) = (of!(bind, addr), of!(bind, length));
+    let Some(Pair { domain, state, send_queue, .. }) = fabric.pairs.get(&number) else {
+        panic!("an unknown queue pair")
+    };
+    let (domain, stands, queue) = (*domain, *state == number::QPS_RTS, *send_queue);
+    let Some(window) = fabric.windows.remove(&old) else { panic!("an unknown window") };
+    assert!(window.domain == domain && stands, "a window and a queue pair that do not fit");
+    let mr = of!(bind, mr);
+    let shown = (!mr.is_null()).then(|| (of!(mr, lkey), at, len));
+    if let Some((key, at, len)) = shown {
+        let Some(region) = fabric.regions.get(&key) else { panic!("an unknown registration") };
+        let rights = number::ACCESS_LOCAL_WRITE | number::ACCESS_MW_BIND;
+        assert!(region.domain == domain && region.access & rights == rights, "no window can show that");
+        assert!(
+            len > 0 && at >= region.at && at + len <= region.at + region.len,
+            "a window outside its memory"
+        );
+    } else {
+        assert!(at == 0 && len == 0, "a window to nothing");
+    }
+    let key = fabric.next();
+    fabric.windows.insert(key, Shown { domain, shown });
+    // SAFETY: the caller passes a live window, which nobody else uses now.
+    unsafe { (*mw).rkey = key };
+    let wr_id = of!(bind, wr_id);
+    assert!(of!(bind, send_flags) & number::SEND_SIGNALED != 0, "a request that nobody waits for");
+    // IBV_WC_BIND_MW.
+    fabric.completed(queue, Wc { wr_id, opcode: 5, qp_num: number, ..Wc::default() });
     0
 }
 

@@ -36,7 +36,11 @@ pub struct Context {
 /// `struct ibv_context_ops`: what is not used is a pointer without a type.
 #[repr(C)]
 pub struct ContextOps {
-    unused_0: [*const c_void; 11],
+    unused_0: [*const c_void; 7],
+    pub alloc_mw: Option<unsafe extern "C" fn(pd: *mut Pd, kind: c_uint) -> *mut Mw>,
+    pub bind_mw: Option<unsafe extern "C" fn(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int>,
+    pub dealloc_mw: Option<unsafe extern "C" fn(mw: *mut Mw) -> c_int>,
+    unused_3: *const c_void,
     pub poll_cq: Option<unsafe extern "C" fn(cq: *mut Cq, count: c_int, wc: *mut Wc) -> c_int>,
     pub req_notify_cq: Option<unsafe extern "C" fn(cq: *mut Cq, solicited_only: c_int) -> c_int>,
     unused_1: [*const c_void; 12],
@@ -61,6 +65,28 @@ pub struct Mr {
     pub handle: u32,
     pub lkey: u32,
     pub rkey: u32,
+}
+
+/// `struct ibv_mw`.
+#[repr(C)]
+pub struct Mw {
+    pub context: *mut Context,
+    pub pd: *mut Pd,
+    pub rkey: u32,
+    pub handle: u32,
+    pub kind: c_uint,
+}
+
+/// `struct ibv_mw_bind`, with the `struct ibv_mw_bind_info` that it contains.
+#[repr(C)]
+pub struct MwBind {
+    pub wr_id: u64,
+    pub send_flags: c_uint,
+    /// Null, with no bytes: the window is closed.
+    pub mr: *mut Mr,
+    pub addr: u64,
+    pub length: u64,
+    pub access: c_uint,
 }
 
 /// `struct ibv_comp_channel`.
@@ -333,6 +359,10 @@ const _: () = {
     assert!(size_of::<DeviceAttr>() == 232 && offset_of!(DeviceAttr, max_qp_wr) == 112);
     assert!(offset_of!(DeviceAttr, max_cqe) == 132 && offset_of!(DeviceAttr, phys_port_cnt) == 227);
     assert!(size_of::<ContextOps>() == 256 && offset_of!(ContextOps, poll_cq) == 88);
+    assert!(offset_of!(ContextOps, alloc_mw) == 56 && offset_of!(ContextOps, dealloc_mw) == 72);
+    assert!(size_of::<Mw>() == 32 && offset_of!(Mw, rkey) == 16 && offset_of!(Mw, kind) == 24);
+    assert!(size_of::<MwBind>() == 48 && offset_of!(MwBind, mr) == 16 && offset_of!(MwBind, access) == 40);
+    assert!(offset_of!(DeviceAttr, device_cap_flags) == 116);
     assert!(offset_of!(ContextOps, post_send) == 200 && offset_of!(ContextOps, post_recv) == 208);
     assert!(offset_of!(Context, ops) == 8 && offset_of!(Context, async_fd) == 268);
     assert!(offset_of!(Qp, qp_num) == 52 && offset_of!(Mr, lkey) == 36 && offset_of!(Mr, rkey) == 40);
@@ -374,6 +404,9 @@ pub mod number {
     pub const QP_DEST_QPN: c_int = 1 << 20;
     pub const ACCESS_LOCAL_WRITE: c_int = 1;
     pub const ACCESS_REMOTE_WRITE: c_int = 2;
+    pub const ACCESS_MW_BIND: c_int = 1 << 4;
+    pub const DEVICE_MEM_WINDOW: u32 = 1 << 17;
+    pub const MW_TYPE_1: u32 = 1;
     pub const LINK_LAYER_ETHERNET: u8 = 2;
     pub const PORT_ACTIVE: u32 = 4;
     pub const PORT_ACTIVE_DEFER: u32 = 5;

@@ -178,7 +178,9 @@ pub(crate) fn execute(
         } else if record.opcode == MemcpyDtoH::INFO.opcode {
             let op = MemcpyDtoH::get(&mut reader).unwrap();
             let HostOut(range) = op.dst;
-            let mut rest = &memory[&op.src][..];
+            // A copy may be of its first bytes only.
+            let bytes = &memory[&op.src];
+            let mut rest = &bytes[..bytes.len().min(range.len as usize)];
             match client.sink(record.seq, 0, range).unwrap() {
                 Sink::Mapped(mapped) => {
                     for (at, len) in mapped.runs() {

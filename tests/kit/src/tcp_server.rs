@@ -6,15 +6,17 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use host_bridge::bridge::{Security, SessionConfig};
 use host_bridge::endpoint::{
-    Allowance, Client, Commands, CompressUse, Polling, Survivor, TcpClient, TcpCommands, VerbsClient,
+    Allowance, Client, Commands, CompressUse, Lost, Polling, Survivor, TcpClient, TcpCommands, VerbsClient,
     VerbsCommands,
 };
 use host_bridge::framing::Address;
 use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
+use protocol::channel::Record;
 use protocol::device::Answer;
 use protocol::link::{Hello, MAGIC, Welcome, purpose, wish};
 use zerocopy::{FromZeros, IntoBytes};
@@ -67,6 +69,28 @@ struct Shared {
     /// Whether data connections are left without an answer, and those that were.
     holds_data: AtomicBool,
     held: Mutex<Vec<(Hello, TcpStream)>>,
+    /// Whether commands wait that have come.
+    holds_commands: AtomicBool,
+}
+
+/// Commands that wait while the server holds them.
+struct Held<'s, C> {
+    commands: C,
+    holds: &'s AtomicBool,
+}
+
+impl<C: Commands> Commands for Held<'_, C> {
+    fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
+        let next = self.commands.next(body, rest);
+        while self.holds.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        next
+    }
+
+    fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        if self.holds.load(Ordering::SeqCst) { Ok(None) } else { self.commands.try_next(body) }
+    }
 }
 
 impl TcpServer {
@@ -123,6 +147,11 @@ impl TcpServer {
         let mut held = self.shared.held.lock().unwrap();
         self.shared.holds_data.store(false, Ordering::SeqCst);
         std::mem::take(&mut held)
+    }
+
+    /// Executes no command from now on, of any session, until it is told to go on.
+    pub fn hold_commands(&self, hold: bool) {
+        self.shared.holds_commands.store(hold, Ordering::SeqCst);
     }
 
     /// Data connections without an answer.
@@ -214,7 +243,8 @@ impl Shared {
         self.work(token, commands, Worker::Tcp(client));
     }
 
-    fn work(&self, token: [u8; 16], mut commands: impl Commands, worker: Worker) {
+    fn work(&self, token: [u8; 16], commands: impl Commands, worker: Worker) {
+        let mut commands = Held { commands, holds: &self.holds_commands };
         self.sessions.lock().unwrap().insert(token, worker.clone());
         let executed = execute(&mut commands, worker.client(), Behavior::Good, &Kept::default());
         if let Err(e) = executed {

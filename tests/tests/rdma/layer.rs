@@ -181,6 +181,19 @@ pub(super) fn queue_pairs_are_replaced_and_nothing_is_lost_or_repeated(bed: &Bed
     Ok(())
 }
 
+/// The peer has written a region, and tries once more when the window to it is closed.
+pub(super) fn a_key_that_was_taken_back_is_refused(bed: &Bed) -> Result<()> {
+    for size in [1, 4096, 1_500_001] {
+        let said = bed.job(&format!("--do stale --size {size} --count 500"))?;
+        ensure!(said.contains("refused: ") && said.contains("ok do=stale"), "{said}");
+        let each = said.lines().find(|line| line.starts_with("us_each_window="));
+        eprintln!("      {size} bytes: {}", each.unwrap_or_default());
+        bed.listener.wait_for("lost: ", LONG)?;
+    }
+    ensure!(bed.log().contains("remote access"), "{}", bed.log());
+    Ok(())
+}
+
 pub(super) fn loss_and_reordering_do_no_harm(bed: &Bed) -> Result<()> {
     bed.machine.check("/sbin/tc qdisc add dev v1 root netem loss 1% delay 1ms reorder 10% 50%", LONG)?;
     let jobs = [

@@ -406,6 +406,7 @@ pub(super) fn a_program_survives_many(rgpu: &Rgpu, kind: Interruption, least: u6
         relay.iter().try_for_each(Process::kill)?;
         rgpu.nothing_left()?;
         machine.check("rm -f /run/many.*", LONG)?;
+        eprintln!("      {count} of {least} {}; {continued} times resumed", kind.name());
     }
     waits.sort_by(f64::total_cmp);
     let wait = |share: f64| waits.get((waits.len() as f64 * share) as usize).or(waits.last()).copied();

@@ -3,27 +3,27 @@
 use std::collections::HashMap;
 
 use super::end::EndReason;
-use super::regions::Span;
+use super::regions::{Awaited, ClientMemory, MemoryKey, Span};
 
 /// `Out` data of one command.
 #[derive(Debug)]
-struct Expected<M> {
+struct Expected<M: ClientMemory> {
     /// Which piece of data, and where it goes. Nearly always one; `more` holds the others.
-    first: (u32, Span<M>),
-    more: Vec<(u32, Span<M>)>,
+    first: (u32, Awaited<M>),
+    more: Vec<(u32, Awaited<M>)>,
     received: u64,
     total: u64,
 }
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) struct Downloads<M> {
+pub(super) struct Downloads<M: ClientMemory> {
     commands: HashMap<u64, Expected<M>>,
     /// Bytes that have not come yet, if the server sends all that commands name.
     bytes: u64,
 }
 
-impl<M> Downloads<M> {
+impl<M: ClientMemory> Downloads<M> {
     pub(super) fn new() -> Downloads<M> {
         Downloads { commands: HashMap::new(), bytes: 0 }
     }
@@ -37,9 +37,15 @@ impl<M> Downloads<M> {
         self.bytes
     }
 
-    /// Expects a piece of command `seq`'s data.
-    pub(super) fn expect(&mut self, seq: u64, piece: u32, span: Span<M>) {
+    /// Expects a piece of command `seq`'s data, which the server may write from now on. Gives a key for it that the server must be told before the command.
+    pub(super) fn expect(
+        &mut self,
+        seq: u64,
+        piece: u32,
+        span: Span<M>,
+    ) -> Result<Option<MemoryKey>, EndReason> {
         let len = span.len();
+        let (span, key) = Awaited::new(span)?;
         self.bytes += len;
         match self.commands.get_mut(&seq) {
             Some(expected) => {
@@ -51,6 +57,7 @@ impl<M> Downloads<M> {
                 self.commands.insert(seq, expected);
             }
         }
+        Ok(key)
     }
 
     /// Where `len` bytes from `offset` of that piece go.
@@ -61,7 +68,7 @@ impl<M> Downloads<M> {
         let expected = self.commands.get(&seq).ok_or_else(|| wrong("which expects none"))?;
         let span = std::iter::once(&expected.first)
             .chain(&expected.more)
-            .find_map(|(number, span)| (*number == piece).then_some(span))
+            .find_map(|(number, awaited)| (*number == piece).then(|| awaited.span()))
             .ok_or_else(|| wrong("which the command does not have"))?;
         span.part(offset, len).ok_or_else(|| wrong("beyond its end"))
     }

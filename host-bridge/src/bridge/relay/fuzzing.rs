@@ -11,7 +11,7 @@ use std::cell::{Cell, OnceCell};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -57,12 +57,15 @@ const SERVER_SLOT: u32 = SLOT_DATA + (64 << 10);
 pub(super) struct AnyMemory {
     size: u64,
     read_only: bool,
-    key_taken: AtomicBool,
+    /// How many ranges the server may fill.
+    admitted: AtomicU64,
+    /// How often it was given a key.
+    keys: AtomicU32,
 }
 
 impl AnyMemory {
     pub(super) fn new(size: u64, read_only: bool) -> AnyMemory {
-        AnyMemory { size, read_only, key_taken: AtomicBool::new(false) }
+        AnyMemory { size, read_only, admitted: AtomicU64::new(0), keys: AtomicU32::new(0) }
     }
 }
 
@@ -75,13 +78,27 @@ impl ClientMemory for AnyMemory {
         self.read_only
     }
 
-    fn take_key(&self) -> Option<MemoryKey> {
-        let first = !self.key_taken.swap(true, Ordering::Relaxed);
-        first.then(|| self.key()).flatten()
+    fn admit(&self, offset: u64, len: u64) -> Result<Option<MemoryKey>, EndReason> {
+        assert!(!self.read_only && offset + len <= self.size, "the server is to fill what it must not");
+        let first = self.admitted.fetch_add(1, Ordering::Relaxed) == 0;
+        self.keys.fetch_add(first.into(), Ordering::Relaxed);
+        Ok(first.then(|| self.key()).flatten())
+    }
+
+    fn release(&self) {
+        assert!(self.admitted.fetch_sub(1, Ordering::Relaxed) > 0, "nothing was admitted");
     }
 
     fn key(&self) -> Option<MemoryKey> {
-        Some(MemoryKey { address: 0, size: self.size, key: 7 })
+        let some = self.admitted.load(Ordering::Relaxed) > 0;
+        let key = 6 + self.keys.load(Ordering::Relaxed);
+        some.then_some(MemoryKey { address: 0, size: self.size, key })
+    }
+}
+
+impl Drop for AnyMemory {
+    fn drop(&mut self) {
+        assert_eq!(*self.admitted.get_mut(), 0, "memory goes that the server may write");
     }
 }
 

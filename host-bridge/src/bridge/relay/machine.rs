@@ -385,11 +385,10 @@ impl<'c, S: Schedule> Machine<'c, S> {
             })?;
             let piece = piece as u32;
             if write {
-                if let Some(key) = super::regions::ClientMemory::take_key(span.memory()) {
+                if let Some(key) = self.downloads.expect(seq, piece, span)? {
                     let key = region_key(range.place, key);
                     first(&mut self.ledger, frame::REGION_KEY, key.as_bytes());
                 }
-                self.downloads.expect(seq, piece, span);
                 if let Some(ledger) = &mut self.ledger {
                     ledger.download(seq, piece, range);
                 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use protocol::data::{HostRange, Place};
 
+use super::end::EndReason;
 use super::mailbox::Done;
 use crate::bridge::error::RegionError;
 
@@ -17,12 +18,15 @@ pub(in crate::bridge) trait ClientMemory: Debug + Send + Sync + 'static {
     /// Whether the server must not write it.
     fn is_read_only(&self) -> bool;
 
-    /// The key by which the server writes this memory itself. `None` when it needs none, and at every call but the first: it has the key then.
-    fn take_key(&self) -> Option<MemoryKey> {
-        None
+    /// The server may write these bytes by itself until [`release`](Self::release) was called as often as this. Gives the key for it, unless it needs none or has it.
+    fn admit(&self, _offset: u64, _len: u64) -> Result<Option<MemoryKey>, EndReason> {
+        Ok(None)
     }
 
-    /// The same without being asked for it: the server gets it in any case. `None`: it needs none.
+    /// See [`admit`](Self::admit). Once this returns, the server writes the bytes no more, unless others are still admitted.
+    fn release(&self) {}
+
+    /// The key that the server was given last. `None`: it has none that is good for anything.
     fn key(&self) -> Option<MemoryKey> {
         None
     }
@@ -73,6 +77,30 @@ impl<M> Span<M> {
     pub(in crate::bridge) fn part(&self, at: u64, len: u64) -> Option<Span<M>> {
         let inside = at.checked_add(len).is_some_and(|end| end <= self.len);
         inside.then(|| Span { memory: Arc::clone(&self.memory), offset: self.offset + at, len })
+    }
+}
+
+/// A range that the server is to fill. It may do so until this is dropped.
+#[derive(Debug)]
+pub(super) struct Awaited<M: ClientMemory> {
+    span: Span<M>,
+}
+
+impl<M: ClientMemory> Awaited<M> {
+    /// Lets the server fill the range. Gives the key that it needs for that, if it has to be told.
+    pub(super) fn new(span: Span<M>) -> Result<(Awaited<M>, Option<MemoryKey>), EndReason> {
+        let key = span.memory.admit(span.offset, span.len)?;
+        Ok((Awaited { span }, key))
+    }
+
+    pub(super) fn span(&self) -> &Span<M> {
+        &self.span
+    }
+}
+
+impl<M: ClientMemory> Drop for Awaited<M> {
+    fn drop(&mut self) {
+        self.span.memory.release();
     }
 }
 

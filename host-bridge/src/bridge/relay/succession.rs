@@ -108,7 +108,7 @@ impl<'c, M: ClientMemory> Machine<'c, Slots<M>> {
         let mut keys = BTreeMap::new();
         for download in &content.downloads {
             let place = download.range.place;
-            if let Some(key) = machine.regions.memory(place).and_then(|memory| memory.take_key()) {
+            if let Some(key) = machine.regions.memory(place).and_then(|memory| memory.key()) {
                 keys.insert(region_key(place, key).region, region_key(place, key));
             }
         }
@@ -186,8 +186,9 @@ impl<'c, S: Schedule> Machine<'c, S> {
         let (ledger, content) = Ledger::open(file, slots, lanes).map_err(wrong)?;
         let mut machine = Machine::new(session, arena, schedule, silence);
         regions.into_iter().for_each(|(id, region)| machine.regions.restore(id, region));
-        let out = machine.restore_frames(&content)?;
+        // First, because it gives the memories keys, which frames may name.
         machine.restore_downloads(&content)?;
+        let out = machine.restore_frames(&content)?;
         Ok((machine, content, ledger, out))
     }
 
@@ -256,7 +257,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
         let mut received: BTreeMap<u64, u64> = BTreeMap::new();
         for download in &content.downloads {
             let span = self.regions.span(download.range, true).map_err(wrong)?;
-            self.downloads.expect(download.seq, download.piece, span);
+            // The server is told the last key of each memory, when all of this is done.
+            self.downloads.expect(download.seq, download.piece, span)?;
             let sum = received.entry(download.seq).or_default();
             *sum = sum.saturating_add(download.received);
         }

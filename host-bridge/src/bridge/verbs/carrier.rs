@@ -1,25 +1,23 @@
 //! The queue pairs of a session, as its relay uses them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use protocol::link::{ACKNOWLEDGE_CONTROL, DataHeader, Received, RegionKey, SLOT_DATA, Written, frame};
 use zerocopy::IntoBytes;
 
 use super::links::{Links, saved_queues};
+use super::memory::DeviceMemory;
 use super::redial::{Redial, Resumed};
 use crate::bridge::config::SessionConfig;
 use crate::bridge::connect::Daemon;
-use crate::bridge::relay::{
-    Carrier, ClientMemory, EndReason, Mailbox, MemoryKey, RestoredWrites, Slots, Wakeups, Write,
-};
+use crate::bridge::relay::{Carrier, EndReason, Mailbox, RestoredWrites, Slots, Wakeups, Write};
 use crate::bridge::resume::{self, Interruption, Ticket};
 use crate::bridge::saved::SavedQueues;
 use crate::bridge::socket::{Socket, not_now};
 use crate::bridge::state::SessionState;
 use crate::framing::{FrameReader, SendBuffer};
-use crate::verbs::{DeviceEvent, Domain, EarlierWrites, Event, Link, Put, RegisteredRegion, VerbsError};
+use crate::verbs::{DeviceEvent, Domain, EarlierWrites, Event, Link, Put, VerbsError};
 
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -32,42 +30,6 @@ const COMPLETIONS: usize = 1;
 const DEVICE: usize = 2;
 
 type Machine<'c> = crate::bridge::relay::Machine<'c, Slots<DeviceMemory>>;
-
-/// Memory of the client that the device may use.
-#[derive(Debug)]
-pub(super) struct DeviceMemory {
-    registered: RegisteredRegion,
-    read_only: bool,
-    /// The server has its key.
-    key_taken: AtomicBool,
-}
-
-impl DeviceMemory {
-    pub(super) fn new(registered: RegisteredRegion, read_only: bool) -> DeviceMemory {
-        DeviceMemory { registered, read_only, key_taken: AtomicBool::new(false) }
-    }
-}
-
-impl ClientMemory for DeviceMemory {
-    fn size(&self) -> u64 {
-        self.registered.registration().len() as u64
-    }
-
-    fn is_read_only(&self) -> bool {
-        self.read_only
-    }
-
-    fn take_key(&self) -> Option<MemoryKey> {
-        let first = !self.key_taken.swap(true, Ordering::Relaxed);
-        first.then(|| self.key()).flatten()
-    }
-
-    fn key(&self) -> Option<MemoryKey> {
-        let registration = self.registered.registration();
-        let (address, size) = (registration.address(), registration.len() as u64);
-        Some(MemoryKey { address, size, key: registration.remote_key() })
-    }
-}
 
 impl From<VerbsError> for EndReason {
     fn from(e: VerbsError) -> EndReason {
@@ -386,7 +348,7 @@ impl VerbsCarrier {
 
 /// A write of the client's memory into a slot of the server's, on this queue.
 fn put(queues: &SavedQueues, queue: usize, write: &Write<DeviceMemory>) -> Result<Put, EndReason> {
-    let registration = write.source.memory().registered.registration();
+    let registration = write.source.memory().registration();
     let Some(source) = registration.slice(write.source.offset(), write.header.len) else {
         return Err(EndReason::Here(format!("{:?} lies outside its registration", write.header)));
     };

@@ -4,7 +4,9 @@ use std::io;
 use std::time::Duration;
 
 use protocol::device::Answer;
-use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, VERBS_RESUME_SINCE, frame, purpose};
+use protocol::link::{
+    GRANTED_SLOTS, Queues, SEVERAL_KEYS_SINCE, SLOT_DATA, VERBS_RESUME_SINCE, frame, purpose,
+};
 use zerocopy::IntoBytes;
 
 use crate::bridge::config::SessionConfig;
@@ -29,6 +31,8 @@ pub(in crate::bridge) struct Links {
     /// Under TLS: the connection to the daemon.
     pub(super) daemon: Option<Daemon>,
     pub(super) ticket: Ticket,
+    /// The server can do with several keys for one memory.
+    pub(super) several_keys: bool,
     /// The session has not begun.
     pub(super) unbegun: Unbegun,
     /// For a session that was saved: where another process continues.
@@ -90,6 +94,7 @@ pub(in crate::bridge) fn connect(
         // It keeps sessions, and resumes them in a way of its own.
         handshake.grace = Duration::ZERO;
     }
+    let several_keys = handshake.version >= SEVERAL_KEYS_SINCE;
     let ticket = Ticket::new(first, &greeted, &handshake, config);
     let unbegun = Unbegun::new(&ticket, config);
     let (control, daemon) = greeted.control(config, first)?;
@@ -115,5 +120,6 @@ pub(in crate::bridge) fn connect(
         link.keep();
     }
     let depth = offer.depth;
-    Ok((Links { control, link, queues, depth, daemon, ticket, unbegun, succession: None }, handshake))
+    let succession = None;
+    Ok((Links { control, link, queues, depth, daemon, ticket, several_keys, unbegun, succession }, handshake))
 }

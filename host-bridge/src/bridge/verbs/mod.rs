@@ -7,13 +7,14 @@
 //!   client's pages ◀══ queues 1 … n: writes ═══════        by the region's key
 //! ```
 //!
-//! A region is registered with the RDMA device when the client registers it, and that registration serves until the client unregisters it. No CPU of this host touches bulk data;
+//! A region is registered with the RDMA device when the client registers it, and that registration serves until the client unregisters it. The server gets a key for what it is to write, and only while somebody waits for that. No CPU of this host touches bulk data;
 //! the server's copies once between the memory that is written or sent here and its driver's own (`endpoint/verbs/`). The rules are the relay's ([`relay`](super::relay)).
-//! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: `links` (the connections), then `carrier` (what the relay calls), `redial` (other queue pairs for a session that has lost its
+//! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: `links` (the connections), `memory` (the client's, and the server's keys for it), then `carrier` (what the relay calls), `redial` (other queue pairs for a session that has lost its
 //! own).
 
 mod carrier;
 pub(super) mod links;
+mod memory;
 mod redial;
 
 use std::collections::BTreeMap;
@@ -21,8 +22,9 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use self::carrier::{DeviceMemory, Left, VerbsCarrier};
+use self::carrier::{Left, VerbsCarrier};
 use self::links::{Links, has_slots};
+use self::memory::{DeviceMemory, Keys};
 use super::config::SessionConfig;
 use super::error::{ConnectError, RegionError};
 use super::relay::{AllMemory, EndReason, Machine, Mailbox, RelayHandle, RestoredSlots, Slots, run};
@@ -36,11 +38,11 @@ use crate::verbs::{Device, Domain, RegisteredRegion};
 use protocol::polling::{PollTime, processors};
 
 /// Registers regions with the device.
-fn memory_in(domain: Arc<Domain>) -> impl Fn(&RegionMemory) -> Result<DeviceMemory, RegionError> {
+fn memory_in(domain: Arc<Domain>, keys: Keys) -> impl Fn(&RegionMemory) -> Result<DeviceMemory, RegionError> {
     move |region| {
         let RegionMemory { memories, extents, size, read_only, .. } = region;
         let registered = RegisteredRegion::new(&domain, memories, extents, *size, *read_only)?;
-        Ok(DeviceMemory::new(registered, *read_only))
+        Ok(DeviceMemory::new(registered, *read_only, &keys))
     }
 }
 
@@ -54,6 +56,8 @@ pub(super) fn start(
     // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives the relay.
     let arena = unsafe { RegisteredRegion::arena(&domain, &session.channel.view) }
         .map_err(|source| ConnectError::Verbs { source })?;
+    let keys = Keys::new(&domain, links.several_keys);
+    let for_relay = keys.clone();
     let (ledger, regions) =
         links.succession.take().map(|Succession { ledger, regions }| (ledger, regions)).unzip();
     let relay = RelayHandle::start(session, move |session, mailbox| {
@@ -66,14 +70,14 @@ pub(super) fn start(
             Ok(carrier) => carrier,
             Err(end) => return end,
         };
-        let arena = arena.map(|registered| DeviceMemory::new(registered, false));
+        let arena = arena.map(|registered| DeviceMemory::new(registered, false, &for_relay));
         let mut machine = Machine::new(session, arena, schedule, config.silence);
         if let Some(ledger) = ledger {
             machine.note_in(ledger);
         }
         run(session, mailbox, machine, carrier, PollTime::giving_way(config.poll, processors()), None)
     })?;
-    Ok(Box::new(Relayed::new(relay, regions, memory_in(domain))))
+    Ok(Box::new(Relayed::new(relay, regions, memory_in(domain, keys))))
 }
 
 /// Goes on with a session that another process had. Gives the regions that it has. Does not block.
@@ -93,12 +97,14 @@ pub(super) fn resume(
     config.verbs.queue_pairs = Some(saved.terms().connections() as u32);
     config.verbs.check().map_err(io::Error::other)?;
     let domain = Device::open(&config.verbs).and_then(Domain::new).map_err(io::Error::other)?;
-    let (for_relay, terms) = (Arc::clone(&domain), saved.terms());
+    // Whether the server can do with several keys is not known here.
+    let (keys, terms) = (Keys::new(&domain, false), saved.terms());
+    let for_relay = (Arc::clone(&domain), keys.clone());
     let relay = RelayHandle::start(session, move |session, mailbox| {
         relay_on(session, mailbox, &config, (terms, &queues), &for_relay, (&ledger, memory))
     });
     let relay = relay.map_err(io::Error::other)?;
-    Ok((Box::new(Relayed::new(relay, Some(regions), memory_in(domain))), inherited))
+    Ok((Box::new(Relayed::new(relay, Some(regions), memory_in(domain, keys))), inherited))
 }
 
 /// Regions of another process by their ids, each with the memories that it lies in.
@@ -110,7 +116,7 @@ fn relay_on(
     mailbox: &Mailbox<DeviceMemory>,
     config: &SessionConfig,
     (terms, queues): (Terms, &SavedQueues),
-    domain: &Arc<Domain>,
+    (domain, keys): &(Arc<Domain>, Keys),
     (ledger, regions): (&impl AsFd, StoredRegions),
 ) -> EndReason {
     let ticket = match terms.ticket(config, false) {
@@ -118,7 +124,7 @@ fn relay_on(
         Err(e) => return EndReason::Here(e.to_string()),
     };
     let (lanes, under_way) = (terms.connections(), terms.connections() * queues.depth as usize);
-    let begun = memory(session, domain, regions).and_then(|memory| {
+    let begun = memory(session, domain, keys, regions).and_then(|memory| {
         let schedule = Slots::new(queues.slots, queues.slot_size, lanes, under_way).acknowledged().noted();
         let size = (lanes, queues.slots);
         let restored = Machine::restore_verbs(session, memory, schedule, config.silence, ledger, size)?;
@@ -143,6 +149,7 @@ fn relay_on(
 fn memory(
     session: &SessionState,
     domain: &Arc<Domain>,
+    keys: &Keys,
     regions: StoredRegions,
 ) -> Result<AllMemory<DeviceMemory>, EndReason> {
     // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives the relay.
@@ -150,8 +157,8 @@ fn memory(
     let region = |(id, (memories, region)): (u32, (Memories, StoredRegion))| {
         let StoredRegion { size, read_only, extents, .. } = region;
         let registered = RegisteredRegion::new(domain, &memories, &extents, size, read_only)?;
-        Ok((id, DeviceMemory::new(registered, read_only)))
+        Ok((id, DeviceMemory::new(registered, read_only, keys)))
     };
     let regions = regions.into_iter().map(region).collect::<Result<_, EndReason>>()?;
-    Ok((arena.map(|registered| DeviceMemory::new(registered, false)), regions))
+    Ok((arena.map(|registered| DeviceMemory::new(registered, false, keys)), regions))
 }

@@ -10,7 +10,7 @@
 //!
 //! While there is no link, threads that have something to send wait for room, as they do for a bridge that takes nothing.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, MutexGuard};
@@ -52,21 +52,22 @@ fn attempt(e: impl std::fmt::Display) -> Failed {
     Failed::Attempt(e.to_string())
 }
 
-/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too.
+/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too: with whichever of a memory's keys they were posted, its address was the same.
 fn replace_keys(link: &mut Link, known: &mut HashMap<u32, RegionKey>, keys: &[RegionKey]) -> Result<(), End> {
-    let mut replaced = HashMap::new();
+    let mut replaced = BTreeMap::new();
     for key in keys {
         let old = known.insert(key.region, *key);
         let fits = old.is_none_or(|old| old.size == key.size) && known.len() <= MOST_KEYS;
         if !fits || key.address.checked_add(key.size).is_none() {
             return Err(End::Lost("the bridge gave a key that cannot be".into()));
         }
-        replaced.extend(old.map(|old| (old.key, (old.address, *key))));
+        replaced.extend(old.map(|old| (old.address, *key)));
     }
     link.each_again(|put| {
-        if let Some((address, new)) = replaced.get(&put.key) {
-            let offset = put.address.wrapping_sub(*address);
-            (put.address, put.key) = (new.address.wrapping_add(offset), new.key);
+        let Some((address, new)) = replaced.range(..=put.address).next_back() else { return };
+        let offset = put.address - address;
+        if offset < new.size {
+            (put.address, put.key) = (new.address + offset, new.key);
         }
     });
     Ok(())

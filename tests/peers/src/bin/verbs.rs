@@ -5,7 +5,8 @@
 //! verbs connect 10.0.1.1:9800 --device rxe1 --do h2d --size 65536 --count 200
 //! ```
 //!
-//! `h2d` writes from a scattered region into the listener's slots, `d2h` has the listener write into that region, `ping` sends messages to and fro. Data is verified
+//! `h2d` writes from a scattered region into the listener's slots, `d2h` has the listener write into that region, `ping` sends messages to and fro. `stale` has it write once more when the window to the
+//! region is closed: the device must refuse that; before, it opens and closes `--count` windows. Data is verified
 //! unless `--fast` is given. With `--break N` the connecting side stops its queue pairs, wherever they are, when something has come up to N times, again and again, and both sides go on through new ones. The result is one line of `key=value`, `kernel_ms` among them: for how long the machine's processors, all together, were in the kernel meanwhile.
 
 use std::collections::VecDeque;
@@ -17,6 +18,7 @@ use host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
 use host_bridge::memory::{Memories, Runs};
 use host_bridge::verbs::{
     Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError,
+    Window, Windows,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -344,6 +346,7 @@ fn serve(control: TcpStream, settings: &Settings) -> Result<()> {
         }
         "h2d" => take(&mut talk, &slots, size * count, fast)?,
         "d2h" => give(&mut talk, &slots, size, count, fast)?,
+        "stale" => give(&mut talk, &slots, size, 2, fast)?,
         other => return Err(format!("no job {other}").into()),
     }
     // The peer closes when it has seen everything.
@@ -496,15 +499,29 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
             }
         }
         "d2h" => {
-            let r = region.registration();
-            let key = RegionKey {
-                address: r.address(),
-                size: r.len() as u64,
-                region: ARENA_KEY,
-                key: r.remote_key(),
-            };
-            talk.frame(frame::REGION_KEY, key.as_bytes());
-            if job.fast { take_all(&mut talk, job)? } else { take_each(&mut talk, &runs, job)? }
+            let _shown = show(&mut talk, &region)?;
+            if job.fast { take_all(&mut talk, job)? } else { take_each(&mut talk, &runs, 1..=job.count)? }
+        }
+        "stale" => {
+            let windows = windows(&region)?;
+            for _ in 0..job.count {
+                open(&windows, &region)?;
+            }
+            println!("us_each_window={:.2}", begin.elapsed().as_secs_f64() * 1e6 / job.count as f64);
+            let shown = show(&mut talk, &region)?;
+            take_each(&mut talk, &runs, 1..=1)?;
+            drop(shown);
+            clear(&runs);
+            match take_each(&mut talk, &runs, 2..=2) {
+                Ok(()) => return Err("the peer has written with a key that was taken back".into()),
+                Err(e) => println!("refused: {e}"),
+            }
+            drop(talk);
+            if !is_clear(&runs) {
+                return Err("the peer has written something with a key that was taken back".into());
+            }
+            println!("ok do=stale");
+            return Ok(());
         }
         other => return Err(format!("no job {other}").into()),
     }
@@ -545,9 +562,29 @@ fn median(all: &mut [f64]) -> f64 {
     all.get(all.len() / 2).copied().unwrap_or(0.0)
 }
 
+fn windows(region: &RegisteredRegion) -> Result<std::sync::Arc<Windows>> {
+    Ok(Windows::new(region.registration().domain()).ok_or("the device has no windows")?)
+}
+
+/// A window to the whole region.
+fn open(windows: &std::sync::Arc<Windows>, region: &RegisteredRegion) -> Result<Window> {
+    let registration = region.registration();
+    // SAFETY: all callers drop it before the region.
+    Ok(unsafe { windows.open(registration, 0, registration.len() as u64) }?)
+}
+
+/// Lets the peer write the region until the window is dropped, and gives it the key.
+fn show(talk: &mut Talk, region: &RegisteredRegion) -> Result<Window> {
+    let (window, registration) = (open(&windows(region)?, region)?, region.registration());
+    let (address, size) = (registration.address(), registration.len() as u64);
+    let key = RegionKey { address, size, region: ARENA_KEY, key: window.key() };
+    talk.frame(frame::REGION_KEY, key.as_bytes());
+    Ok(window)
+}
+
 /// Asks for one transfer after the other, and verifies each.
-fn take_each(talk: &mut Talk, runs: &Runs, job: &Job) -> Result<()> {
-    for seq in 1..=job.count {
+fn take_each(talk: &mut Talk, runs: &Runs, which: std::ops::RangeInclusive<u64>) -> Result<()> {
+    for seq in which {
         talk.frame(GO, &[]);
         talk.turn()?;
         let (_, body) = talk.next()?;
@@ -627,6 +664,21 @@ fn put_all(talk: &mut Talk, region: &RegisteredRegion, peer: &Queues, job: &Job)
         talk.wait()?;
     }
     Ok(())
+}
+
+fn clear(runs: &Runs) {
+    for piece in runs.all() {
+        // SAFETY: as in `fill`: the peer is not to write anything now.
+        unsafe { piece.at.as_ptr().write_bytes(0xee, piece.len) };
+    }
+}
+
+fn is_clear(runs: &Runs) -> bool {
+    let clear = |at: *const u8, len| {
+        // SAFETY: inside a piece, which is mapped; there is no link any more through which anybody writes it.
+        unsafe { std::slice::from_raw_parts(at, len) }.iter().all(|byte| *byte == 0xee)
+    };
+    runs.all().iter().all(|piece| clear(piece.at.as_ptr(), piece.len))
 }
 
 fn fill(runs: &Runs) {

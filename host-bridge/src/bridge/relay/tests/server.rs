@@ -25,7 +25,7 @@ pub(super) struct Server {
     pub(super) executed: u64,
     /// What the bridge has asked for ahead of its command.
     asked: HashSet<(u64, u32)>,
-    keys: HashSet<u32>,
+    keys: HashMap<u32, u32>,
     /// Runs that go by grants: their length, and how much was granted.
     pub(super) granting: BTreeMap<(u64, u32), (u64, u64)>,
     pub(super) granted: HashMap<(u64, u32), u64>,
@@ -63,7 +63,8 @@ impl Server {
                 }
                 frame::REGION_KEY => {
                     let (key, _) = split_struct::<RegionKey>(&body).unwrap();
-                    assert!(self.keys.insert(key.region), "a key comes once");
+                    let before = self.keys.insert(key.region, key.key);
+                    assert_ne!(before, Some(key.key), "a key comes once");
                 }
                 frame::ALIVE => {}
                 frame::BYE => self.farewell = Some(String::from_utf8(body).unwrap()),
@@ -113,7 +114,10 @@ impl Server {
                         Place::Arena => protocol::link::ARENA_KEY,
                         Place::Region(id) => id,
                     };
-                    assert!(self.keys.contains(&region), "a command whose memory the server has no key for");
+                    assert!(
+                        self.keys.contains_key(&region),
+                        "a command whose memory the server has no key for"
+                    );
                     // A command that fails sends less.
                     let all = if random.below(8) == 0 { range.len / 2 } else { range.len };
                     let mut at = 0;

@@ -1,0 +1,125 @@
+//! A client's memory as the device and the server may use it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::bridge::relay::{ClientMemory, EndReason, MemoryKey};
+use crate::verbs::{Domain, RegisteredRegion, Registration, Window, Windows};
+
+/// Most windows of one memory that are open at a time. The last one shows all of it.
+const MOST_WINDOWS: usize = 4;
+
+/// How the server gets keys for the client's memory.
+#[derive(Debug, Clone)]
+pub(super) struct Keys {
+    /// `None`: the device has no windows.
+    windows: Option<Arc<Windows>>,
+    /// A memory may have several keys at a time. Otherwise the one that it has is for all of it.
+    several: bool,
+}
+
+impl Keys {
+    /// For memory that is registered in this domain. `several`: the server, and the process after this one, can do with several keys for a memory.
+    pub(super) fn new(domain: &Arc<Domain>, several: bool) -> Keys {
+        let windows = Windows::new(domain);
+        if windows.is_none() {
+            let device = domain.device().name();
+            tracing::warn!(
+                device,
+                "this RDMA device has no memory windows: from the first copy into a piece of page-locked memory on, the server can write to it until it is freed (docs/security.md)"
+            );
+        }
+        Keys { windows, several }
+    }
+}
+
+/// Memory of the client that is registered with the device. The server can write the part of it that commands are waiting for, while they do.
+#[derive(Debug)]
+pub(super) struct DeviceMemory {
+    /// Dropped first: a window must not outlive the registration that it shows.
+    admitted: Mutex<Admitted>,
+    registered: RegisteredRegion,
+    read_only: bool,
+    keys: Keys,
+}
+
+/// What the server may write now.
+#[derive(Debug, Default)]
+struct Admitted {
+    /// How many wait for something.
+    count: u64,
+    /// What `windows` show: offsets. The last one shows all of it.
+    from: u64,
+    to: u64,
+    windows: Vec<Window>,
+    /// Without windows: the server has the key.
+    told: bool,
+}
+
+impl DeviceMemory {
+    pub(super) fn new(registered: RegisteredRegion, read_only: bool, keys: &Keys) -> DeviceMemory {
+        DeviceMemory { admitted: Mutex::default(), registered, read_only, keys: keys.clone() }
+    }
+
+    pub(super) fn registration(&self) -> &Registration {
+        self.registered.registration()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Admitted> {
+        self.admitted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with(&self, key: u32) -> MemoryKey {
+        let registration = self.registration();
+        MemoryKey { address: registration.address(), size: registration.len() as u64, key }
+    }
+}
+
+impl ClientMemory for DeviceMemory {
+    fn size(&self) -> u64 {
+        self.registration().len() as u64
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn admit(&self, offset: u64, len: u64) -> Result<Option<MemoryKey>, EndReason> {
+        let mut admitted = self.lock();
+        admitted.count += 1;
+        let Some(windows) = &self.keys.windows else {
+            let first = !std::mem::replace(&mut admitted.told, true);
+            return Ok(first.then(|| self.with(self.registration().remote_key())));
+        };
+        let end = offset.saturating_add(len);
+        let shown = !admitted.windows.is_empty();
+        if len == 0 || shown && admitted.from <= offset && end <= admitted.to {
+            return Ok(None);
+        }
+        let (from, to) = match shown {
+            _ if !self.keys.several || admitted.windows.len() + 1 >= MOST_WINDOWS => (0, self.size()),
+            true => (admitted.from.min(offset), admitted.to.max(end)),
+            false => (offset, end),
+        };
+        // SAFETY: `admitted` is dropped before `registered`.
+        let window = unsafe { windows.open(self.registration(), from, to - from) }?;
+        let key = window.key();
+        (admitted.from, admitted.to) = (from, to);
+        admitted.windows.push(window);
+        Ok(Some(self.with(key)))
+    }
+
+    fn release(&self) {
+        let mut admitted = self.lock();
+        admitted.count = admitted.count.saturating_sub(1);
+        if admitted.count == 0 {
+            admitted.windows.clear();
+        }
+    }
+
+    fn key(&self) -> Option<MemoryKey> {
+        if self.keys.windows.is_none() {
+            return Some(self.with(self.registration().remote_key()));
+        }
+        self.lock().windows.last().map(|window| self.with(window.key()))
+    }
+}
