@@ -12,7 +12,7 @@ use crate::device::launch::KernelRun;
 use crate::device::module::{Function, Module};
 use crate::error::Error;
 use crate::machine::address::FUNCTION_WINDOW;
-use crate::machine::hardware::Hardware;
+use crate::machine::hardware::{Allocation, Hardware};
 use crate::machine::launcher::{INVALID_VALUE, LaunchConfig, Launcher, MEMORY_ALLOCATION, Transfer};
 
 /// The most child launches of a kernel that can be pending.
@@ -44,7 +44,7 @@ pub(crate) struct Children {
 #[derive(Default)]
 struct Pending {
     /// Launches in preparation, by the address of their parameter buffer.
-    drafts: HashMap<u64, (Function, LaunchConfig)>,
+    drafts: HashMap<u64, (Allocation, Function, LaunchConfig)>,
     begun: Vec<Child>,
     tails: Vec<Child>,
 }
@@ -87,12 +87,6 @@ impl Children {
         all.reverse();
         all
     }
-
-    /// Frees a launch's parameter buffer.
-    fn free(&self, address: u64) {
-        // Cannot fail: the allocator returned this address, and it is freed once.
-        let _ = self.hardware.memory.free_module(address);
-    }
 }
 
 impl Launcher for Children {
@@ -104,18 +98,19 @@ impl Launcher for Children {
             return Err(PENDING_COUNT_EXCEEDED);
         }
         let bytes = u64::from(function.info().param_bytes);
-        let address = self.hardware.memory.allocate_module(bytes).map_err(|_| MEMORY_ALLOCATION)?;
-        pending.drafts.insert(address, (function, config));
+        let buffer = self.hardware.allocate(bytes).map_err(|_| MEMORY_ALLOCATION)?;
+        let address = buffer.address;
+        pending.drafts.insert(address, (buffer, function, config));
         Ok(address)
     }
 
     fn launch(&self, parameters: u64, stream: u64) -> Result<(), u32> {
         let mut pending = self.pending();
-        let (function, config) = pending.drafts.remove(&parameters).ok_or(INVALID_VALUE)?;
+        let (buffer, function, config) = pending.drafts.remove(&parameters).ok_or(INVALID_VALUE)?;
         let mut bytes = vec![0u8; function.info().param_bytes as usize];
-        // Cannot fail: the buffer was allocated with this size, and is freed below.
+        // Cannot fail: the buffer was allocated with this size.
         let _ = self.hardware.memory.read(parameters, &mut bytes);
-        self.free(parameters);
+        drop(buffer);
         let child = KernelRun::new(&self.hardware, &function, config, &bytes).map_err(|e| refusal(&e))?;
         if stream == TAIL && pending.tails.len() >= MOST_TAILS {
             return Err(PENDING_COUNT_EXCEEDED);
@@ -131,14 +126,5 @@ impl Launcher for Children {
         }
         pending.list(stream).push(Child::Transfer(transfer));
         Ok(())
-    }
-}
-
-impl Drop for Children {
-    fn drop(&mut self) {
-        // The launches that were prepared but never made.
-        for address in std::mem::take(&mut self.pending().drafts).into_keys() {
-            self.free(address);
-        }
     }
 }

@@ -109,7 +109,7 @@ impl KernelRun {
         if config.cooperative && blocks > resident_limit {
             return Err(Error::CooperativeLaunchTooLarge { blocks, limit: resident_limit });
         }
-        let workspace = if config.cooperative { hardware.memory.allocate_module(512)? } else { 0 };
+        let workspace = config.cooperative.then(|| hardware.allocate(512)).transpose()?;
         let children = Arc::new(Children::new(Arc::clone(hardware), function.module()));
         let grid = Grid {
             hardware: Arc::clone(hardware),

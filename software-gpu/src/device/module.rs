@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::fatbin;
 use crate::lower::info::{FunctionInfo, GlobalInfo};
 use crate::lower::link::link;
-use crate::machine::hardware::Hardware;
+use crate::machine::hardware::{Allocation, Hardware};
 use crate::machine::program::{Code, Program};
 use crate::ptx::{self, ast::File};
 
@@ -18,16 +18,8 @@ struct Inner {
     codes: Vec<Arc<Code>>,
     by_name: HashMap<String, usize>,
     globals: Vec<GlobalInfo>,
-    memory: Vec<u64>,
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        for &address in &self.memory {
-            // Cannot fail: the allocator returned this address, and it is freed once.
-            let _ = self.hardware.memory.free_module(address);
-        }
-    }
+    /// Of the globals.
+    _memory: Vec<Allocation>,
 }
 
 /// Loaded PTX. Clones refer to the same module. Its globals are freed with the last handle of the module and
@@ -64,28 +56,13 @@ impl Module {
         }
         let mut memory = Vec::new();
         let loaded = link(&parsed, false, &mut |size| {
-            let address = hardware.memory.allocate_module(size)?;
-            memory.push(address);
+            let allocation = hardware.allocate(size)?;
+            let address = allocation.address;
+            memory.push(allocation);
             Ok(address)
-        });
-        let release = |memory: &[u64]| {
-            for &address in memory {
-                // Cannot fail: `allocate_module` returned this address, and nothing else frees it.
-                let _ = hardware.memory.free_module(address);
-            }
-        };
-        let loaded = match loaded {
-            Ok(loaded) => loaded,
-            Err(error) => {
-                release(&memory);
-                return Err(error);
-            }
-        };
+        })?;
         for (address, bytes) in &loaded.images {
-            if let Err(error) = hardware.memory.write(*address, bytes) {
-                release(&memory);
-                return Err(error);
-            }
+            hardware.memory.write(*address, bytes)?;
         }
         let program = Arc::new(loaded.program);
         let codes: Vec<Arc<Code>> =
@@ -100,7 +77,7 @@ impl Module {
                 codes,
                 by_name,
                 globals: loaded.globals,
-                memory,
+                _memory: memory,
             }),
         })
     }

@@ -105,8 +105,8 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             "%nwarpid" => same!(u32, |w| 64),
             // The address where the CUDA headers expect the barrier of a cooperative grid; zero for other
             // launches.
-            "%envreg1" => same!(u32, |w| (w.block().grid().workspace >> 32) as u32),
-            "%envreg2" => same!(u32, |w| w.block().grid().workspace as u32),
+            "%envreg1" => same!(u32, |w| (w.block().grid().barrier() >> 32) as u32),
+            "%envreg2" => same!(u32, |w| w.block().grid().barrier() as u32),
             "%smid" => same!(u32, |w| worker()),
             "%nsmid" => same!(u32, |w| w.block().grid().hardware.properties.multiprocessors),
             "%lanemask_eq" => lanes32!(|w, l| {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::machine::hardware::Hardware;
+use crate::machine::hardware::{Allocation, Hardware};
 use crate::machine::launcher::{LaunchConfig, Launcher};
 use crate::machine::row::Line;
 
@@ -20,8 +20,8 @@ pub(crate) struct Grid {
     pub cluster: [u32; 3],
     pub explicit_cluster: bool,
     pub grid_id: u64,
-    /// Device memory for the grid barrier of a cooperative launch, freed with the grid; 0 for other launches.
-    pub workspace: u64,
+    /// Memory for the barrier of a cooperative launch.
+    pub workspace: Option<Allocation>,
     /// Whether a thread has faulted.
     pub failed: AtomicBool,
 }
@@ -37,13 +37,9 @@ impl Grid {
     pub fn clusters(&self, dimension: usize) -> u32 {
         self.config.grid[dimension] / self.cluster[dimension]
     }
-}
 
-impl Drop for Grid {
-    fn drop(&mut self) {
-        if self.workspace != 0 {
-            // Cannot fail: the allocator returned this address, and it is freed once.
-            let _ = self.hardware.memory.free_module(self.workspace);
-        }
+    /// Where a cooperative launch has its barrier; 0 for other launches.
+    pub fn barrier(&self) -> u64 {
+        self.workspace.as_ref().map_or(0, |memory| memory.address)
     }
 }

@@ -1,7 +1,9 @@
 //! A GPU as its kernels see it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
+use crate::error::Result;
 use crate::machine::error_text::ErrorTexts;
 use crate::machine::memory::Memory;
 use crate::machine::properties::{GpuConfig, PrintfSink, Properties};
@@ -32,5 +34,24 @@ impl Hardware {
             cancelled: AtomicBool::new(false),
             executed: AtomicU64::new(0),
         }
+    }
+
+    /// Allocates zeroed memory outside the addresses that the caller chooses.
+    pub fn allocate(self: &Arc<Self>, size: u64) -> Result<Allocation> {
+        let address = self.memory.allocate_module(size)?;
+        Ok(Allocation { hardware: Arc::clone(self), address })
+    }
+}
+
+/// Memory of the GPU's own, which is freed with this.
+pub(crate) struct Allocation {
+    hardware: Arc<Hardware>,
+    pub address: u64,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // Cannot fail: the allocator returned this address, and it is freed once.
+        let _ = self.hardware.memory.free_module(self.address);
     }
 }
