@@ -65,6 +65,21 @@ impl Cuda {
         unsafe { registration::in_place(self.api, home.handle, &home.health, region) }
     }
 
+    /// Holds what enqueued copies use until they are done. Then publishes whether they failed.
+    fn hold(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        used: impl Send + 'static,
+    ) -> Result {
+        let progress = Arc::clone(&place.progress);
+        self.fence(streams, place, cx.seq, move |status| {
+            progress.complain(status);
+            drop(used);
+        })
+    }
+
     /// Copies between rows and client memory that the device accesses [in place](Self::in_place).
     fn copy_in_place(
         &mut self,
@@ -77,16 +92,12 @@ impl Cuda {
     ) -> Result {
         let mut offset = 0;
         for (at, len) in mapped.runs() {
-            // SAFETY: the rows were checked; the run is registered and held until the fence below.
+            // SAFETY: the rows were checked; the run is registered and held until it is copied.
             let copied = unsafe { copy_rows(self.api, place.stream, way, rows, offset, *at, *len) };
             self.note(place.context, copied)?;
             offset += *len as u64;
         }
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            drop(mapped);
-        })
+        self.hold(cx, streams, place, mapped)
     }
 
     /// Enqueues copies from the slots where the data arrives.
@@ -114,12 +125,8 @@ impl Cuda {
             };
             self.note(place.context, enqueued)?;
         }
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            // Frees the room of what a failed context has not read.
-            drop(placed);
-        })
+        // This also frees the room of what a failed context has not read.
+        self.hold(cx, streams, place, placed)
     }
 
     fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result {
@@ -189,11 +196,7 @@ impl Cuda {
             }
         }
         enqueued?;
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            drop(transfer);
-        })
+        self.hold(cx, streams, place, transfer)
     }
 
     /// Enqueues, for each chunk, the wait for its slot, the copy, and the write of the word that marks the
@@ -275,11 +278,7 @@ impl GpuCopies for Cuda {
             let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
             self.note(place.context, waits)?;
         }
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            drop(transfer);
-        })
+        self.hold(cx, streams, place, transfer)
     }
 
     fn progress(&mut self, place: &Place) -> Progress {
