@@ -179,8 +179,7 @@ pub(crate) const TEST: Handler = handler!(|w, i, m| {
 });
 
 /// `r[0]` (32 bits) = the arrivals that the state in row `r[1]` still waits for.
-pub(crate) const PENDING: Handler =
-    handler!(|w, i, m| rows::map1(w, i, m, |state: u64| (state & COUNT) as u32));
+pub(crate) const PENDING: Handler = lanewise!(|state: u64| (state & COUNT) as u32);
 
 /// `cp.async`: copies `imm` bytes to the shared address in `r[4]` from the global one in row `r[1]` (both
 /// with their offsets added). Row `r[2]`, unless NONE, limits the bytes that are read; the rest is filled

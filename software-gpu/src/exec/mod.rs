@@ -30,6 +30,29 @@ macro_rules! handler {
     }};
 }
 
+/// A handler that applies a function to each lane: sources in `r[1..]`, result in `r[0]`. The function may use
+/// the instruction's immediate, under the name that comes first.
+macro_rules! lanewise {
+    ($($imm:ident,)? |$a:ident $(: $A:ty)?| $f:expr) => {
+        lanewise!(@ map1 [$($imm)?] |$a $(: $A)?| $f)
+    };
+    ($($imm:ident,)? |$a:ident $(: $A:ty)?, $b:ident $(: $B:ty)?| $f:expr) => {
+        lanewise!(@ map2 [$($imm)?] |$a $(: $A)?, $b $(: $B)?| $f)
+    };
+    ($($imm:ident,)? |$a:ident $(: $A:ty)?, $b:ident $(: $B:ty)?, $c:ident $(: $C:ty)?| $f:expr) => {
+        lanewise!(@ map3 [$($imm)?] |$a $(: $A)?, $b $(: $B)?, $c $(: $C)?| $f)
+    };
+    ($($imm:ident,)? |$a:ident: $A:ty, $b:ident: $B:ty, $c:ident: $C:ty, $d:ident: $D:ty| $f:expr) => {
+        lanewise!(@ map4 [$($imm)?] |$a: $A, $b: $B, $c: $C, $d: $D| $f)
+    };
+    (@ $map:ident [$($imm:ident)?] $f:expr) => {
+        handler!(|w, i, m| {
+            $(let $imm = i.imm;)?
+            $crate::exec::rows::$map(w, i, m, $f)
+        })
+    };
+}
+
 pub(crate) mod asynchronous;
 pub(crate) mod atomic;
 pub(crate) mod cluster;

@@ -10,15 +10,12 @@ use crate::machine::row::LANES;
 use crate::machine::warp::{Flow, Warp};
 
 macro_rules! lanes32 {
-    (|$w:ident, $l:ident| $e:expr) => {
+    (|$w:pat, $l:ident| $e:expr) => {
         handler!(|w, i, m| {
+            let $w: &Warp = w;
             let mut out = [0u32; LANES];
-            {
-                #[allow(unused_mut)]
-                let mut $w = &mut *w;
-                for $l in 0..LANES {
-                    out[$l] = $e;
-                }
+            for $l in 0..LANES {
+                out[$l] = $e;
             }
             rows::put(w, i.r[0], m, &out);
             Flow::Next
@@ -97,10 +94,7 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             "%nclusterid.w" | "%cluster_nctaid.w" => same!(u32, |w| 1),
             "%tid.w" | "%ctaid.w" => same!(u32, |w| 0),
             "%ntid.w" | "%nctaid.w" => same!(u32, |w| 1),
-            "%laneid" => lanes32!(|w, l| {
-                let _ = &w;
-                l as u32
-            }),
+            "%laneid" => lanes32!(|_, l| l as u32),
             "%warpid" => same!(u32, |w| w.index),
             "%nwarpid" => same!(u32, |w| 64),
             // The address where the CUDA headers expect the barrier of a cooperative grid; zero for other
@@ -109,26 +103,11 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             "%envreg2" => same!(u32, |w| w.block().grid().barrier() as u32),
             "%smid" => same!(u32, |w| worker()),
             "%nsmid" => same!(u32, |w| w.block().grid().hardware.properties.multiprocessors),
-            "%lanemask_eq" => lanes32!(|w, l| {
-                let _ = &w;
-                1 << l
-            }),
-            "%lanemask_le" => lanes32!(|w, l| {
-                let _ = &w;
-                u32::MAX >> (31 - l)
-            }),
-            "%lanemask_lt" => lanes32!(|w, l| {
-                let _ = &w;
-                (1 << l) - 1
-            }),
-            "%lanemask_ge" => lanes32!(|w, l| {
-                let _ = &w;
-                u32::MAX << l
-            }),
-            "%lanemask_gt" => lanes32!(|w, l| {
-                let _ = &w;
-                !(u32::MAX >> (31 - l))
-            }),
+            "%lanemask_eq" => lanes32!(|_, l| 1 << l),
+            "%lanemask_le" => lanes32!(|_, l| u32::MAX >> (31 - l)),
+            "%lanemask_lt" => lanes32!(|_, l| (1 << l) - 1),
+            "%lanemask_ge" => lanes32!(|_, l| u32::MAX << l),
+            "%lanemask_gt" => lanes32!(|_, l| !(u32::MAX >> (31 - l))),
             "%clock" => same!(u32, |w| clock() as u32),
             "%clock_hi" => same!(u32, |w| (clock() >> 32) as u32),
             "%globaltimer_lo" => same!(u32, |w| wall_ns() as u32),
