@@ -142,6 +142,15 @@ pub(super) struct Depth {
     pub(super) inline: u32,
 }
 
+/// What a memory window shows: `len` bytes at `address` of a registration.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shown {
+    pub(super) mr: NonNull<sys::Mr>,
+    pub(super) address: u64,
+    /// 0: it shows nothing. (The registration is named all the same: software RoCE's library looks at it.)
+    pub(super) len: u64,
+}
+
 /// A reliable connection. After it is dropped, neither the device nor the peer touches any memory through it.
 #[derive(Debug)]
 pub(super) struct QueuePair {
@@ -311,24 +320,20 @@ impl QueuePair {
         check("ibv_post_recv", unsafe { (self.post_recv)(self.qp.as_ptr(), &mut wr, &mut bad) })
     }
 
-    /// Has a window show `len` bytes at `address` of a registration to the peer, for writing, from when the request completes on; its key is a new one from now on. Without a registration it shows nothing.
+    /// Has a window show something of a registration to the peer, for writing, from when the request completes on, or nothing of it any more. In any case its key is a new one.
     ///
     /// # Safety
-    /// The window and the registration live, the window until the request completes and the registration until the window shows something else.
-    pub(super) unsafe fn bind(
-        &self,
-        window: NonNull<sys::Mw>,
-        shown: Option<(NonNull<sys::Mr>, u64, u64)>,
-    ) -> Result<(), VerbsError> {
+    /// The window and the registration live, the window until the request completes and the registration until the window shows something else, or nothing.
+    pub(super) unsafe fn bind(&self, window: NonNull<sys::Mw>, shown: Shown) -> Result<(), VerbsError> {
         let ops = {
             // SAFETY: an open context.
             unsafe { &self.domain.device().context().as_ref().ops }
         };
         let bind_mw = ops.bind_mw.ok_or_else(|| lacks("bind_mw"))?;
-        let (mr, addr, length) =
-            shown.map_or((ptr::null_mut(), 0, 0), |(mr, addr, length)| (mr.as_ptr(), addr, length));
-        let access = if shown.is_some() { number::ACCESS_REMOTE_WRITE as u32 } else { 0 };
-        let mut bind = MwBind { wr_id: 0, send_flags: number::SEND_SIGNALED, mr, addr, length, access };
+        let Shown { mr, address: addr, len: length } = shown;
+        let access = if length > 0 { number::ACCESS_REMOTE_WRITE as u32 } else { 0 };
+        let (mr, send_flags) = (mr.as_ptr(), number::SEND_SIGNALED);
+        let mut bind = MwBind { wr_id: 0, send_flags, mr, addr, length, access };
         // SAFETY: a queue pair that lives, a well-formed request, objects as the caller promises.
         check("ibv_bind_mw", unsafe { bind_mw(self.qp.as_ptr(), window.as_ptr(), &mut bind) })
     }

@@ -647,18 +647,12 @@ extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
     let Some(window) = fabric.windows.remove(&old) else { panic!("an unknown window") };
     assert!(window.domain == domain && stands, "a window and a queue pair that do not fit");
     let mr = of!(bind, mr);
-    let shown = (!mr.is_null()).then(|| (of!(mr, lkey), at, len));
-    if let Some((key, at, len)) = shown {
-        let Some(region) = fabric.regions.get(&key) else { panic!("an unknown registration") };
-        let rights = number::ACCESS_LOCAL_WRITE | number::ACCESS_MW_BIND;
-        assert!(region.domain == domain && region.access & rights == rights, "no window can show that");
-        assert!(
-            len > 0 && at >= region.at && at + len <= region.at + region.len,
-            "a window outside its memory"
-        );
-    } else {
-        assert!(at == 0 && len == 0, "a window to nothing");
-    }
+    let region_key = of!(mr, lkey);
+    let Some(region) = fabric.regions.get(&region_key) else { panic!("an unknown registration") };
+    let rights = number::ACCESS_LOCAL_WRITE | number::ACCESS_MW_BIND;
+    assert!(region.domain == domain && region.access & rights == rights, "no window can show that");
+    assert!(at >= region.at && at + len <= region.at + region.len, "a window outside its memory");
+    let shown = (len > 0).then_some((region_key, at, len));
     let key = fabric.next();
     fabric.windows.insert(key, Shown { domain, shown });
     // SAFETY: the caller passes a live window, which nobody else uses now.

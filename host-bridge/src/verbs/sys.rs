@@ -82,9 +82,9 @@ pub struct Mw {
 pub struct MwBind {
     pub wr_id: u64,
     pub send_flags: c_uint,
-    /// Null, with no bytes: the window is closed.
     pub mr: *mut Mr,
     pub addr: u64,
+    /// 0: the window is closed.
     pub length: u64,
     pub access: c_uint,
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::device::Device;
 use super::error::VerbsError;
-use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target, first_packet_number, lacks};
+use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Shown, Target, first_packet_number, lacks};
 use super::registration::{Domain, Registration};
 use super::sys::{self, Library, Wc, number};
 
@@ -50,11 +50,14 @@ unsafe impl Send for Handle {}
 pub struct Window {
     /// `None` only while it is dropped.
     handle: Option<Handle>,
+    shown: Shown,
     key: u32,
     windows: Arc<Windows>,
 }
 
-// SAFETY: what is shared of it is a number.
+// SAFETY: what is shared of it is a number; any thread may drop it.
+unsafe impl Send for Window {}
+// SAFETY: likewise.
 unsafe impl Sync for Window {}
 
 /// A queue pair that is connected to itself.
@@ -93,11 +96,11 @@ impl Windows {
             Some(handle) => handle,
             None => Handle::new(&self.domain)?,
         };
-        let shown = Some((registration.mr(), registration.address() + offset, len));
+        let shown = Shown { mr: registration.mr(), address: registration.address() + offset, len };
         // SAFETY: both live, and the caller drops the window before the registration.
         unsafe { state.bind(&self.domain, &handle, shown) }?;
         let key = handle.key();
-        Ok(Window { handle: Some(handle), key, windows: Arc::clone(self) })
+        Ok(Window { handle: Some(handle), shown, key, windows: Arc::clone(self) })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -110,12 +113,7 @@ impl State {
     ///
     /// # Safety
     /// As for [`QueuePair::bind`].
-    unsafe fn bind(
-        &mut self,
-        domain: &Arc<Domain>,
-        window: &Handle,
-        shown: Option<(NonNull<sys::Mr>, u64, u64)>,
-    ) -> Result<(), VerbsError> {
+    unsafe fn bind(&mut self, domain: &Arc<Domain>, window: &Handle, shown: Shown) -> Result<(), VerbsError> {
         let requests = match self.requests.take() {
             Some(requests) => requests,
             None => Loop::new(domain)?,
@@ -137,9 +135,9 @@ impl Window {
 impl Drop for Window {
     fn drop(&mut self) {
         let Some(handle) = self.handle.take() else { return };
-        let mut state = self.windows.lock();
-        // SAFETY: the window lives, and shows nothing from now on.
-        match unsafe { state.bind(&self.windows.domain, &handle, None) } {
+        let (nothing, mut state) = (Shown { len: 0, ..self.shown }, self.windows.lock());
+        // SAFETY: the window lives, and so does the registration, by the promise of `open`.
+        match unsafe { state.bind(&self.windows.domain, &handle, nothing) } {
             Ok(()) => state.closed.push(handle),
             // The kernel takes it away when the handle is dropped.
             Err(e) => tracing::warn!("a memory window could not be closed and is removed: {e}"),
@@ -192,11 +190,7 @@ impl Loop {
     ///
     /// # Safety
     /// As there; after an error this is dropped before the window.
-    unsafe fn bind(
-        &self,
-        window: &Handle,
-        shown: Option<(NonNull<sys::Mr>, u64, u64)>,
-    ) -> Result<(), VerbsError> {
+    unsafe fn bind(&self, window: &Handle, shown: Shown) -> Result<(), VerbsError> {
         // SAFETY: the caller's promise.
         unsafe { self.pair.bind(window.mw, shown) }?;
         let begun = Instant::now();
