@@ -168,8 +168,7 @@ impl Hash {
         Hash((self.0 ^ byte as u64).wrapping_mul(0x0100_0000_01b3))
     }
 
-    pub(crate) const fn number(mut self, number: u64) -> Hash {
-        let bytes = number.to_le_bytes();
+    const fn bytes(mut self, bytes: &[u8]) -> Hash {
         let mut at = 0;
         while at < bytes.len() {
             self = self.byte(bytes[at]);
@@ -178,15 +177,12 @@ impl Hash {
         self
     }
 
-    pub(crate) const fn text(mut self, text: &str) -> Hash {
-        let bytes = text.as_bytes();
-        self = self.number(bytes.len() as u64);
-        let mut at = 0;
-        while at < bytes.len() {
-            self = self.byte(bytes[at]);
-            at += 1;
-        }
-        self
+    pub(crate) const fn number(self, number: u64) -> Hash {
+        self.bytes(&number.to_le_bytes())
+    }
+
+    pub(crate) const fn text(self, text: &str) -> Hash {
+        self.number(text.len() as u64).bytes(text.as_bytes())
     }
 
     const fn shape(self, shape: &Shape) -> Hash {

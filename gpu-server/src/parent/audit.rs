@@ -27,7 +27,7 @@ use time::format_description::well_known::Rfc3339;
 
 use super::leases::table::Lease;
 use super::queue::parked::Parked;
-use super::state::Session;
+use super::session::Session;
 use super::trust::Principal;
 
 /// Maximum number of lines waiting for a slow or stuck disk. Further lines are lost and counted.

@@ -22,6 +22,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use self::progress::{Drain, Outcome};
+use super::session::Session;
 use super::state::{Server, State};
 use super::workers::Stage;
 use crate::worker_protocol::Kind;
@@ -32,6 +33,37 @@ const LAST_WORDS: Duration = Duration::from_secs(5);
 const FAREWELL: Duration = Duration::from_secs(2);
 /// How long the rest of the shutdown may take on a busy machine.
 const REST: Duration = Duration::from_secs(20);
+
+impl State {
+    /// Whether the daemon is shutting down.
+    pub(super) fn draining(&self) -> bool {
+        self.drain.is_some()
+    }
+
+    /// Seconds that sessions have left, if the daemon is shutting down.
+    pub(super) fn drain_seconds_left(&self) -> Option<u64> {
+        self.drain.as_ref().map(Drain::seconds_left)
+    }
+
+    /// Number of sessions that have begun and are not over.
+    pub(super) fn running(&self) -> usize {
+        self.sessions.values().filter(|session| session.begun && !session.ended).count()
+    }
+
+    /// See [`Drain::note`].
+    pub(super) fn note_end(&mut self, session: &Session, lost: Option<&str>) {
+        let running = self.running();
+        self.drain.iter_mut().for_each(|drain| drain.note(session, lost, running));
+    }
+
+    /// The same for the session that a worker still has.
+    pub(super) fn note_end_of(&mut self, worker: u32, lost: Option<&str>) {
+        let running = self.running();
+        if let (Some(drain), Some(session)) = (&mut self.drain, self.sessions.get(&worker)) {
+            drain.note(session, lost, running);
+        }
+    }
+}
 
 /// Starts the shutdown, or changes its time: sessions have `seconds` to end by themselves.
 pub(super) fn within(server: &Server, seconds: u64) {
@@ -66,7 +98,6 @@ fn begin(server: &Server, seconds: u64, operators: usize) {
 /// Carries out the shutdown that [`within`] has started: waits for sessions to end by themselves, then ends
 /// them. Workers without a session are killed immediately: clients that wait for them are refused, and
 /// contexts still being created are not waited for.
-/// waited for.
 pub(super) fn drain(server: &Server) {
     let mut state = server.lock();
     let unused: Vec<_> = state.workers.values().filter(|managed| managed.stage != Stage::Serving).collect();

@@ -1,6 +1,6 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`state`]: what the threads share, below all that acts on it; [`bells`]: what wakes them; [`host`]: the
+//! - [`state`]: what the threads share, with every [`session`], below all that acts on it; [`bells`]: what wakes them; [`host`]: the
 //!   server's name;
 //! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with one;
 //!   [`direct`]: connections between workers of two servers;
@@ -55,6 +55,7 @@ mod record;
 mod refusals;
 mod residency;
 mod scrape;
+mod session;
 mod state;
 mod status;
 mod swap;

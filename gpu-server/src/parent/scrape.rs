@@ -7,9 +7,9 @@
 
 pub(super) mod totals;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use handover::Inherited;
@@ -20,6 +20,7 @@ use self::totals::Settled;
 use super::families as f;
 use super::host::host_name;
 use super::listen::{Files, bind_unix};
+use super::session::Session;
 use super::state::{Server, State};
 use crate::cache::store::Figures;
 use crate::driver::cuda::nvml::readings::Reading;
@@ -27,6 +28,27 @@ use crate::worker_protocol::Kind;
 
 /// How long a scrape waits for NVML.
 const NVML_WITHIN: Duration = Duration::from_secs(1);
+
+impl State {
+    /// Adds a session that is over, and whose worker has ended.
+    pub(super) fn settle(&mut self, session: &Session) {
+        self.settled.value(&session.key, Instant::now()).add(session);
+        self.settle_moved(session);
+    }
+
+    /// Notes the total time that the arbiter has charged to principals since they have had sessions.
+    pub(super) fn note_charged(&mut self, charged: &HashMap<String, u64>) {
+        let now = Instant::now();
+        for (principal, ns) in charged {
+            let more = ns.saturating_sub(self.charged.get(principal).copied().unwrap_or(0));
+            if more > 0 {
+                let key = self.charged_ever.enter([principal, "", ""], now);
+                let sum = self.charged_ever.value(&key, now);
+                *sum = sum.saturating_add(more);
+            }
+        }
+    }
+}
 
 /// Starts serving metrics, if the options ask for it.
 pub(super) fn start(

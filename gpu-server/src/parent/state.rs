@@ -8,10 +8,8 @@ use std::time::Instant;
 use anyhow::Context;
 use handover::Inherited;
 use host_bridge::framing::Address;
-use identity::Secret;
 use protocol::Status;
 
-use super::accounts::account::Account;
 use super::asks::waiting::Asks;
 use super::audit::Audit;
 use super::bells::{Bell, Nudge};
@@ -19,7 +17,7 @@ use super::control::{Control, Refused, welcome};
 use super::direct::tickets::Tickets;
 use super::drain::progress::Drain;
 use super::gpus::Gpus;
-use super::leases::table::{LeaseId, Leases};
+use super::leases::table::Leases;
 use super::mps;
 use super::pace::Paces;
 use super::queue::parked::Parked;
@@ -27,15 +25,15 @@ use super::record::Succession;
 use super::refusals::Refusals;
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
+use super::session::Session;
 use super::trust::{Principal, Trust};
 use super::workers::{Managed, Pool, Stage, Worker};
 use crate::cache::{self, store::Store};
 use crate::config::Serve;
 use crate::confinement::Confining;
 use crate::cuda_ipc::Shares;
-use crate::limits::Limits;
 use crate::policy::Policy;
-use crate::worker_protocol::{Counters, Kind, Token};
+use crate::worker_protocol::{Kind, Token};
 
 /// The daemon's state.
 pub(super) struct Server {
@@ -134,55 +132,6 @@ impl State {
             Kind::Nvml => &mut self.nvml,
         }
     }
-}
-
-/// A session, as the daemon knows it.
-pub(super) struct Session {
-    pub(super) kind: Kind,
-    pub(super) client: String,
-    pub(super) program: String,
-    pub(super) pid: u32,
-    pub(super) transport: &'static str,
-    pub(super) peer: String,
-    pub(super) since: Instant,
-    pub(super) counters: Counters,
-    /// Its name in metrics.
-    pub(super) key: metrics::Key,
-    pub(super) limits: Limits,
-    /// The lease under which it runs.
-    pub(super) lease: Option<LeaseId>,
-    /// Numbers of its devices.
-    pub(super) devices: Vec<u32>,
-    pub(super) account: Account,
-    pub(super) token: Token,
-    pub(super) secret: Secret,
-    pub(super) principal: Principal,
-    /// Data connections that it was granted, and those of its first link without TLS.
-    pub(super) data_connections: (u32, u32),
-    /// Whether its connections use TLS.
-    pub(super) encrypted: bool,
-    /// For telling the client why its session ended if the worker no longer can. Replaced whenever the
-    /// session is resumed without TLS. `None`: the previous daemon had it.
-    pub(super) control: Option<Arc<Control>>,
-    /// Since when it has no link.
-    pub(super) parked: Option<Instant>,
-    /// The latest of its links, and how often it resumed over new connections.
-    pub(super) attempt: u32,
-    pub(super) resumed: u64,
-    /// Whether the worker has the connection. Before that, the client can still be given to another worker.
-    pub(super) begun: bool,
-    /// Whether a kernel has run too long.
-    pub(super) overrun: bool,
-    /// Whether the worker has reported the session's end, or the daemon has decided it.
-    pub(super) ended: bool,
-    /// Whether it ended without its client closing it.
-    pub(super) lost: bool,
-    /// How many daemons it has had before this one.
-    pub(super) daemons: u32,
-    /// Whether it is kept for the next daemon.
-    pub(super) kept: bool,
-    /// Events of other sessions that it has opened, and its slot in each.
-    pub(super) opened: Vec<(Token, u16)>,
 }
 
 impl Server {

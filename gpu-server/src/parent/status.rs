@@ -10,7 +10,8 @@ use handover::Inherited;
 use serde_json::json;
 
 use super::listen::{Files, serve_unix};
-use super::state::{Illness, Server, Session, State};
+use super::session::Session;
+use super::state::{Illness, Server, State};
 use super::workers::Managed;
 use crate::cache::store::Figures;
 use crate::driver::cuda::nvml::readings::Reading;

@@ -20,7 +20,8 @@ use nix::fcntl::OFlag;
 
 use super::accounts::account::Account;
 use super::residency::{Bytes, Residency, Rules, Swapping, View};
-use super::state::{Server, Session, State};
+use super::session::Session;
+use super::state::{Server, State};
 use super::workers::Stage;
 use crate::config::{Backend, Serve, Swap};
 use crate::confinement;

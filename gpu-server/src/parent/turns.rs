@@ -13,7 +13,8 @@ use anyhow::Context;
 use nix::poll::PollTimeout;
 
 use super::arbiter::{Arbiter, Clock, View};
-use super::state::{Server, Session, State};
+use super::session::Session;
+use super::state::{Server, State};
 use super::swap;
 use crate::limits::MOST_DEVICES;
 use crate::worker_protocol::Kind;

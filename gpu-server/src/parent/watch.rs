@@ -13,7 +13,8 @@ use sandbox::Process;
 
 use super::host::host_name;
 use super::pool::keep_idle;
-use super::state::{Server, Session, State};
+use super::session::Session;
+use super::state::{Server, State};
 use super::takeover::kept;
 use super::workers::{Stage, Worker};
 use super::{direct, queue};

@@ -97,6 +97,22 @@ impl<T> Slab<T> {
         Some(handle)
     }
 
+    /// The handle of an object that remembers it in `handle`. The first call adds the object; `None` if the
+    /// table is full.
+    #[inline]
+    pub fn insert_once(&self, handle: &OnceLock<usize>, object: &Arc<T>) -> Option<usize> {
+        if let Some(handle) = handle.get() {
+            return Some(*handle);
+        }
+        let made = self.insert(Arc::clone(object))?;
+        let kept = *handle.get_or_init(|| made);
+        if kept != made {
+            // Another thread was faster.
+            self.remove(made);
+        }
+        Some(kept)
+    }
+
     /// The object that a handle names, if it exists.
     #[inline]
     pub fn get(&self, handle: usize) -> Option<Arc<T>> {

@@ -4,15 +4,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::device::gpu::Gpu;
 use crate::error::{Error, Result};
-
-/// A 2D range of device memory: `height` rows, `pitch` bytes apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Plane {
-    /// Device address of the first row.
-    pub addr: u64,
-    /// Bytes from one row to the next.
-    pub pitch: u64,
-}
+use crate::machine::launcher::{Source, Transfer};
+use crate::machine::memory::Plane;
 
 fn check_rows(width: u64, pitch: u64, height: u64) -> Result<u64> {
     if width > pitch && height > 1 {
@@ -33,36 +26,13 @@ impl Gpu {
     /// Copies from the device.
     pub fn read(&self, addr: u64, out: &mut [u8]) -> Result<()> {
         self.status()?;
-        self.read_unchecked(addr, out)
-    }
-
-    /// [`Gpu::read`] without checking for a sticky error.
-    pub(crate) fn read_unchecked(&self, addr: u64, out: &mut [u8]) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
-        let host = self.memory().host_range(addr, out.len() as u64)?;
-        // SAFETY: `host_range` has checked `out.len()` bytes inside a window that lives as long as the GPU
-        // and that no Rust reference points to. A race with a kernel can only tear values.
-        unsafe { std::ptr::copy_nonoverlapping(host, out.as_mut_ptr(), out.len()) };
-        Ok(())
+        self.memory().read(addr, out)
     }
 
     /// Copies to the device.
     pub fn write(&self, addr: u64, data: &[u8]) -> Result<()> {
         self.status()?;
-        self.write_unchecked(addr, data)
-    }
-
-    pub(crate) fn write_unchecked(&self, addr: u64, data: &[u8]) -> Result<()> {
-        if data.is_empty() {
-            return Ok(());
-        }
-        let host = self.memory().host_range(addr, data.len() as u64)?;
-        // SAFETY: `host_range` has checked `data.len()` bytes inside a window that lives as long as the GPU
-        // and that no Rust reference points to. A race with a kernel can only tear values.
-        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), host, data.len()) };
-        Ok(())
+        self.memory().write(addr, data)
     }
 
     /// Reads a word of 4 or (with `wide`) 8 bytes atomically, before anything that this thread does next.
@@ -230,5 +200,14 @@ impl Gpu {
             }
         }
         Ok(())
+    }
+
+    /// Runs a copy or fill that a kernel started.
+    pub(crate) fn transfer(&self, transfer: Transfer) -> Result<()> {
+        let Transfer { to, from, width, height } = transfer;
+        match from {
+            Source::Memory(from) => self.copy_2d(to, from, width, height),
+            Source::Value(value) => self.fill_2d(to, value.into(), 1, width, height),
+        }
     }
 }

@@ -1,146 +1,22 @@
-//! The GPU: configuration, properties, workers and the sticky error.
+//! The GPU: its memory, its workers and the sticky error.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use crate::device::child_launch::Child;
-use crate::device::error_text::ErrorTexts;
-use crate::device::launch::{KernelRun, LaunchConfig, Pool};
-use crate::device::memory::{Memory, is_of_module};
+use crate::device::launch::{KernelRun, Pool};
 use crate::device::module::{self, Function, Module};
-use crate::device::stream::Stream;
-use crate::device::texture::Textures;
 use crate::error::{Error, Result};
-
-/// Receives the output of each `printf` call in a kernel.
-pub type PrintfSink = Arc<dyn Fn(&[u8]) + Send + Sync>;
-
-/// Receives the GPU's sticky error; see [`GpuConfig::fault`].
-pub type FaultSink = Arc<dyn Fn(&Error) + Send + Sync>;
-
-/// The configuration of a [`Gpu`].
-#[derive(Clone)]
-pub struct GpuConfig {
-    /// The name in [`Properties`].
-    pub name: String,
-    /// Memory size in bytes: how much can be mapped at once, including the modules' memory.
-    pub memory_bytes: u64,
-    /// Number of threads that run kernels; 0 for one per CPU.
-    pub workers: usize,
-    /// Receives the output of `printf` in kernels. The default writes to the process's standard output.
-    pub printf: PrintfSink,
-    /// Called once when a kernel or an enqueued closure fails, before any call returns the error. The default
-    /// does nothing.
-    pub fault: FaultSink,
-}
-
-impl Default for GpuConfig {
-    fn default() -> GpuConfig {
-        GpuConfig {
-            name: "Software GPU".into(),
-            memory_bytes: 4 << 30,
-            workers: 0,
-            printf: Arc::new(|text| {
-                use std::io::Write;
-                let mut out = std::io::stdout().lock();
-                // Ignored: standard output may be closed.
-                let _ = out.write_all(text).and_then(|()| out.flush());
-            }),
-            fault: Arc::new(|_| {}),
-        }
-    }
-}
-
-/// The GPU's properties and limits. Sizes are in bytes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Properties {
-    /// Its name.
-    pub name: String,
-    /// Compute capability: the newest architecture whose PTX it runs.
-    pub compute_capability: (u32, u32),
-    /// Memory size.
-    pub total_memory: u64,
-    /// Number of multiprocessors, which is the number of worker threads.
-    pub multiprocessors: u32,
-    /// Threads per warp.
-    pub warp_size: u32,
-    /// Maximum threads per block.
-    pub max_threads_per_block: u32,
-    /// Maximum blocks per cluster. Every GPU with clusters supports 8.
-    pub max_cluster_blocks: u32,
-    /// Maximum resident threads per multiprocessor.
-    pub max_threads_per_multiprocessor: u32,
-    /// Maximum resident blocks per multiprocessor.
-    pub max_blocks_per_multiprocessor: u32,
-    /// Maximum size of each dimension of a block.
-    pub max_block: [u32; 3],
-    /// Maximum size of each dimension of a grid.
-    pub max_grid: [u32; 3],
-    /// Maximum shared memory per block without opting in.
-    pub shared_per_block: u32,
-    /// Maximum shared memory per block.
-    pub shared_per_block_optin: u32,
-    /// Shared memory per multiprocessor.
-    pub shared_per_multiprocessor: u32,
-    /// Shared memory per block that is reserved for the system.
-    pub shared_reserved_per_block: u32,
-    /// Maximum 32-bit registers per block.
-    pub registers_per_block: u32,
-    /// Maximum constant memory per module.
-    pub constant_memory: u32,
-    /// Frequency of `clock64()` in kHz. It counts nanoseconds.
-    pub clock_khz: u32,
-    /// Maximum local memory per thread.
-    pub max_local_per_thread: u32,
-    /// Maximum parameter bytes per kernel.
-    pub max_parameter_bytes: u32,
-}
-
-impl Properties {
-    /// The properties of a GPU with this configuration.
-    pub fn of(config: &GpuConfig) -> Properties {
-        let workers = match config.workers {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            n => n,
-        };
-        Properties {
-            name: config.name.clone(),
-            compute_capability: (9, 0),
-            total_memory: config.memory_bytes,
-            multiprocessors: workers as u32,
-            warp_size: 32,
-            max_threads_per_block: 1024,
-            max_cluster_blocks: crate::lower::MAX_CLUSTER,
-            max_threads_per_multiprocessor: 2048,
-            max_blocks_per_multiprocessor: 32,
-            max_block: [1024, 1024, 64],
-            max_grid: [0x7fff_ffff, 65535, 65535],
-            shared_per_block: 48 << 10,
-            shared_per_block_optin: 227 << 10,
-            shared_per_multiprocessor: 228 << 10,
-            shared_reserved_per_block: 1 << 10,
-            registers_per_block: crate::lower::BLOCK_REGISTERS,
-            constant_memory: 64 << 10,
-            clock_khz: 1_000_000,
-            max_local_per_thread: 512 << 10,
-            max_parameter_bytes: 32764,
-        }
-    }
-}
+use crate::machine::hardware::Hardware;
+use crate::machine::launcher::LaunchConfig;
+use crate::machine::memory::{Memory, is_of_module};
+use crate::machine::properties::{FaultSink, GpuConfig, Properties};
 
 pub(crate) struct Inner {
-    pub properties: Properties,
-    pub printf: PrintfSink,
+    pub hardware: Arc<Hardware>,
+    pool: Arc<Pool>,
     fault: FaultSink,
-    pub memory: Memory,
-    pub pool: Arc<Pool>,
-    pub textures: Textures,
-    /// Names and texts of errors that kernels have asked for.
-    pub texts: ErrorTexts,
-    pub cancelled: AtomicBool,
-    /// Warp instructions executed by finished blocks.
-    pub executed: AtomicU64,
     failed: AtomicBool,
     sticky: Mutex<Option<Error>>,
     epoch: Instant,
@@ -148,7 +24,7 @@ pub(crate) struct Inner {
 
 impl AsRef<Memory> for Inner {
     fn as_ref(&self) -> &Memory {
-        &self.memory
+        &self.hardware.memory
     }
 }
 
@@ -158,8 +34,8 @@ impl Drop for Inner {
     }
 }
 
-/// A GPU in software. Clones refer to the same GPU. It is destroyed with its last handle, stream, module and
-/// function.
+/// A GPU in software. Clones refer to the same GPU. Its workers end with its last handle and stream; its
+/// memory lasts until its last module and function are dropped, too.
 #[derive(Clone)]
 pub struct Gpu {
     pub(crate) inner: Arc<Inner>,
@@ -168,19 +44,13 @@ pub struct Gpu {
 impl Gpu {
     /// Creates a GPU and starts its workers.
     pub fn new(config: GpuConfig) -> Result<Gpu> {
-        let properties = Properties::of(&config);
-        let workers = properties.multiprocessors as usize;
+        let hardware = Arc::new(Hardware::new(&config));
+        let workers = hardware.properties.multiprocessors as usize;
         Ok(Gpu {
             inner: Arc::new(Inner {
-                properties,
-                printf: config.printf,
-                fault: config.fault,
-                memory: Memory::new(config.memory_bytes),
+                hardware,
                 pool: Pool::start(workers)?,
-                textures: Textures::default(),
-                texts: ErrorTexts::default(),
-                cancelled: AtomicBool::new(false),
-                executed: AtomicU64::new(0),
+                fault: config.fault,
                 failed: AtomicBool::new(false),
                 sticky: Mutex::new(None),
                 epoch: Instant::now(),
@@ -190,11 +60,11 @@ impl Gpu {
 
     /// The GPU's properties.
     pub fn properties(&self) -> &Properties {
-        &self.inner.properties
+        &self.inner.hardware.properties
     }
 
     pub(crate) fn memory(&self) -> &Memory {
-        &self.inner.memory
+        &self.inner.hardware.memory
     }
 
     /// Nanoseconds since the GPU was created. Events use this clock.
@@ -204,7 +74,7 @@ impl Gpu {
 
     /// Warp instructions executed by all finished blocks. Each is one instruction for up to 32 threads.
     pub fn warp_instructions(&self) -> u64 {
-        self.inner.executed.load(Ordering::Relaxed)
+        self.inner.hardware.executed.load(Ordering::Relaxed)
     }
 
     /// Free and total memory in bytes.
@@ -240,12 +110,12 @@ impl Gpu {
 
     /// Allocates memory at an address that the GPU chooses, outside the range of [`Gpu::map`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
-        self.inner.memory.allocate_module(size)
+        self.inner.hardware.memory.allocate_module(size)
     }
 
     /// Frees memory from [`Gpu::allocate`].
     pub fn free(&self, addr: u64) -> Result<()> {
-        self.inner.memory.free_module(addr)
+        self.inner.hardware.memory.free_module(addr)
     }
 
     /// Sets how many bytes kernels can have allocated with `malloc` at once, including the overhead of each
@@ -339,17 +209,12 @@ impl Gpu {
     /// `.extern` in one may be defined in another.
     pub fn link_module(&self, images: &[&[u8]]) -> Result<Module> {
         self.status()?;
-        Module::load(self, images)
+        Module::load(&self.inner.hardware, images)
     }
 
     /// Checks whether an image could be loaded, apart from symbols that other images may define.
     pub fn check_image(&self, image: &[u8]) -> Result<()> {
-        module::check(self, image)
-    }
-
-    /// Creates a stream.
-    pub fn stream(&self) -> Stream {
-        Stream::new(self.clone())
+        module::check(&self.inner.hardware, image)
     }
 
     /// Returns the sticky error if a kernel or an enqueued closure has failed.
@@ -391,24 +256,24 @@ impl Gpu {
     /// Stops every kernel, now and in the future, with [`crate::Fault::Cancelled`]. Use it to end a program
     /// whose kernel never finishes.
     pub fn cancel(&self) {
-        self.inner.cancelled.store(true, Ordering::Release);
+        self.inner.hardware.cancelled.store(true, Ordering::Release);
     }
 
     /// Whether [`Gpu::cancel`] was called, so that an enqueued closure can stop waiting.
     pub fn is_cancelled(&self) -> bool {
-        self.inner.cancelled.load(Ordering::Acquire)
+        self.inner.hardware.cancelled.load(Ordering::Acquire)
     }
 
     /// Checks a launch as [`crate::Stream::launch`] does, without running it.
     pub fn check_launch(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {
-        KernelRun::new(self, function, config, params).map(drop)
+        KernelRun::new(&self.inner.hardware, function, config, params).map(drop)
     }
 
     /// Runs a kernel and waits for it. This is for closures on a stream ([`crate::Stream::enqueue`]) that
     /// decide only when they run which kernel to run.
     pub fn run(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {
         self.status()?;
-        self.execute(Arc::new(KernelRun::new(self, function, config, params)?))
+        self.execute(Arc::new(KernelRun::new(&self.inner.hardware, function, config, params)?))
     }
 
     /// Runs a kernel and its child launches on the workers, and waits for them.
@@ -420,7 +285,7 @@ impl Gpu {
                     self.inner.pool.execute(Arc::clone(&kernel))?;
                     waiting.extend(kernel.take_children());
                 }
-                Child::Transfer(transfer) => transfer.run(self)?,
+                Child::Transfer(transfer) => self.transfer(transfer)?,
             }
         }
         Ok(())

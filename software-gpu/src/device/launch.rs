@@ -9,61 +9,26 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use crate::device::child_launch::Children;
-use crate::device::gpu::{Gpu, Inner};
-use crate::device::module::{Function, FunctionInfo, Module};
+use crate::device::child_launch::{Child, Children};
+use crate::device::module::Function;
 use crate::error::{Error, Fault, Location, Result};
 use crate::exec::cluster::{Cluster, Outcome, Scratch};
-use crate::lower::program::{Code, Line, Program};
+use crate::lower::info::FunctionInfo;
+use crate::machine::grid::Grid;
+use crate::machine::hardware::Hardware;
+use crate::machine::launcher::{LaunchConfig, Launcher};
+use crate::machine::program::{Code, Program};
+use crate::machine::row::Line;
 
 /// Time slice: the warp instructions after which a cluster yields to others.
 const SLICE: u64 = 1 << 20;
 
-/// The dimensions and options of a launch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LaunchConfig {
-    /// Number of blocks in each dimension.
-    pub grid: [u32; 3],
-    /// Number of threads per block in each dimension.
-    pub block: [u32; 3],
-    /// Dynamic shared memory per block in bytes.
-    pub dynamic_shared: u32,
-    /// Whether all blocks must be resident at once, so that they can wait for each other.
-    pub cooperative: bool,
-    /// Number of blocks per cluster in each dimension. With `None`, the kernel's required size, or one block.
-    pub cluster: Option<[u32; 3]>,
-}
-
-impl LaunchConfig {
-    /// A one-dimensional launch without dynamic shared memory.
-    pub fn linear(blocks: u32, threads: u32) -> LaunchConfig {
-        LaunchConfig {
-            grid: [blocks, 1, 1],
-            block: [threads, 1, 1],
-            dynamic_shared: 0,
-            cooperative: false,
-            cluster: None,
-        }
-    }
-}
-
 /// A checked launch, with the state of its blocks.
 pub(crate) struct KernelRun {
-    pub gpu: Arc<Inner>,
-    /// The module whose functions it may launch.
-    pub module: Module,
-    pub program: Arc<Program>,
-    pub code: Arc<Code>,
-    pub config: LaunchConfig,
-    pub params: Vec<Line>,
-    pub param_bytes: u32,
-    pub shared_bytes: u32,
-    /// Number of blocks per cluster in each dimension, and whether the launch or the kernel gave it.
-    pub cluster: [u32; 3],
-    pub explicit_cluster: bool,
-    pub grid_id: u64,
-    /// Device memory for the grid barrier of a cooperative launch; 0 for other launches.
-    pub workspace: u64,
+    grid: Grid,
+    program: Arc<Program>,
+    code: Arc<Code>,
+    children: Arc<Children>,
     /// The clusters in the grid. The counts below are in clusters too.
     all_clusters: u64,
     resident_limit: u64,
@@ -71,8 +36,6 @@ pub(crate) struct KernelRun {
     started: AtomicU64,
     finished: AtomicU64,
     suspended: Mutex<VecDeque<Box<Cluster>>>,
-    children: Mutex<Children>,
-    failed: AtomicBool,
     result: Mutex<(bool, Option<Error>)>,
     done: Condvar,
 }
@@ -80,8 +43,13 @@ pub(crate) struct KernelRun {
 static GRID_IDS: AtomicU64 = AtomicU64::new(1);
 
 impl KernelRun {
-    pub fn new(gpu: &Gpu, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<KernelRun> {
-        let p = gpu.properties();
+    pub fn new(
+        hardware: &Arc<Hardware>,
+        function: &Function,
+        config: LaunchConfig,
+        params: &[u8],
+    ) -> Result<KernelRun> {
+        let p = &hardware.properties;
         let info = function.info();
         if let Some(reason) = &info.unsupported {
             return Err(Error::UnsupportedFunction { kernel: info.name.clone(), reason: reason.clone() });
@@ -141,43 +109,41 @@ impl KernelRun {
         if config.cooperative && blocks > resident_limit {
             return Err(Error::CooperativeLaunchTooLarge { blocks, limit: resident_limit });
         }
-        let workspace = if config.cooperative { gpu.memory().allocate_module(512)? } else { 0 };
-        Ok(KernelRun {
-            workspace,
-            gpu: Arc::clone(&gpu.inner),
-            module: function.module(),
-            program: Arc::clone(function.program()),
-            code: Arc::clone(function.code()),
+        let workspace = config.cooperative.then(|| hardware.allocate(512)).transpose()?;
+        let children = Arc::new(Children::new(Arc::clone(hardware), function.module()));
+        let grid = Grid {
+            hardware: Arc::clone(hardware),
+            launcher: Arc::clone(&children) as Arc<dyn Launcher>,
             config,
             params: lines,
             param_bytes: wanted as u32,
             // Dynamic shared memory begins at a multiple of 16.
             shared_bytes: info.shared_bytes.next_multiple_of(16) + config.dynamic_shared,
-            grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
             cluster,
             explicit_cluster: config.cluster.is_some() || info.required_cluster != [0; 3],
+            grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
+            workspace,
+            failed: AtomicBool::new(false),
+        };
+        Ok(KernelRun {
+            grid,
+            program: Arc::clone(function.program()),
+            code: Arc::clone(function.code()),
+            children,
             all_clusters: blocks / size,
             resident_limit: (resident_limit / size).max(1),
             next: AtomicU64::new(0),
             started: AtomicU64::new(0),
             finished: AtomicU64::new(0),
             suspended: Mutex::new(VecDeque::new()),
-            children: Mutex::default(),
-            failed: AtomicBool::new(false),
             result: Mutex::new((false, None)),
             done: Condvar::new(),
         })
     }
 
-    /// Whether the kernel must stop as soon as possible.
-    #[inline(always)]
-    pub fn stopping(&self) -> bool {
-        self.failed.load(Ordering::Relaxed) || self.gpu.cancelled.load(Ordering::Relaxed)
-    }
-
     fn fail(&self, error: Error) {
         self.result.lock().unwrap_or_else(|e| e.into_inner()).1.get_or_insert(error);
-        self.failed.store(true, Ordering::Release);
+        self.grid.failed.store(true, Ordering::Release);
     }
 
     fn broken(&self) -> Error {
@@ -193,13 +159,8 @@ impl KernelRun {
         Error::Kernel { fault, location: Arc::new(location) }
     }
 
-    /// The number of clusters in one dimension of the grid.
-    pub fn clusters(&self, dimension: usize) -> u32 {
-        self.config.grid[dimension] / self.cluster[dimension]
-    }
-
     fn cluster_index(&self, linear: u64) -> [u32; 3] {
-        let (x, y) = (u64::from(self.clusters(0)), u64::from(self.clusters(1)));
+        let (x, y) = (u64::from(self.grid.clusters(0)), u64::from(self.grid.clusters(1)));
         [(linear % x) as u32, (linear / x % y) as u32, (linear / x / y) as u32]
     }
 
@@ -207,9 +168,9 @@ impl KernelRun {
         self.suspended.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The kernel's child launches.
-    pub fn children(&self) -> MutexGuard<'_, Children> {
-        self.children.lock().unwrap_or_else(|e| e.into_inner())
+    /// What it has started that runs after it, the latest first.
+    pub fn take_children(&self) -> Vec<Child> {
+        self.children.take()
     }
 
     /// The next cluster to run: a new one as long as another may be resident, else one that was set aside.
@@ -222,7 +183,8 @@ impl KernelRun {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index < self.all_clusters {
                 self.started.fetch_add(1, Ordering::Relaxed);
-                return Some(Cluster::new(self, self.cluster_index(index), scratch));
+                let index = self.cluster_index(index);
+                return Some(Cluster::new(&self.grid, &self.program, &self.code, index, scratch));
             }
         }
         self.suspended().pop_front()
@@ -277,16 +239,6 @@ fn cluster_size(config: &LaunchConfig, info: &FunctionInfo) -> Result<[u32; 3]> 
         )));
     }
     Ok(size)
-}
-
-impl Drop for KernelRun {
-    fn drop(&mut self) {
-        self.forget_drafts();
-        if self.workspace != 0 {
-            // Cannot fail: the allocator returned this address, and it is freed once.
-            let _ = self.gpu.memory.free_module(self.workspace);
-        }
-    }
 }
 
 #[derive(Default)]
@@ -355,11 +307,11 @@ impl Pool {
         while let Some(kernel) = self.next_kernel() {
             let mut budget: u64 = SLICE;
             while let Some(mut cluster) = kernel.take(&mut scratch) {
-                let outcome = if kernel.failed.load(Ordering::Acquire) {
+                let outcome = if kernel.grid.failed.load(Ordering::Acquire) {
                     Outcome::Finished
                 } else {
                     // A bug in this crate ends the kernel but not the threads that wait for it.
-                    let turn = std::panic::AssertUnwindSafe(|| cluster.run(&kernel, budget));
+                    let turn = std::panic::AssertUnwindSafe(|| cluster.run(&kernel.grid, budget));
                     std::panic::catch_unwind(turn).unwrap_or_else(|_| Outcome::Failed(kernel.broken()))
                 };
                 match outcome {
@@ -371,7 +323,7 @@ impl Pool {
                     Outcome::Finished => budget = budget.saturating_sub(cluster.executed()).max(1 << 12),
                     Outcome::Failed(error) => kernel.fail(error),
                 }
-                kernel.gpu.executed.fetch_add(cluster.executed(), Ordering::Relaxed);
+                kernel.grid.hardware.executed.fetch_add(cluster.executed(), Ordering::Relaxed);
                 scratch.recycle(cluster);
                 if kernel.finish_cluster() {
                     self.lock().kernels.retain(|k| !Arc::ptr_eq(k, &kernel));

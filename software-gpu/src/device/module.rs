@@ -3,87 +3,23 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::device::gpu::Gpu;
-use crate::error::{Error, Result, Unsupported};
+use crate::error::{Error, Result};
 use crate::fatbin;
-use crate::lower::program::{Code, Program};
-use crate::ptx::ast::File;
-
-/// A parameter of a kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ParamInfo {
-    /// Offset in the parameter block in bytes.
-    pub offset: u32,
-    /// Size in bytes.
-    pub size: u32,
-}
-
-/// A kernel's properties.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FunctionInfo {
-    /// Its name, as in the PTX (mangled).
-    pub name: String,
-    /// Its parameters, in order.
-    pub params: Vec<ParamInfo>,
-    /// Size of the parameter block in bytes.
-    pub param_bytes: u32,
-    /// Static shared memory per block in bytes.
-    pub shared_bytes: u32,
-    /// Local memory per thread in bytes, excluding called functions.
-    pub local_bytes: u32,
-    /// Bytes of constants in the module.
-    pub constant_bytes: u32,
-    /// Estimated 32-bit registers per thread.
-    pub registers: u32,
-    /// Maximum threads per block (`__launch_bounds__`, or the GPU's limit).
-    pub max_threads: u32,
-    /// Block dimensions that the kernel requires (`.reqntid`), or zeros.
-    pub required_block: [u32; 3],
-    /// Cluster dimensions that the kernel requires (`.reqnctapercluster`, `__cluster_dims__`), or zeros.
-    pub required_cluster: [u32; 3],
-    /// Whether each launch must give a cluster size (`.explicitcluster` without a required size).
-    pub cluster_must_be_given: bool,
-    /// Maximum blocks per cluster.
-    pub max_cluster_blocks: u32,
-    /// Architecture of the PTX's `.target` times ten, as `CU_FUNC_ATTRIBUTE_PTX_VERSION` reports it.
-    pub ptx_version: u32,
-    /// Why the kernel cannot be launched: it, or a function that it calls, uses something that this GPU does
-    /// not implement.
-    pub unsupported: Option<Unsupported>,
-}
-
-/// A global or constant variable of a module.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GlobalInfo {
-    /// Its name.
-    pub name: String,
-    /// Device address, valid in all copies and fills.
-    pub address: u64,
-    /// Size in bytes.
-    pub size: u64,
-    /// Whether it is `__constant__`.
-    pub constant: bool,
-    /// Whether it is `__managed__`.
-    pub managed: bool,
-}
+use crate::lower::info::{FunctionInfo, GlobalInfo};
+use crate::lower::link::link;
+use crate::machine::hardware::{Allocation, Hardware};
+use crate::machine::program::{Code, Program};
+use crate::ptx::{self, ast::File};
 
 struct Inner {
-    gpu: Gpu,
+    hardware: Arc<Hardware>,
     program: Arc<Program>,
     functions: Vec<FunctionInfo>,
     codes: Vec<Arc<Code>>,
     by_name: HashMap<String, usize>,
     globals: Vec<GlobalInfo>,
-    memory: Vec<u64>,
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        for &address in &self.memory {
-            // Cannot fail: the allocator returned this address, and it is freed once.
-            let _ = self.gpu.memory().free_module(address);
-        }
-    }
+    /// Of the globals.
+    _memory: Vec<Allocation>,
 }
 
 /// Loaded PTX. Clones refer to the same module. Its globals are freed with the last handle of the module and
@@ -97,51 +33,36 @@ pub struct Module {
 const COOPERATIVE: &str = include_str!("../lower/cooperative.ptx");
 
 /// Checks whether an image contains PTX that a GPU can run, apart from symbols that other images may define.
-pub(crate) fn check(gpu: &Gpu, image: &[u8]) -> Result<()> {
-    let (major, minor) = gpu.properties().compute_capability;
+pub(crate) fn check(hardware: &Hardware, image: &[u8]) -> Result<()> {
+    let (major, minor) = hardware.properties.compute_capability;
     let texts = fatbin::select_ptx(image, major * 10 + minor)?;
-    let parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
+    let parsed = texts.iter().map(|text| ptx::parse(text)).collect::<Result<Vec<_>>>()?;
     // Nothing of it runs, so its variables can have any address.
-    crate::lower::link::link(&parsed, true, &mut |_| Ok(0)).map(|_| ())
+    link(&parsed, true, &mut |_| Ok(0)).map(|_| ())
 }
 
 impl Module {
-    pub(crate) fn load(gpu: &Gpu, images: &[&[u8]]) -> Result<Module> {
-        let (major, minor) = gpu.properties().compute_capability;
+    pub(crate) fn load(hardware: &Arc<Hardware>, images: &[&[u8]]) -> Result<Module> {
+        let (major, minor) = hardware.properties.compute_capability;
         let mut texts = Vec::new();
         for image in images {
             texts.extend(fatbin::select_ptx(image, major * 10 + minor)?);
         }
-        let mut parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
+        let mut parsed = texts.iter().map(|text| ptx::parse(text)).collect::<Result<Vec<_>>>()?;
         let asks =
             |f: &File<'_>| f.functions.iter().any(|f| f.body.is_none() && f.name.starts_with("cudaCG"));
         if parsed.iter().any(asks) {
-            parsed.push(crate::ptx::parse(COOPERATIVE)?);
+            parsed.push(ptx::parse(COOPERATIVE)?);
         }
         let mut memory = Vec::new();
-        let loaded = crate::lower::link::link(&parsed, false, &mut |size| {
-            let address = gpu.memory().allocate_module(size)?;
-            memory.push(address);
+        let loaded = link(&parsed, false, &mut |size| {
+            let allocation = hardware.allocate(size)?;
+            let address = allocation.address;
+            memory.push(allocation);
             Ok(address)
-        });
-        let release = |memory: &[u64]| {
-            for &address in memory {
-                // Cannot fail: `allocate_module` returned this address, and nothing else frees it.
-                let _ = gpu.memory().free_module(address);
-            }
-        };
-        let loaded = match loaded {
-            Ok(loaded) => loaded,
-            Err(error) => {
-                release(&memory);
-                return Err(error);
-            }
-        };
+        })?;
         for (address, bytes) in &loaded.images {
-            if let Err(error) = gpu.write(*address, bytes) {
-                release(&memory);
-                return Err(error);
-            }
+            hardware.memory.write(*address, bytes)?;
         }
         let program = Arc::new(loaded.program);
         let codes: Vec<Arc<Code>> =
@@ -150,13 +71,13 @@ impl Module {
         let by_name = functions.iter().enumerate().map(|(i, f)| (f.name.clone(), i)).collect();
         Ok(Module {
             inner: Arc::new(Inner {
-                gpu: gpu.clone(),
+                hardware: Arc::clone(hardware),
                 program,
                 functions,
                 codes,
                 by_name,
                 globals: loaded.globals,
-                memory,
+                _memory: memory,
             }),
         })
     }
@@ -214,7 +135,7 @@ impl Function {
     /// How many blocks of `threads` threads with `dynamic_shared` bytes can be resident on one
     /// multiprocessor.
     pub fn max_active_blocks(&self, threads: u32, dynamic_shared: u32) -> u32 {
-        let p = self.inner.gpu.properties();
+        let p = &self.inner.hardware.properties;
         let warps = threads.max(1).div_ceil(p.warp_size);
         let by_threads = p.max_threads_per_multiprocessor / p.warp_size / warps;
         let shared = self
@@ -228,7 +149,7 @@ impl Function {
     /// The dynamic shared memory in bytes that each of `blocks` blocks of `threads` threads can have on one
     /// multiprocessor; `None` if that many blocks do not fit.
     pub fn available_shared(&self, blocks: u32, threads: u32) -> Option<u32> {
-        let p = self.inner.gpu.properties();
+        let p = &self.inner.hardware.properties;
         if blocks == 0 || self.max_active_blocks(threads, 0) < blocks {
             return None;
         }
@@ -237,7 +158,7 @@ impl Function {
 
     /// Like [`Function::max_active_blocks`], for all multiprocessors together.
     pub fn max_resident_blocks(&self, threads: u32, dynamic_shared: u32) -> u32 {
-        self.max_active_blocks(threads, dynamic_shared) * self.inner.gpu.properties().multiprocessors
+        self.max_active_blocks(threads, dynamic_shared) * self.inner.hardware.properties.multiprocessors
     }
 
     pub(crate) fn program(&self) -> &Arc<Program> {

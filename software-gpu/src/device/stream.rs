@@ -8,9 +8,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::device::event::Event;
 use crate::device::gpu::Gpu;
-use crate::device::launch::{KernelRun, LaunchConfig};
+use crate::device::launch::KernelRun;
 use crate::device::module::Function;
 use crate::error::{Error, Result};
+use crate::machine::launcher::LaunchConfig;
 
 type Call = Box<dyn FnOnce(&Gpu) -> Result<()> + Send>;
 
@@ -61,11 +62,14 @@ pub struct Stream {
     handle: Arc<Handle>,
 }
 
-impl Stream {
-    pub(crate) fn new(gpu: Gpu) -> Stream {
-        Stream { handle: Arc::new(Handle { gpu, shared: Arc::new(Shared::default()) }) }
+impl Gpu {
+    /// Creates a stream.
+    pub fn stream(&self) -> Stream {
+        Stream { handle: Arc::new(Handle { gpu: self.clone(), shared: Arc::new(Shared::default()) }) }
     }
+}
 
+impl Stream {
     fn push(&self, operation: Operation) -> Result<()> {
         let shared = &self.handle.shared;
         let mut queue = shared.lock();
@@ -89,7 +93,7 @@ impl Stream {
     /// becomes the GPU's sticky error.
     pub fn launch(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {
         self.handle.gpu.status()?;
-        let run = KernelRun::new(&self.handle.gpu, function, config, params)?;
+        let run = KernelRun::new(&self.handle.gpu.inner.hardware, function, config, params)?;
         self.push(Operation::Launch(Arc::new(run)))
     }
 

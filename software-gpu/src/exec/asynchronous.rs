@@ -7,10 +7,11 @@
 
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
-use crate::exec::reduction;
-use crate::exec::rows::{self, LANES};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE, RANK, WINDOW_SIZE};
+use crate::exec::{reduction, rows};
+use crate::machine::address::{RANK, WINDOW_SIZE};
+use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 use crate::ptx::ast::Space;
 
 const COUNT: u64 = (1 << 20) - 1;
@@ -93,7 +94,7 @@ pub(crate) fn bytes_arrive(w: &mut Warp, lane: usize, address: u64, bytes: i64) 
 
 /// The generic address of a shared address, which may already be generic.
 fn shared_address(address: u64) -> u64 {
-    let window = crate::lower::program::SHARED_WINDOW;
+    let window = crate::machine::address::SHARED_WINDOW;
     if address >= window { address } else { address + window }
 }
 
@@ -178,8 +179,7 @@ pub(crate) const TEST: Handler = handler!(|w, i, m| {
 });
 
 /// `r[0]` (32 bits) = the arrivals that the state in row `r[1]` still waits for.
-pub(crate) const PENDING: Handler =
-    handler!(|w, i, m| rows::map1(w, i, m, |state: u64| (state & COUNT) as u32));
+pub(crate) const PENDING: Handler = lanewise!(|state: u64| (state & COUNT) as u32);
 
 /// `cp.async`: copies `imm` bytes to the shared address in `r[4]` from the global one in row `r[1]` (both
 /// with their offsets added). Row `r[2]`, unless NONE, limits the bytes that are read; the rest is filled

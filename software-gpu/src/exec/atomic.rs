@@ -11,9 +11,10 @@ use std::sync::atomic::{
 use crate::exec::float::{flush, pass_nan};
 use crate::exec::half::{Bf16, F16, Half};
 use crate::exec::memory::{Element, Generic, Global, Place, Shared, addresses, locate, refresh};
-use crate::exec::rows::{self, LANES};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE};
+use crate::exec::rows;
+use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 use crate::ptx::ast::Space;
 
 /// A width of atomic operations.
@@ -189,33 +190,27 @@ pub(crate) fn add_f64(x: u64, b: u64, shared: bool) -> u64 {
     }
 }
 
+macro_rules! operation {
+    ($p:ty, $t:ty, $f:expr) => {
+        handler!(|w, i, m| atomic::<$p, $t>(w, i, m, $f))
+    };
+}
+
 macro_rules! integer {
     ($op:expr, $ty:expr, $p:ty, $u:ty, $s:ty, $ut:literal, $st:literal, $bt:literal) => {
         match ($op, $ty) {
-            ("add", $ut | $st) => {
-                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x.wrapping_add(b))))
-            }
-            ("min", $ut) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x.min(b)))),
-            ("max", $ut) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x.max(b)))),
-            ("min", $st) => {
-                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| (x as $s).min(b as $s) as $u)))
-            }
-            ("max", $st) => {
-                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| (x as $s).max(b as $s) as $u)))
-            }
-            ("and", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x & b))),
-            ("or", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x | b))),
-            ("xor", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x ^ b))),
-            ("exch", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |_, b, _| b))),
-            ("cas", $bt | $ut | $st) => {
-                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, c| if x == b { c } else { x })))
-            }
-            ("inc", $ut) => {
-                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| if x >= b { 0 } else { x + 1 })))
-            }
-            ("dec", $ut) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| {
-                if x == 0 || x > b { b } else { x - 1 }
-            }))),
+            ("add", $ut | $st) => Some(operation!($p, $u, |x, b, _| x.wrapping_add(b))),
+            ("min", $ut) => Some(operation!($p, $u, |x, b, _| x.min(b))),
+            ("max", $ut) => Some(operation!($p, $u, |x, b, _| x.max(b))),
+            ("min", $st) => Some(operation!($p, $u, |x, b, _| (x as $s).min(b as $s) as $u)),
+            ("max", $st) => Some(operation!($p, $u, |x, b, _| (x as $s).max(b as $s) as $u)),
+            ("and", $bt) => Some(operation!($p, $u, |x, b, _| x & b)),
+            ("or", $bt) => Some(operation!($p, $u, |x, b, _| x | b)),
+            ("xor", $bt) => Some(operation!($p, $u, |x, b, _| x ^ b)),
+            ("exch", $bt) => Some(operation!($p, $u, |_, b, _| b)),
+            ("cas", $bt | $ut | $st) => Some(operation!($p, $u, |x, b, c| if x == b { c } else { x })),
+            ("inc", $ut) => Some(operation!($p, $u, |x, b, _| if x >= b { 0 } else { x + 1 })),
+            ("dec", $ut) => Some(operation!($p, $u, |x, b, _| { if x == 0 || x > b { b } else { x - 1 } })),
             _ => None,
         }
     };
@@ -227,33 +222,25 @@ macro_rules! place {
             .or_else(|| integer!($op, $ty, $p, u64, i64, "u64", "s64", "b64"))
             .or_else(|| {
                 Some(match ($op, $ty) {
-                    ("cas", "b16") => {
-                        handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, c| if x == b { c } else { x }))
-                    }
-                    ("cas", "b128") => {
-                        handler!(|w, i, m| atomic::<$p, u128>(w, i, m, |x, b, c| if x == b { c } else { x }))
-                    }
-                    ("exch", "b128") => handler!(|w, i, m| atomic::<$p, u128>(w, i, m, |_, b, _| b)),
+                    ("cas", "b16") => operation!($p, u16, |x, b, c| if x == b { c } else { x }),
+                    ("cas", "b128") => operation!($p, u128, |x, b, c| if x == b { c } else { x }),
+                    ("exch", "b128") => operation!($p, u128, |_, b, _| b),
                     ("add", "f32") => {
                         handler!(|w, i, m| atomic_at::<$p, u32>(w, i, m, |x, b, _, s| add_f32(x, b, s)))
                     }
                     ("add", "f64") => {
                         handler!(|w, i, m| atomic_at::<$p, u64>(w, i, m, |x, b, _, s| add_f64(x, b, s)))
                     }
-                    ("add.noftz", "f16") => {
-                        handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, _| half_add::<F16>(x, b)))
-                    }
-                    ("add.noftz", "bf16") => {
-                        handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, _| half_add::<Bf16>(x, b)))
-                    }
-                    ("add.noftz", "f16x2") => handler!(|w, i, m| atomic::<$p, u32>(w, i, m, |x, b, _| {
+                    ("add.noftz", "f16") => operation!($p, u16, |x, b, _| half_add::<F16>(x, b)),
+                    ("add.noftz", "bf16") => operation!($p, u16, |x, b, _| half_add::<Bf16>(x, b)),
+                    ("add.noftz", "f16x2") => operation!($p, u32, |x, b, _| {
                         u32::from(half_add::<F16>(x as u16, b as u16))
                             | u32::from(half_add::<F16>((x >> 16) as u16, (b >> 16) as u16)) << 16
-                    })),
-                    ("add.noftz", "bf16x2") => handler!(|w, i, m| atomic::<$p, u32>(w, i, m, |x, b, _| {
+                    }),
+                    ("add.noftz", "bf16x2") => operation!($p, u32, |x, b, _| {
                         u32::from(half_add::<Bf16>(x as u16, b as u16))
                             | u32::from(half_add::<Bf16>((x >> 16) as u16, (b >> 16) as u16)) << 16
-                    })),
+                    }),
                     _ => return None,
                 })
             })

@@ -1,57 +1,16 @@
-//! A cluster: blocks that run together, access each other's shared memory and share a barrier. Most clusters
-//! have one block.
+//! Runs the warps of a cluster's blocks in turns.
 //!
 //! One worker at a time runs a whole cluster, so shared memory never has concurrent users.
 
-use crate::device::launch::KernelRun;
 use crate::error::{Error, Fault};
-use crate::exec::block::BlockContext;
-use crate::exec::rows::LANES;
-use crate::exec::warp::{Turn, Warp};
-use crate::lower::program::Line;
+use crate::exec::interpreter::{Interpreter, Turn};
+use crate::machine::block::{BlockContext, ClusterContext};
+use crate::machine::grid::Grid;
+use crate::machine::program::{Code, Program};
+use crate::machine::row::{LANES, Line};
 
 /// Instructions that a warp runs before the cluster's next warp runs.
 const QUANTUM: u64 = 20_000;
-
-/// The state that a cluster's threads share.
-pub(crate) struct ClusterContext {
-    /// Its blocks by rank.
-    blocks: Vec<*mut BlockContext>,
-    /// Number of threads that have not exited.
-    live: u32,
-    /// Number of threads that have arrived at the barrier.
-    arrived: u32,
-    /// Counts completions of the barrier.
-    pub phase: u64,
-}
-
-impl ClusterContext {
-    /// The block with a rank.
-    pub fn block(&self, rank: u32) -> Option<*mut BlockContext> {
-        self.blocks.get(rank as usize).copied()
-    }
-
-    /// Counts threads that arrive at the barrier; the last one completes it.
-    pub fn arrive(&mut self, threads: u32) {
-        self.arrived += threads;
-        self.complete();
-    }
-
-    /// Counts threads that exit, for which the barrier no longer waits. `arrived` of them had arrived in the
-    /// current phase.
-    pub fn exit(&mut self, threads: u32, arrived: u32) {
-        self.live -= threads;
-        self.arrived -= arrived;
-        self.complete();
-    }
-
-    fn complete(&mut self) {
-        if self.arrived > 0 && self.arrived == self.live {
-            self.arrived = 0;
-            self.phase += 1;
-        }
-    }
-}
 
 /// How a cluster's turn ended.
 pub(crate) enum Outcome {
@@ -83,27 +42,29 @@ pub(crate) struct Cluster {
     blocks: Vec<Box<BlockContext>>,
     context: Box<ClusterContext>,
     /// The warps of all blocks, by rank.
-    warps: Vec<Warp>,
+    warps: Vec<Interpreter>,
     executed: u64,
 }
 
 // SAFETY: the raw pointers in a cluster and its warps point to its own boxed contexts, its own frames, and
-// the launch and program, which are shared read-only and outlive it. Nothing is tied to a thread.
+// the grid and program, which are shared read-only and outlive it. Nothing is tied to a thread.
 unsafe impl Send for Cluster {}
 
 impl Cluster {
-    /// A cluster before its first instruction; `index` is its position in the grid, in clusters.
-    pub fn new(run: &KernelRun, index: [u32; 3], scratch: &mut Scratch) -> Box<Cluster> {
-        let dim = run.config.block;
+    /// A cluster before the first instruction of `kernel`, a function of `program`. `index` is its position in
+    /// the grid, in clusters. The program must outlive it.
+    pub fn new(
+        grid: &Grid,
+        program: &Program,
+        kernel: &Code,
+        index: [u32; 3],
+        scratch: &mut Scratch,
+    ) -> Box<Cluster> {
+        let dim = grid.config.block;
         let threads: u32 = dim.iter().product();
-        let size = run.cluster;
+        let size = grid.cluster;
         let count: u32 = size.iter().product();
-        let mut context = Box::new(ClusterContext {
-            blocks: Vec::with_capacity(count as usize),
-            live: threads * count,
-            arrived: 0,
-            phase: 0,
-        });
+        let mut context = Box::new(ClusterContext::new(threads * count));
         let cluster: *mut ClusterContext = &mut *context;
         let mut blocks = Vec::with_capacity(count as usize);
         let each = threads.div_ceil(LANES as u32);
@@ -112,11 +73,11 @@ impl Cluster {
             let inside = [rank % size[0], rank / size[0] % size[1], rank / size[0] / size[1]];
             let at = std::array::from_fn(|i| index[i] * size[i] + inside[i]);
             let shared = scratch.shared.pop().unwrap_or_default();
-            let mut block = Box::new(BlockContext::new(run, at, cluster, rank, shared));
+            let mut block = Box::new(BlockContext::new(grid, at, cluster, rank, shared));
             let pointer: *mut BlockContext = &mut *block;
             context.blocks.push(pointer);
             blocks.push(block);
-            warps.extend((0..each).map(|i| Warp::new(pointer, i, dim, &run.code)));
+            warps.extend((0..each).map(|i| Interpreter::new(pointer, i, dim, program, kernel)));
         }
         Box::new(Cluster { blocks, context, warps, executed: 0 })
     }
@@ -132,17 +93,10 @@ impl Cluster {
         self.context.phase + blocks.map(|barrier| barrier.phase).sum::<u64>()
     }
 
-    /// The outcome for a fault of a warp's thread.
-    fn report(&self, warp: usize, fault: Fault, lane: u32) -> Outcome {
-        let warp = &self.warps[warp];
-        // SAFETY: a warp's block belongs to this cluster.
-        Outcome::Failed(unsafe { &*warp.block }.report(warp, fault, lane))
-    }
-
     /// Runs the cluster for about `budget` warp instructions.
-    pub fn run(&mut self, run: &KernelRun, budget: u64) -> Outcome {
+    pub fn run(&mut self, grid: &Grid, budget: u64) -> Outcome {
         for block in &mut self.blocks {
-            block.begin(run);
+            block.begin(grid);
         }
         let end = self.executed + budget;
         loop {
@@ -150,8 +104,8 @@ impl Cluster {
             let phases = self.phases();
             let mut i = 0;
             while i < self.warps.len() {
-                if run.stopping() {
-                    return self.report(0, Fault::Cancelled, 0);
+                if grid.stopping() {
+                    return Outcome::Failed(self.warps[0].report(Fault::Cancelled, 0));
                 }
                 match self.warps[i].run(QUANTUM, &mut self.executed) {
                     Turn::Done => {
@@ -162,8 +116,8 @@ impl Cluster {
                     Turn::Paused => progress = true,
                     Turn::Blocked => {}
                     Turn::Fault => {
-                        let (fault, lane) = self.warps[i].fault.take().unwrap_or((Fault::Trap, 0));
-                        return self.report(i, fault, lane);
+                        let (fault, lane) = self.warps[i].take_fault().unwrap_or((Fault::Trap, 0));
+                        return Outcome::Failed(self.warps[i].report(fault, lane));
                     }
                 }
                 i += 1;
@@ -172,7 +126,7 @@ impl Cluster {
                 return Outcome::Finished;
             }
             if !progress && self.phases() == phases {
-                return self.report(0, Fault::Deadlock, 0);
+                return Outcome::Failed(self.warps[0].report(Fault::Deadlock, 0));
             }
             if self.executed >= end {
                 return Outcome::Yielded;

@@ -1,10 +1,8 @@
 //! Conversions between types (`cvt`).
 
 use crate::exec::float::{flag, flush, flush_tiny, narrow};
-use crate::exec::half::f8;
-use crate::exec::half::{from_bf16, from_f16, to_bf16, to_f16};
-use crate::exec::rows::{map1, map2, map3};
-use crate::lower::program::Handler;
+use crate::exec::half::{f8, from_bf16, from_f16, to_bf16, to_f16};
+use crate::machine::program::Handler;
 
 /// Further flags in `imm`: rounding to an integer.
 pub(crate) mod integer {
@@ -74,18 +72,18 @@ macro_rules! int_to_int {
     ($s:ty, $dst:expr) => {{
         macro_rules! to {
             ($d:ty) => {
-                handler!(|w, i, m| map1(w, i, m, |a: $s| {
-                    if i.imm & SAT != 0 {
+                lanewise!(imm, |a: $s| {
+                    if imm & SAT != 0 {
                         i128::from(a).clamp(i128::from(<$d>::MIN), i128::from(<$d>::MAX)) as $d
                     } else {
                         a as $d
                     }
-                }))
+                })
             };
         }
         macro_rules! plain {
             ($d:ty) => {
-                handler!(|w, i, m| map1(w, i, m, |a: $s| a as $d))
+                lanewise!(|a: $s| a as $d)
             };
         }
         Some(match $dst {
@@ -102,18 +100,14 @@ macro_rules! int_to_int {
             ("u32" | "s32" | "b32", _) => plain!(u32),
             ("u64" | "s64" | "b64", _) => plain!(u64),
             ("b128", _) => plain!(u128),
-            ("f32", false) => handler!(|w, i, m| map1(w, i, m, |a: $s| a as f32)),
-            ("f32", true) => {
-                handler!(|w, i, m| map1(w, i, m, |a: $s| output32(exact_to_f32(i128::from(a), i.imm), i.imm)))
-            }
-            ("f64", false) => handler!(|w, i, m| map1(w, i, m, |a: $s| a as f64)),
-            ("f64", true) => handler!(|w, i, m| map1(w, i, m, |a: $s| exact_to_f64(i128::from(a), i.imm))),
-            ("f16", _) => handler!(|w, i, m| map1(w, i, m, |a: $s| {
-                to_f16(exact_to_f64(i128::from(a), if i.imm & flag::ROUND == 0 { 0 } else { i.imm }), i.imm)
-            })),
-            ("bf16", _) => {
-                handler!(|w, i, m| map1(w, i, m, |a: $s| to_bf16(exact_to_odd(i128::from(a)), i.imm)))
-            }
+            ("f32", false) => lanewise!(|a: $s| a as f32),
+            ("f32", true) => lanewise!(imm, |a: $s| output32(exact_to_f32(i128::from(a), imm), imm)),
+            ("f64", false) => lanewise!(|a: $s| a as f64),
+            ("f64", true) => lanewise!(imm, |a: $s| exact_to_f64(i128::from(a), imm)),
+            ("f16", _) => lanewise!(imm, |a: $s| {
+                to_f16(exact_to_f64(i128::from(a), if imm & flag::ROUND == 0 { 0 } else { imm }), imm)
+            }),
+            ("bf16", _) => lanewise!(imm, |a: $s| to_bf16(exact_to_odd(i128::from(a)), imm)),
             _ => return None,
         })
     }};
@@ -256,14 +250,14 @@ macro_rules! float_to_any {
     ($s:ty, $dst:expr) => {{
         macro_rules! integer {
             ($d:ty) => {
-                handler!(|w, i, m| map1(w, i, m, |a: $s| {
-                    let x = rounded(a, i.imm);
+                lanewise!(imm, |a: $s| {
+                    let x = rounded(a, imm);
                     if <$s as Source>::nan_is_lowest(<$d>::BITS) && x.is_nan() {
                         (1u64 << (<$d>::BITS - 1)) as $d
                     } else {
                         x as $d
                     }
-                }))
+                })
             };
         }
         Some(match $dst {
@@ -275,16 +269,16 @@ macro_rules! float_to_any {
             "s32" => integer!(i32),
             "u64" => integer!(u64),
             "s64" => integer!(i64),
-            "f32" => handler!(|w, i, m| map1(w, i, m, |a: $s| to_f32(a, i.imm))),
-            "f64" => handler!(|w, i, m| map1(w, i, m, |a: $s| to_f64(a, i.imm))),
-            "f16" => handler!(|w, i, m| map1(w, i, m, |a: $s| {
-                let x = rounded(a, i.imm);
-                if keeps_nan(x, i.imm) { a.nan16()[0] } else { to_f16(x, i.imm) }
-            })),
-            "bf16" => handler!(|w, i, m| map1(w, i, m, |a: $s| {
-                let x = rounded(a, i.imm);
-                if keeps_nan(x, i.imm) { a.nan16()[1] } else { to_bf16(x, i.imm) }
-            })),
+            "f32" => lanewise!(imm, |a: $s| to_f32(a, imm)),
+            "f64" => lanewise!(imm, |a: $s| to_f64(a, imm)),
+            "f16" => lanewise!(imm, |a: $s| {
+                let x = rounded(a, imm);
+                if keeps_nan(x, imm) { a.nan16()[0] } else { to_f16(x, imm) }
+            }),
+            "bf16" => lanewise!(imm, |a: $s| {
+                let x = rounded(a, imm);
+                if keeps_nan(x, imm) { a.nan16()[1] } else { to_bf16(x, imm) }
+            }),
             _ => return None,
         })
     }};
@@ -300,7 +294,7 @@ pub(crate) fn cvt(dst: &str, src: &str, special: bool) -> Option<Handler> {
         "u32" => int_to_int!(u32, (dst, special)),
         "s32" => int_to_int!(i32, (dst, special)),
         "u64" if dst != "s64" || !special => int_to_int!(u64, (dst, special)),
-        "u64" => Some(handler!(|w, i, m| map1(w, i, m, |a: u64| a.min(i64::MAX as u64)))),
+        "u64" => Some(lanewise!(|a: u64| a.min(i64::MAX as u64))),
         "s64" => int_to_int!(i64, (dst, special)),
         "f32" => float_to_any!(f32, dst),
         "f64" => float_to_any!(f64, dst),
@@ -312,37 +306,37 @@ pub(crate) fn cvt(dst: &str, src: &str, special: bool) -> Option<Handler> {
 
 /// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away", which keeps a NaN's digits)
 /// and RELU.
-pub(crate) const TF32: Handler = handler!(|w, i, m| map1(w, i, m, |a: f32| {
+pub(crate) const TF32: Handler = lanewise!(imm, |a: f32| {
     let bits = a.to_bits();
     if a.is_nan() {
-        return if i.imm & flag::ROUND == flag::RP { bits & 0xffff_e000 } else { 0x7fff_e000 };
+        return if imm & flag::ROUND == flag::RP { bits & 0xffff_e000 } else { 0x7fff_e000 };
     }
-    if i.imm & integer::RELU != 0 && bits >> 31 != 0 {
+    if imm & integer::RELU != 0 && bits >> 31 != 0 {
         return 0;
     }
-    let lost = match i.imm & flag::ROUND {
+    let lost = match imm & flag::ROUND {
         flag::RZ => 0,
         flag::RP => 0x1000,
         _ => 0xfff + (bits >> 13 & 1),
     };
     if a.is_infinite() { bits } else { (bits + lost) & 0xffff_e000 }
-}));
+});
 
 /// `cvt.pack.sat`: two integers; with `three`, the third source's lower part is shifted up above them.
 pub(crate) fn pack(ty: &str, three: bool) -> Option<Handler> {
     Some(match (ty, three) {
-        ("u8", true) => handler!(|w, i, m| map3(w, i, m, |a: i32, b: i32, c: u32| {
+        ("u8", true) => lanewise!(|a: i32, b: i32, c: u32| {
             c << 16 | (a.clamp(0, 255) as u32) << 8 | b.clamp(0, 255) as u32
-        })),
-        ("s8", true) => handler!(|w, i, m| map3(w, i, m, |a: i32, b: i32, c: u32| {
+        }),
+        ("s8", true) => lanewise!(|a: i32, b: i32, c: u32| {
             c << 16 | u32::from(a.clamp(-128, 127) as u8) << 8 | u32::from(b.clamp(-128, 127) as u8)
-        })),
-        ("u16", false) => handler!(|w, i, m| map2(w, i, m, |a: i32, b: i32| {
-            (a.clamp(0, 0xffff) as u32) << 16 | b.clamp(0, 0xffff) as u32
-        })),
-        ("s16", false) => handler!(|w, i, m| map2(w, i, m, |a: i32, b: i32| {
+        }),
+        ("u16", false) => {
+            lanewise!(|a: i32, b: i32| (a.clamp(0, 0xffff) as u32) << 16 | b.clamp(0, 0xffff) as u32)
+        }
+        ("s16", false) => lanewise!(|a: i32, b: i32| {
             u32::from(a.clamp(-0x8000, 0x7fff) as u16) << 16 | u32::from(b.clamp(-0x8000, 0x7fff) as u16)
-        })),
+        }),
         _ => return None,
     })
 }
@@ -352,26 +346,26 @@ pub(crate) fn f8_pairs(dst: &str, src: &str) -> Option<Handler> {
     macro_rules! to {
         ($encode:path) => {
             match src {
-                "f32" => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| {
-                    u16::from($encode(f64::from(a), i.imm)) << 8 | u16::from($encode(f64::from(b), i.imm))
-                })),
-                "f16x2" => handler!(|w, i, m| map1(w, i, m, |a: u32| {
-                    u16::from($encode(from_f16((a >> 16) as u16), i.imm)) << 8
-                        | u16::from($encode(from_f16(a as u16), i.imm))
-                })),
+                "f32" => lanewise!(imm, |a: f32, b: f32| {
+                    u16::from($encode(f64::from(a), imm)) << 8 | u16::from($encode(f64::from(b), imm))
+                }),
+                "f16x2" => lanewise!(imm, |a: u32| {
+                    u16::from($encode(from_f16((a >> 16) as u16), imm)) << 8
+                        | u16::from($encode(from_f16(a as u16), imm))
+                }),
                 _ => return None,
             }
         };
     }
     macro_rules! from {
         ($decode:path) => {
-            handler!(|w, i, m| map1(w, i, m, |a: u16| {
+            lanewise!(imm, |a: u16| {
                 let part = |b: u16| {
                     let h = $decode(b as u8);
-                    if i.imm & integer::RELU != 0 && h >> 15 != 0 { 0 } else { u32::from(h) }
+                    if imm & integer::RELU != 0 && h >> 15 != 0 { 0 } else { u32::from(h) }
                 };
                 part(a >> 8) << 16 | part(a & 0xff)
-            }))
+            })
         };
     }
     Some(match (dst, src) {

@@ -3,14 +3,13 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::device::child_launch::{INVALID_VALUE, MEMORY_ALLOCATION, Source, Transfer};
-use crate::device::copy::Plane;
-use crate::device::launch::LaunchConfig;
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Place};
-use crate::exec::rows::LANES;
-use crate::exec::warp::Warp;
-use crate::lower::program::{Builtin, Flow};
+use crate::machine::launcher::{INVALID_VALUE, LaunchConfig, MEMORY_ALLOCATION, Source, Transfer};
+use crate::machine::memory::Plane;
+use crate::machine::program::Builtin;
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 
 /// Longer strings are cut off, so that a missing terminator does not read all memory.
 const MAX_STRING: u64 = 64 << 10;
@@ -52,7 +51,7 @@ pub(crate) fn run(
         let answer = match which {
             Builtin::Vprintf => match format(w, lane, values[0], values[1]) {
                 Ok((text, arguments)) => {
-                    (w.block().run().gpu.printf)(&text);
+                    (w.block().grid().hardware.printf)(&text);
                     arguments
                 }
                 Err(address) => {
@@ -104,14 +103,14 @@ pub(crate) fn run(
                     cooperative: false,
                     cluster: None,
                 };
-                let draft = w.block().run().draft(values[0], config);
+                let draft = w.block().grid().launcher.draft(values[0], config);
                 draft.unwrap_or_else(|error| {
                     w.launch_errors[lane] = error;
                     0
                 })
             }
             Builtin::LaunchDevice => {
-                let error = w.block().run().launch_child(values[0], values[1]).err().unwrap_or(0);
+                let error = w.block().grid().launcher.launch(values[0], values[1]).err().unwrap_or(0);
                 if error != 0 {
                     w.launch_errors[lane] = error;
                 }
@@ -149,7 +148,7 @@ pub(crate) fn run(
                 0
             }
             Builtin::ErrorText | Builtin::ErrorName => {
-                let gpu = &w.block().run().gpu;
+                let gpu = &w.block().grid().hardware;
                 gpu.texts.address(&gpu.memory, values[0] as u32, which == Builtin::ErrorName)
             }
             Builtin::DeviceMalloc => {
@@ -206,10 +205,10 @@ fn transfer(w: &mut Warp, which: Builtin, v: [u64; 8]) -> Result<(), u32> {
         return Err(INVALID_DIRECTION);
     }
     let transfer = Transfer { to, from, width, height };
-    if !transfer.is_inside(&w.block().run().gpu.memory) {
+    if !transfer.is_inside(&w.block().grid().hardware.memory) {
         return Err(INVALID_VALUE);
     }
-    w.block().run().transfer(transfer, stream)
+    w.block().grid().launcher.transfer(transfer, stream)
 }
 
 /// The host address of an output of `size` bytes, if the kernel can write there and it is aligned to `size`.

@@ -9,8 +9,8 @@
 
 use crate::exec::exact_f64;
 use crate::exec::int::finish_setp;
-use crate::exec::rows::{compare, map1, map1_checked, map2, map2_checked, map3, map3_checked};
-use crate::lower::program::Handler;
+use crate::exec::rows::{compare, map1_checked, map2_checked, map3_checked};
+use crate::machine::program::Handler;
 
 /// Flags in `imm` of a floating-point instruction.
 pub(crate) mod flag {
@@ -257,11 +257,11 @@ fn smallest(x: f32) -> bool {
 pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
     const FTZ: i64 = flag::FTZ;
     Some(match (name, flags) {
-        ("add", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a + b))),
-        ("sub", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a - b))),
-        ("mul", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a * b))),
-        ("fma", 0) => handler!(|w, i, m| map3(w, i, m, |a: f32, b: f32, c: f32| canon(a.mul_add(b, c)))),
-        ("div", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a / b))),
+        ("add", 0) => lanewise!(|a: f32, b: f32| canon(a + b)),
+        ("sub", 0) => lanewise!(|a: f32, b: f32| canon(a - b)),
+        ("mul", 0) => lanewise!(|a: f32, b: f32| canon(a * b)),
+        ("fma", 0) => lanewise!(|a: f32, b: f32, c: f32| canon(a.mul_add(b, c))),
+        ("div", 0) => lanewise!(|a: f32, b: f32| canon(a / b)),
         // The compiler may return any NaN for the root of a negative number, so the NaN is selected with
         // integer operations.
         ("sqrt", 0) => handler!(|w, i, m| map1_checked(
@@ -272,9 +272,9 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
             |bits: u32| bits & 0x7fff_ffff > 0x7f80_0000,
             |_| NAN32
         )),
-        ("rcp", 0) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(1.0 / a))),
-        ("add", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) + flush(b))))),
-        ("sub", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) - flush(b))))),
+        ("rcp", 0) => lanewise!(|a: f32| canon(1.0 / a)),
+        ("add", FTZ) => lanewise!(|a: f32, b: f32| canon(flush(flush(a) + flush(b)))),
+        ("sub", FTZ) => lanewise!(|a: f32, b: f32| canon(flush(flush(a) - flush(b)))),
         ("mul", FTZ) => handler!(|w, i, m| map2_checked(
             w,
             i,
@@ -291,38 +291,30 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
             smallest,
             |a, b, c| fma_slow(a, b, c, FTZ)
         )),
-        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| add_slow(a, b, i.imm))),
-        ("sub", _) => handler!(|w, i, m| map2(w, i, m, |a, b: f32| add_slow(a, -b, i.imm))),
-        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| mul_slow(a, b, i.imm))),
-        ("fma", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| fma_slow(a, b, c, i.imm))),
-        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_slow(a, b, i.imm))),
-        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt_slow(a, i.imm))),
-        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| div_slow(1.0, a, i.imm))),
-        ("min", _) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme32::<false>(a, b, i.imm))),
-        ("max", _) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme32::<true>(a, b, i.imm))),
-        ("min3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| extreme32::<false>(
-            extreme32::<false>(a, b, i.imm),
-            c,
-            i.imm
-        ))),
-        ("max3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| extreme32::<true>(
-            extreme32::<true>(a, b, i.imm),
-            c,
-            i.imm
-        ))),
-        ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a| canon(start(f32::abs(a), i.imm)))),
-        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(start(-a, i.imm)))),
-        ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| b.copysign(a))),
-        ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| div_slow(1.0, a, i.imm))),
-        ("div.full", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_slow(a, b, i.imm))),
-        ("div.approx", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_approx(a, b, i.imm))),
-        ("sqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt_slow(a, i.imm))),
-        ("rsqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, |x| 1.0 / x.sqrt()))),
-        ("sin.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::sin))),
-        ("cos.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::cos))),
-        ("lg2.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::log2))),
-        ("ex2.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::exp2))),
-        ("tanh.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::tanh))),
+        ("add", _) => lanewise!(imm, |a, b| add_slow(a, b, imm)),
+        ("sub", _) => lanewise!(imm, |a, b: f32| add_slow(a, -b, imm)),
+        ("mul", _) => lanewise!(imm, |a, b| mul_slow(a, b, imm)),
+        ("fma", _) => lanewise!(imm, |a, b, c| fma_slow(a, b, c, imm)),
+        ("div", _) => lanewise!(imm, |a, b| div_slow(a, b, imm)),
+        ("sqrt", _) => lanewise!(imm, |a| sqrt_slow(a, imm)),
+        ("rcp", _) => lanewise!(imm, |a| div_slow(1.0, a, imm)),
+        ("min", _) => lanewise!(imm, |a, b| extreme32::<false>(a, b, imm)),
+        ("max", _) => lanewise!(imm, |a, b| extreme32::<true>(a, b, imm)),
+        ("min3", _) => lanewise!(imm, |a, b, c| extreme32::<false>(extreme32::<false>(a, b, imm), c, imm)),
+        ("max3", _) => lanewise!(imm, |a, b, c| extreme32::<true>(extreme32::<true>(a, b, imm), c, imm)),
+        ("abs", _) => lanewise!(imm, |a| canon(start(f32::abs(a), imm))),
+        ("neg", _) => lanewise!(imm, |a: f32| canon(start(-a, imm))),
+        ("copysign", _) => lanewise!(|a: f32, b: f32| b.copysign(a)),
+        ("rcp.approx", _) => lanewise!(imm, |a| div_slow(1.0, a, imm)),
+        ("div.full", _) => lanewise!(imm, |a, b| div_slow(a, b, imm)),
+        ("div.approx", _) => lanewise!(imm, |a, b| div_approx(a, b, imm)),
+        ("sqrt.approx", _) => lanewise!(imm, |a| sqrt_slow(a, imm)),
+        ("rsqrt.approx", _) => lanewise!(imm, |a| approx(a, imm, |x| 1.0 / x.sqrt())),
+        ("sin.approx", _) => lanewise!(imm, |a| approx(a, imm, f64::sin)),
+        ("cos.approx", _) => lanewise!(imm, |a| approx(a, imm, f64::cos)),
+        ("lg2.approx", _) => lanewise!(imm, |a| approx(a, imm, f64::log2)),
+        ("ex2.approx", _) => lanewise!(imm, |a| approx(a, imm, f64::exp2)),
+        ("tanh.approx", _) => lanewise!(imm, |a| approx(a, imm, f64::tanh)),
         _ => return None,
     })
 }
@@ -356,33 +348,23 @@ pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
         ("rcp", 0) => {
             handler!(|w, i, m| map1_checked(w, i, m, |a: f64| 1.0 / a, f64::is_nan, |a| nan64(&[a])))
         }
-        ("add", _) => {
-            handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact_f64::add(a, b, i.imm), &[b, a])))
-        }
-        ("sub", _) => {
-            handler!(|w, i, m| map2(w, i, m, |a, b: f64| pass_nan(exact_f64::add(a, -b, i.imm), &[b, a])))
-        }
-        ("fma", _) => {
-            handler!(|w, i, m| map3(w, i, m, |a, b, c| pass_nan(exact_f64::fma(a, b, c, i.imm), &[b, c, a])))
-        }
-        ("mul", _) => {
-            handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact_f64::mul(a, b, i.imm), &[b, a])))
-        }
-        ("div", _) => {
-            handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact_f64::div(a, b, i.imm), &[a, b])))
-        }
-        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact_f64::sqrt(a, i.imm), &[a]))),
-        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact_f64::div(1.0, a, i.imm), &[a]))),
-        ("min", _) => handler!(|w, i, m| map2(w, i, m, extreme64::<false>)),
-        ("max", _) => handler!(|w, i, m| map2(w, i, m, extreme64::<true>)),
-        ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(a.abs(), &[a]))),
-        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(-a, &[a]))),
-        ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| b.copysign(a))),
+        ("add", _) => lanewise!(imm, |a, b| pass_nan(exact_f64::add(a, b, imm), &[b, a])),
+        ("sub", _) => lanewise!(imm, |a, b: f64| pass_nan(exact_f64::add(a, -b, imm), &[b, a])),
+        ("fma", _) => lanewise!(imm, |a, b, c| pass_nan(exact_f64::fma(a, b, c, imm), &[b, c, a])),
+        ("mul", _) => lanewise!(imm, |a, b| pass_nan(exact_f64::mul(a, b, imm), &[b, a])),
+        ("div", _) => lanewise!(imm, |a, b| pass_nan(exact_f64::div(a, b, imm), &[a, b])),
+        ("sqrt", _) => lanewise!(imm, |a| pass_nan(exact_f64::sqrt(a, imm), &[a])),
+        ("rcp", _) => lanewise!(imm, |a| pass_nan(exact_f64::div(1.0, a, imm), &[a])),
+        ("min", _) => lanewise!(|a, b| extreme64::<false>(a, b)),
+        ("max", _) => lanewise!(|a, b| extreme64::<true>(a, b)),
+        ("abs", _) => lanewise!(|a: f64| pass_nan(a.abs(), &[a])),
+        ("neg", _) => lanewise!(|a: f64| pass_nan(-a, &[a])),
+        ("copysign", _) => lanewise!(|a: f64, b: f64| b.copysign(a)),
         // Without `.ftz`, the hardware does not use a lookup table.
-        ("rsqrt.approx", 0) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(rsqrt(a), &[a]))),
+        ("rsqrt.approx", 0) => lanewise!(|a| pass_nan(rsqrt(a), &[a])),
         // Only the upper 32 bits of the source and result matter.
-        ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x))),
-        ("rsqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x.sqrt()))),
+        ("rcp.approx", _) => lanewise!(|a| approx64(a, |x| 1.0 / x)),
+        ("rsqrt.approx", _) => lanewise!(|a| approx64(a, |x| 1.0 / x.sqrt())),
         _ => return None,
     })
 }

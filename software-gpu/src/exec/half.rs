@@ -2,8 +2,7 @@
 
 use crate::exec::convert::integer;
 use crate::exec::float::{add_odd, flag};
-use crate::exec::rows::{map1, map2, map3};
-use crate::lower::program::Handler;
+use crate::machine::program::Handler;
 
 /// The value of an f16.
 #[inline(always)]
@@ -175,18 +174,12 @@ fn with_sign<H: Half>(h: u16, flags: i64, sign: impl Fn(u16) -> u16) -> u16 {
 /// `r[0]` (f32) = the half `r[1]`, or the lower or upper half of the pair `r[1]`.
 pub(crate) fn widen(bf16: bool, pair: bool, high: bool) -> Handler {
     match (bf16, pair, high) {
-        (false, false, _) => handler!(|w, i, m| map1(w, i, m, |a: u16| input::<F16>(a, i.imm) as f32)),
-        (true, false, _) => handler!(|w, i, m| map1(w, i, m, |a: u16| from_bf16(a) as f32)),
-        (false, true, false) => {
-            handler!(|w, i, m| map1(w, i, m, |a: u32| input::<F16>(a as u16, i.imm) as f32))
-        }
-        (true, true, false) => handler!(|w, i, m| map1(w, i, m, |a: u32| from_bf16(a as u16) as f32)),
-        (false, true, true) => {
-            handler!(|w, i, m| map1(w, i, m, |a: u32| input::<F16>((a >> 16) as u16, i.imm) as f32))
-        }
-        (true, true, true) => {
-            handler!(|w, i, m| map1(w, i, m, |a: u32| from_bf16((a >> 16) as u16) as f32))
-        }
+        (false, false, _) => lanewise!(imm, |a: u16| input::<F16>(a, imm) as f32),
+        (true, false, _) => lanewise!(|a: u16| from_bf16(a) as f32),
+        (false, true, false) => lanewise!(imm, |a: u32| input::<F16>(a as u16, imm) as f32),
+        (true, true, false) => lanewise!(|a: u32| from_bf16(a as u16) as f32),
+        (false, true, true) => lanewise!(imm, |a: u32| input::<F16>((a >> 16) as u16, imm) as f32),
+        (true, true, true) => lanewise!(|a: u32| from_bf16((a >> 16) as u16) as f32),
     }
 }
 
@@ -260,52 +253,32 @@ fn both(a: u32, b: u32, f: impl Fn(u16, u16) -> u16) -> u32 {
 macro_rules! ops {
     ($name:expr, $h:ty) => {
         Some(match $name {
-            ("add", false) => handler!(|w, i, m| map2(w, i, m, |a, b| add::<$h>(a, b, i.imm))),
-            ("sub", false) => handler!(|w, i, m| map2(w, i, m, |a, b| sub::<$h>(a, b, i.imm))),
-            ("mul", false) => handler!(|w, i, m| map2(w, i, m, |a, b| mul::<$h>(a, b, i.imm))),
-            ("fma", false) => handler!(|w, i, m| map3(w, i, m, |a, b, c| fma::<$h>(a, b, c, i.imm))),
-            ("min", false) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme::<$h>(a, b, i.imm, false))),
-            ("max", false) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme::<$h>(a, b, i.imm, true))),
-            ("tanh.approx", false) => {
-                handler!(|w, i, m| map1(w, i, m, |a| unary::<$h>(a, i.imm, f64::tanh)))
-            }
-            ("ex2.approx", false) => {
-                handler!(|w, i, m| map1(w, i, m, |a| unary::<$h>(a, i.imm, f64::exp2)))
-            }
+            ("add", false) => lanewise!(imm, |a, b| add::<$h>(a, b, imm)),
+            ("sub", false) => lanewise!(imm, |a, b| sub::<$h>(a, b, imm)),
+            ("mul", false) => lanewise!(imm, |a, b| mul::<$h>(a, b, imm)),
+            ("fma", false) => lanewise!(imm, |a, b, c| fma::<$h>(a, b, c, imm)),
+            ("min", false) => lanewise!(imm, |a, b| extreme::<$h>(a, b, imm, false)),
+            ("max", false) => lanewise!(imm, |a, b| extreme::<$h>(a, b, imm, true)),
+            ("tanh.approx", false) => lanewise!(imm, |a| unary::<$h>(a, imm, f64::tanh)),
+            ("ex2.approx", false) => lanewise!(imm, |a| unary::<$h>(a, imm, f64::exp2)),
             ("tanh.approx", true) => {
-                handler!(|w, i, m| map1(w, i, m, |a| { both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::tanh)) }))
+                lanewise!(imm, |a| both(a, 0, |a, _| unary::<$h>(a, imm, f64::tanh)))
             }
-            ("ex2.approx", true) => {
-                handler!(|w, i, m| map1(w, i, m, |a| { both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::exp2)) }))
-            }
-            ("abs", false) => handler!(|w, i, m| map1(w, i, m, |a| with_sign::<$h>(a, i.imm, |_| 0))),
-            ("neg", false) => handler!(|w, i, m| map1(w, i, m, |a| with_sign::<$h>(a, i.imm, |h| !h))),
-            ("add", true) => {
-                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| add::<$h>(a, b, i.imm))))
-            }
-            ("sub", true) => {
-                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| sub::<$h>(a, b, i.imm))))
-            }
-            ("mul", true) => {
-                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| mul::<$h>(a, b, i.imm))))
-            }
-            ("fma", true) => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
-                let low = fma::<$h>(a as u16, b as u16, c as u16, i.imm);
-                let high = fma::<$h>((a >> 16) as u16, (b >> 16) as u16, (c >> 16) as u16, i.imm);
+            ("ex2.approx", true) => lanewise!(imm, |a| both(a, 0, |a, _| unary::<$h>(a, imm, f64::exp2))),
+            ("abs", false) => lanewise!(imm, |a| with_sign::<$h>(a, imm, |_| 0)),
+            ("neg", false) => lanewise!(imm, |a| with_sign::<$h>(a, imm, |h| !h)),
+            ("add", true) => lanewise!(imm, |a, b| both(a, b, |a, b| add::<$h>(a, b, imm))),
+            ("sub", true) => lanewise!(imm, |a, b| both(a, b, |a, b| sub::<$h>(a, b, imm))),
+            ("mul", true) => lanewise!(imm, |a, b| both(a, b, |a, b| mul::<$h>(a, b, imm))),
+            ("fma", true) => lanewise!(imm, |a: u32, b: u32, c: u32| {
+                let low = fma::<$h>(a as u16, b as u16, c as u16, imm);
+                let high = fma::<$h>((a >> 16) as u16, (b >> 16) as u16, (c >> 16) as u16, imm);
                 u32::from(low) | u32::from(high) << 16
-            })),
-            ("min", true) => {
-                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| extreme::<$h>(a, b, i.imm, false))))
-            }
-            ("max", true) => {
-                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| extreme::<$h>(a, b, i.imm, true))))
-            }
-            ("abs", true) => {
-                handler!(|w, i, m| map1(w, i, m, |a| both(a, 0, |a, _| with_sign::<$h>(a, i.imm, |_| 0))))
-            }
-            ("neg", true) => {
-                handler!(|w, i, m| map1(w, i, m, |a| both(a, 0, |a, _| with_sign::<$h>(a, i.imm, |h| !h))))
-            }
+            }),
+            ("min", true) => lanewise!(imm, |a, b| both(a, b, |a, b| extreme::<$h>(a, b, imm, false))),
+            ("max", true) => lanewise!(imm, |a, b| both(a, b, |a, b| extreme::<$h>(a, b, imm, true))),
+            ("abs", true) => lanewise!(imm, |a| both(a, 0, |a, _| with_sign::<$h>(a, imm, |_| 0))),
+            ("neg", true) => lanewise!(imm, |a| both(a, 0, |a, _| with_sign::<$h>(a, imm, |h| !h))),
             _ => return None,
         })
     };

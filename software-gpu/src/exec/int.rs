@@ -1,8 +1,10 @@
 //! Integer arithmetic, logic, shifts, comparisons and bit manipulation.
 
 use crate::exec::float::flush;
-use crate::exec::rows::{self, LANES, compare, get, map1, map2, map3, put_pred};
-use crate::lower::program::{Flow, Handler, Inst};
+use crate::exec::rows::{self, compare, get, put_pred};
+use crate::machine::program::{Handler, Inst};
+use crate::machine::row::LANES;
+use crate::machine::warp::Flow;
 
 /// The high half of a product.
 trait Wide: Copy {
@@ -21,31 +23,25 @@ wide!(u16 => u32, i16 => i32, u32 => u64, i32 => i64, u64 => u128, i64 => i128);
 macro_rules! arithmetic {
     ($name:expr, $t:ty) => {
         Some(match $name {
-            "add" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.wrapping_add(b))),
-            "sub" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.wrapping_sub(b))),
-            "mul.lo" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.wrapping_mul(b))),
-            "mul.hi" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.mul_hi(b))),
-            "mad.lo" => {
-                handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: $t| a.wrapping_mul(b).wrapping_add(c)))
-            }
-            "mad.hi" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: $t| a.mul_hi(b).wrapping_add(c))),
+            "add" => lanewise!(|a: $t, b: $t| a.wrapping_add(b)),
+            "sub" => lanewise!(|a: $t, b: $t| a.wrapping_sub(b)),
+            "mul.lo" => lanewise!(|a: $t, b: $t| a.wrapping_mul(b)),
+            "mul.hi" => lanewise!(|a: $t, b: $t| a.mul_hi(b)),
+            "mad.lo" => lanewise!(|a: $t, b: $t, c: $t| a.wrapping_mul(b).wrapping_add(c)),
+            "mad.hi" => lanewise!(|a: $t, b: $t, c: $t| a.mul_hi(b).wrapping_add(c)),
             // PTX leaves division by zero undefined. On hardware the quotient is all ones and the remainder
             // is the dividend.
-            "div" => {
-                handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| if b == 0 { !0 } else { a.wrapping_div(b) }))
-            }
-            "rem" => {
-                handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| if b == 0 { a } else { a.wrapping_rem(b) }))
-            }
-            "min" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.min(b))),
-            "max" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.max(b))),
-            "sad" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: $t| {
+            "div" => lanewise!(|a: $t, b: $t| if b == 0 { !0 } else { a.wrapping_div(b) }),
+            "rem" => lanewise!(|a: $t, b: $t| if b == 0 { a } else { a.wrapping_rem(b) }),
+            "min" => lanewise!(|a: $t, b: $t| a.min(b)),
+            "max" => lanewise!(|a: $t, b: $t| a.max(b)),
+            "sad" => lanewise!(|a: $t, b: $t, c: $t| {
                 c.wrapping_add(if a < b { b.wrapping_sub(a) } else { a.wrapping_sub(b) })
-            })),
+            }),
             // Shifting by the width or more gives zero or copies of the sign.
-            "shr" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: u32| {
+            "shr" => lanewise!(|a: $t, b: u32| {
                 if b < <$t>::BITS { a >> b } else { a >> (<$t>::BITS - 1) >> 1u32.min(<$t>::BITS - 1) }
-            })),
+            }),
             _ => return None,
         })
     };
@@ -54,10 +50,10 @@ macro_rules! arithmetic {
 macro_rules! signed {
     ($name:expr, $t:ty) => {
         Some(match $name {
-            "abs" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.wrapping_abs())),
-            "neg" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.wrapping_neg())),
-            "min.relu" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.min(b).max(0))),
-            "max.relu" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.max(b).max(0))),
+            "abs" => lanewise!(|a: $t| a.wrapping_abs()),
+            "neg" => lanewise!(|a: $t| a.wrapping_neg()),
+            "min.relu" => lanewise!(|a: $t, b: $t| a.min(b).max(0)),
+            "max.relu" => lanewise!(|a: $t, b: $t| a.max(b).max(0)),
             _ => return None,
         })
     };
@@ -66,18 +62,14 @@ macro_rules! signed {
 macro_rules! bits {
     ($name:expr, $t:ty) => {
         Some(match $name {
-            "and" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a & b)),
-            "or" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a | b)),
-            "xor" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a ^ b)),
-            "not" => handler!(|w, i, m| map1(w, i, m, |a: $t| !a)),
-            "cnot" => handler!(|w, i, m| map1(w, i, m, |a: $t| <$t>::from(a == 0))),
-            "shl" => {
-                handler!(|w, i, m| map2(w, i, m, |a: $t, b: u32| if b < <$t>::BITS { a << b } else { 0 }))
-            }
-            "shr" => {
-                handler!(|w, i, m| map2(w, i, m, |a: $t, b: u32| if b < <$t>::BITS { a >> b } else { 0 }))
-            }
-            "mov" => handler!(|w, i, m| map1(w, i, m, |a: $t| a)),
+            "and" => lanewise!(|a: $t, b: $t| a & b),
+            "or" => lanewise!(|a: $t, b: $t| a | b),
+            "xor" => lanewise!(|a: $t, b: $t| a ^ b),
+            "not" => lanewise!(|a: $t| !a),
+            "cnot" => lanewise!(|a: $t| <$t>::from(a == 0)),
+            "shl" => lanewise!(|a: $t, b: u32| if b < <$t>::BITS { a << b } else { 0 }),
+            "shr" => lanewise!(|a: $t, b: u32| if b < <$t>::BITS { a >> b } else { 0 }),
+            "mov" => lanewise!(|a: $t| a),
             "selp" => handler!(|w, i, m| {
                 let (a, b): ([$t; LANES], [$t; LANES]) = (get(w, i.r[1]), get(w, i.r[2]));
                 let p = rows::pred(w, i.r[3]);
@@ -88,38 +80,28 @@ macro_rules! bits {
                 rows::put(w, i.r[0], m, &out);
                 Flow::Next
             }),
-            "slct.s32" => {
-                handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: i32| if c >= 0 { a } else { b }))
-            }
-            "slct.f32" => {
-                handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: f32| if c >= 0.0 { a } else { b }))
-            }
-            "slct.ftz.f32" => {
-                handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: f32| if flush(c) >= 0.0 { a } else { b }))
-            }
-            "popc" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.count_ones())),
-            "clz" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.leading_zeros())),
-            "brev" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.reverse_bits())),
-            "bfind.u" => handler!(|w, i, m| map1(w, i, m, |a: $t| {
-                (<$t>::BITS - 1).wrapping_sub(a.leading_zeros())
-            })),
-            "bfind.u.shiftamt" => handler!(|w, i, m| map1(w, i, m, |a: $t| {
-                if a == 0 { u32::MAX } else { a.leading_zeros() }
-            })),
-            "bfind.s" => handler!(|w, i, m| map1(w, i, m, |a: $t| {
+            "slct.s32" => lanewise!(|a: $t, b: $t, c: i32| if c >= 0 { a } else { b }),
+            "slct.f32" => lanewise!(|a: $t, b: $t, c: f32| if c >= 0.0 { a } else { b }),
+            "slct.ftz.f32" => lanewise!(|a: $t, b: $t, c: f32| if flush(c) >= 0.0 { a } else { b }),
+            "popc" => lanewise!(|a: $t| a.count_ones()),
+            "clz" => lanewise!(|a: $t| a.leading_zeros()),
+            "brev" => lanewise!(|a: $t| a.reverse_bits()),
+            "bfind.u" => lanewise!(|a: $t| { (<$t>::BITS - 1).wrapping_sub(a.leading_zeros()) }),
+            "bfind.u.shiftamt" => lanewise!(|a: $t| { if a == 0 { u32::MAX } else { a.leading_zeros() } }),
+            "bfind.s" => lanewise!(|a: $t| {
                 let a = if a >> (<$t>::BITS - 1) != 0 { !a } else { a };
                 (<$t>::BITS - 1).wrapping_sub(a.leading_zeros())
-            })),
-            "bfind.s.shiftamt" => handler!(|w, i, m| map1(w, i, m, |a: $t| {
+            }),
+            "bfind.s.shiftamt" => lanewise!(|a: $t| {
                 let a = if a >> (<$t>::BITS - 1) != 0 { !a } else { a };
                 if a == 0 { u32::MAX } else { a.leading_zeros() }
-            })),
-            "bfe.u" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: u32, c: u32| {
+            }),
+            "bfe.u" => lanewise!(|a: $t, b: u32, c: u32| {
                 let (pos, len) = field::<$t>(b, c);
                 let v = if pos < <$t>::BITS { a >> pos } else { 0 };
                 if len < <$t>::BITS { v & ((1 << len) - 1) } else { v }
-            })),
-            "bfe.s" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: u32, c: u32| {
+            }),
+            "bfe.s" => lanewise!(|a: $t, b: u32, c: u32| {
                 let (pos, len) = field::<$t>(b, c);
                 let last = <$t>::BITS - 1;
                 let sign = if len == 0 { 0 } else { a >> (pos.saturating_add(len) - 1).min(last) & 1 };
@@ -128,16 +110,14 @@ macro_rules! bits {
                 let there = if pos <= last { len.min(<$t>::BITS - pos) } else { 0 };
                 let keep: $t = if there > last { !0 } else { (1 << there) - 1 };
                 (v & keep) | if sign != 0 { !keep } else { 0 }
-            })),
-            "bfi" => handler!(|w, i, m| {
-                rows::map4(w, i, m, |a: $t, b: $t, c: u32, d: u32| {
-                    let (pos, len) = field::<$t>(c, d);
-                    if pos >= <$t>::BITS || len == 0 {
-                        return b;
-                    }
-                    let field: $t = if len >= <$t>::BITS { !0 } else { (1 << len) - 1 };
-                    (b & !(field << pos)) | ((a & field) << pos)
-                })
+            }),
+            "bfi" => lanewise!(|a: $t, b: $t, c: u32, d: u32| {
+                let (pos, len) = field::<$t>(c, d);
+                if pos >= <$t>::BITS || len == 0 {
+                    return b;
+                }
+                let field: $t = if len >= <$t>::BITS { !0 } else { (1 << len) - 1 };
+                (b & !(field << pos)) | ((a & field) << pos)
             }),
             _ => return None,
         })
@@ -187,22 +167,22 @@ pub(crate) fn bits(name: &str, width: u32) -> Option<Handler> {
 /// `mul.wide` and `mad.wide`, by source type.
 pub(crate) fn wide(mad: bool, ty: &str) -> Option<Handler> {
     Some(match (mad, ty) {
-        (false, "u16") => handler!(|w, i, m| map2(w, i, m, |a: u16, b: u16| u32::from(a) * u32::from(b))),
-        (false, "s16") => handler!(|w, i, m| map2(w, i, m, |a: i16, b: i16| i32::from(a) * i32::from(b))),
-        (false, "u32") => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| u64::from(a) * u64::from(b))),
-        (false, "s32") => handler!(|w, i, m| map2(w, i, m, |a: i32, b: i32| i64::from(a) * i64::from(b))),
-        (true, "u16") => handler!(|w, i, m| map3(w, i, m, |a: u16, b: u16, c: u32| {
-            (u32::from(a) * u32::from(b)).wrapping_add(c)
-        })),
-        (true, "s16") => handler!(|w, i, m| map3(w, i, m, |a: i16, b: i16, c: i32| {
-            (i32::from(a) * i32::from(b)).wrapping_add(c)
-        })),
-        (true, "u32") => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u64| {
-            (u64::from(a) * u64::from(b)).wrapping_add(c)
-        })),
-        (true, "s32") => handler!(|w, i, m| map3(w, i, m, |a: i32, b: i32, c: i64| {
-            (i64::from(a) * i64::from(b)).wrapping_add(c)
-        })),
+        (false, "u16") => lanewise!(|a: u16, b: u16| u32::from(a) * u32::from(b)),
+        (false, "s16") => lanewise!(|a: i16, b: i16| i32::from(a) * i32::from(b)),
+        (false, "u32") => lanewise!(|a: u32, b: u32| u64::from(a) * u64::from(b)),
+        (false, "s32") => lanewise!(|a: i32, b: i32| i64::from(a) * i64::from(b)),
+        (true, "u16") => {
+            lanewise!(|a: u16, b: u16, c: u32| { (u32::from(a) * u32::from(b)).wrapping_add(c) })
+        }
+        (true, "s16") => {
+            lanewise!(|a: i16, b: i16, c: i32| { (i32::from(a) * i32::from(b)).wrapping_add(c) })
+        }
+        (true, "u32") => {
+            lanewise!(|a: u32, b: u32, c: u64| { (u64::from(a) * u64::from(b)).wrapping_add(c) })
+        }
+        (true, "s32") => {
+            lanewise!(|a: i32, b: i32, c: i64| { (i64::from(a) * i64::from(b)).wrapping_add(c) })
+        }
         _ => return None,
     })
 }
@@ -218,26 +198,14 @@ pub(crate) fn mul24(name: &str) -> Option<Handler> {
         i64::from((a << 8) as i32 >> 8) * i64::from((b << 8) as i32 >> 8)
     }
     Some(match name {
-        "mul24.lo.u32" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| u(a, b) as u32)),
-        "mul24.hi.u32" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| (u(a, b) >> 16) as u32)),
-        "mul24.lo.s32" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| s(a, b) as u32)),
-        "mul24.hi.s32" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| (s(a, b) >> 16) as u32)),
-        "mad24.lo.u32" => {
-            handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| (u(a, b) as u32).wrapping_add(c)))
-        }
-        "mad24.lo.s32" => {
-            handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| (s(a, b) as u32).wrapping_add(c)))
-        }
-        "mad24.hi.u32" => {
-            handler!(
-                |w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| ((u(a, b) >> 16) as u32).wrapping_add(c))
-            )
-        }
-        "mad24.hi.s32" => {
-            handler!(
-                |w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| ((s(a, b) >> 16) as u32).wrapping_add(c))
-            )
-        }
+        "mul24.lo.u32" => lanewise!(|a: u32, b: u32| u(a, b) as u32),
+        "mul24.hi.u32" => lanewise!(|a: u32, b: u32| (u(a, b) >> 16) as u32),
+        "mul24.lo.s32" => lanewise!(|a: u32, b: u32| s(a, b) as u32),
+        "mul24.hi.s32" => lanewise!(|a: u32, b: u32| (s(a, b) >> 16) as u32),
+        "mad24.lo.u32" => lanewise!(|a: u32, b: u32, c: u32| (u(a, b) as u32).wrapping_add(c)),
+        "mad24.lo.s32" => lanewise!(|a: u32, b: u32, c: u32| (s(a, b) as u32).wrapping_add(c)),
+        "mad24.hi.u32" => lanewise!(|a: u32, b: u32, c: u32| ((u(a, b) >> 16) as u32).wrapping_add(c)),
+        "mad24.hi.s32" => lanewise!(|a: u32, b: u32, c: u32| ((s(a, b) >> 16) as u32).wrapping_add(c)),
         _ => return None,
     })
 }
@@ -277,8 +245,8 @@ fn dot2(a: u32, b: u32, high: bool, signed_a: bool, signed_b: bool) -> u32 {
 /// Other 32-bit operations. `name` includes the relevant modifiers.
 pub(crate) fn special32(name: &str) -> Option<Handler> {
     Some(match name {
-        "lop3" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
-            let lut = i.imm as u32;
+        "lop3" => lanewise!(imm, |a: u32, b: u32, c: u32| {
+            let lut = imm as u32;
             let mut out = 0;
             for n in 0..8u32 {
                 let pick = |v: u32, bit: u32| if n >> bit & 1 != 0 { v } else { !v };
@@ -286,109 +254,89 @@ pub(crate) fn special32(name: &str) -> Option<Handler> {
                 out |= if lut >> n & 1 != 0 { term } else { 0 };
             }
             out
-        })),
-        "shf.l.wrap" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "shf.l.wrap" => lanewise!(|a: u32, b: u32, c: u32| {
             (((u64::from(b) << 32 | u64::from(a)) << (c & 31)) >> 32) as u32
-        })),
-        "shf.l.clamp" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "shf.l.clamp" => lanewise!(|a: u32, b: u32, c: u32| {
             (((u64::from(b) << 32 | u64::from(a)) << c.min(32)) >> 32) as u32
-        })),
-        "shf.r.wrap" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
-            ((u64::from(b) << 32 | u64::from(a)) >> (c & 31)) as u32
-        })),
-        "shf.r.clamp" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
-            ((u64::from(b) << 32 | u64::from(a)) >> c.min(32)) as u32
-        })),
-        "prmt" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "shf.r.wrap" => {
+            lanewise!(|a: u32, b: u32, c: u32| { ((u64::from(b) << 32 | u64::from(a)) >> (c & 31)) as u32 })
+        }
+        "shf.r.clamp" => {
+            lanewise!(|a: u32, b: u32, c: u32| { ((u64::from(b) << 32 | u64::from(a)) >> c.min(32)) as u32 })
+        }
+        "prmt" => lanewise!(|a: u32, b: u32, c: u32| {
             prmt_bytes(a, b, [c & 15, c >> 4 & 15, c >> 8 & 15, c >> 12 & 15])
-        })),
-        "prmt.f4e" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "prmt.f4e" => lanewise!(|a: u32, b: u32, c: u32| {
             let n = c & 3;
             prmt_bytes(a, b, [n, n + 1, n + 2, n + 3])
-        })),
-        "prmt.b4e" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "prmt.b4e" => lanewise!(|a: u32, b: u32, c: u32| {
             let n = c & 3;
             prmt_bytes(a, b, [n, (n + 7) & 7, (n + 6) & 7, (n + 5) & 7])
-        })),
-        "prmt.rc8" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "prmt.rc8" => lanewise!(|a: u32, b: u32, c: u32| {
             let n = c & 3;
             prmt_bytes(a, b, [n, n, n, n])
-        })),
-        "prmt.ecl" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "prmt.ecl" => lanewise!(|a: u32, b: u32, c: u32| {
             let n = c & 3;
             prmt_bytes(a, b, [n, n.max(1), n.max(2), 3])
-        })),
-        "prmt.ecr" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "prmt.ecr" => lanewise!(|a: u32, b: u32, c: u32| {
             let n = c & 3;
             prmt_bytes(a, b, [0, n.min(1), n.min(2), n.min(3)])
-        })),
-        "prmt.rc16" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+        }),
+        "prmt.rc16" => lanewise!(|a: u32, b: u32, c: u32| {
             let n = (c & 1) * 2;
             prmt_bytes(a, b, [n, n + 1, n, n + 1])
-        })),
-        "add.sat" => handler!(|w, i, m| map2(w, i, m, |a: i32, b: i32| a.saturating_add(b))),
-        "sub.sat" => handler!(|w, i, m| map2(w, i, m, |a: i32, b: i32| a.saturating_sub(b))),
-        "mad.hi.sat" => {
-            handler!(|w, i, m| map3(w, i, m, |a: i32, b: i32, c: i32| a.mul_hi(b).saturating_add(c)))
-        }
-        "bmsk.clamp" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| {
+        }),
+        "add.sat" => lanewise!(|a: i32, b: i32| a.saturating_add(b)),
+        "sub.sat" => lanewise!(|a: i32, b: i32| a.saturating_sub(b)),
+        "mad.hi.sat" => lanewise!(|a: i32, b: i32, c: i32| a.mul_hi(b).saturating_add(c)),
+        "bmsk.clamp" => lanewise!(|a: u32, b: u32| {
             if a >= 32 || b == 0 {
                 return 0;
             }
             let field = if b >= 32 { u32::MAX } else { (1 << b) - 1 };
             field << a
-        })),
-        "bmsk.wrap" => {
-            handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| ((1u32 << (b & 31)) - 1) << (a & 31)))
-        }
-        "szext.clamp.u32" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| {
-            if b >= 32 { a } else { a & ((1 << b) - 1) }
-        })),
-        "szext.clamp.s32" => handler!(|w, i, m| map2(w, i, m, |a: i32, b: u32| match b {
+        }),
+        "bmsk.wrap" => lanewise!(|a: u32, b: u32| ((1u32 << (b & 31)) - 1) << (a & 31)),
+        "szext.clamp.u32" => lanewise!(|a: u32, b: u32| { if b >= 32 { a } else { a & ((1 << b) - 1) } }),
+        "szext.clamp.s32" => lanewise!(|a: i32, b: u32| match b {
             0 => 0,
             1..32 => a << (32 - b) >> (32 - b),
             _ => a,
-        })),
-        "szext.wrap.u32" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| a & ((1 << (b & 31)) - 1))),
-        "szext.wrap.s32" => handler!(|w, i, m| map2(w, i, m, |a: i32, b: u32| match b & 31 {
+        }),
+        "szext.wrap.u32" => lanewise!(|a: u32, b: u32| a & ((1 << (b & 31)) - 1)),
+        "szext.wrap.s32" => lanewise!(|a: i32, b: u32| match b & 31 {
             0 => 0,
             n => a << (32 - n) >> (32 - n),
-        })),
-        "fns" => handler!(|w, i, m| map3(w, i, m, |mask: u32, base: u32, offset: i32| find_nth_set(
-            mask, base, offset
-        ))),
-        "dp4a.u32.u32" => {
-            handler!(|w, i, m| map3(w, i, m, |a, b, c: u32| dot(a, b, false, false).wrapping_add(c)))
-        }
-        "dp4a.u32.s32" => {
-            handler!(|w, i, m| map3(w, i, m, |a, b, c: u32| dot(a, b, false, true).wrapping_add(c)))
-        }
-        "dp4a.s32.u32" => {
-            handler!(|w, i, m| map3(w, i, m, |a, b, c: u32| dot(a, b, true, false).wrapping_add(c)))
-        }
-        "dp4a.s32.s32" => {
-            handler!(|w, i, m| map3(w, i, m, |a, b, c: u32| dot(a, b, true, true).wrapping_add(c)))
-        }
+        }),
+        "fns" => lanewise!(|mask: u32, base: u32, offset: i32| find_nth_set(mask, base, offset)),
+        "dp4a.u32.u32" => lanewise!(|a, b, c: u32| dot(a, b, false, false).wrapping_add(c)),
+        "dp4a.u32.s32" => lanewise!(|a, b, c: u32| dot(a, b, false, true).wrapping_add(c)),
+        "dp4a.s32.u32" => lanewise!(|a, b, c: u32| dot(a, b, true, false).wrapping_add(c)),
+        "dp4a.s32.s32" => lanewise!(|a, b, c: u32| dot(a, b, true, true).wrapping_add(c)),
         // `imm`: bit 0 is set for the high bytes, bit 1 if the first source is signed, bit 2 if the second
         // is.
-        "dp2a" => handler!(|w, i, m| map3(w, i, m, |a, b, c: u32| {
-            dot2(a, b, i.imm & 1 != 0, i.imm & 2 != 0, i.imm & 4 != 0).wrapping_add(c)
-        })),
-        "add.u16x2" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| {
+        "dp2a" => lanewise!(imm, |a, b, c: u32| {
+            dot2(a, b, imm & 1 != 0, imm & 2 != 0, imm & 4 != 0).wrapping_add(c)
+        }),
+        "add.u16x2" => lanewise!(|a: u32, b: u32| {
             (a & 0xffff).wrapping_add(b) & 0xffff | ((a >> 16).wrapping_add(b >> 16) << 16)
-        })),
-        "min.u16x2" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| {
-            u32::from((a as u16).min(b as u16)) | (a >> 16).min(b >> 16) << 16
-        })),
-        "max.u16x2" => handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| {
-            u32::from((a as u16).max(b as u16)) | (a >> 16).max(b >> 16) << 16
-        })),
-        "min.s16x2" | "min.relu.s16x2" => {
-            handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| pairs(a, b, i.imm != 0, i16::min)))
+        }),
+        "min.u16x2" => {
+            lanewise!(|a: u32, b: u32| { u32::from((a as u16).min(b as u16)) | (a >> 16).min(b >> 16) << 16 })
         }
-        "max.s16x2" | "max.relu.s16x2" => {
-            handler!(|w, i, m| map2(w, i, m, |a: u32, b: u32| pairs(a, b, i.imm != 0, i16::max)))
+        "max.u16x2" => {
+            lanewise!(|a: u32, b: u32| { u32::from((a as u16).max(b as u16)) | (a >> 16).max(b >> 16) << 16 })
         }
+        "min.s16x2" | "min.relu.s16x2" => lanewise!(imm, |a: u32, b: u32| pairs(a, b, imm != 0, i16::min)),
+        "max.s16x2" | "max.relu.s16x2" => lanewise!(imm, |a: u32, b: u32| pairs(a, b, imm != 0, i16::max)),
         _ => return None,
     })
 }
@@ -480,7 +428,7 @@ macro_rules! mad_carry {
 /// The rows contain `T`.
 #[inline(always)]
 unsafe fn with_carry<T: Copy>(
-    w: &mut crate::exec::warp::Warp,
+    w: &mut crate::machine::warp::Warp,
     i: &Inst,
     mask: u32,
     f: impl Fn(T, T, T, bool) -> (T, bool),
@@ -535,7 +483,7 @@ pub(crate) mod combine {
 ///
 /// The rows are predicates.
 #[inline(always)]
-pub(crate) unsafe fn finish_setp(w: &crate::exec::warp::Warp, i: &Inst, mask: u32, bits: u32) -> Flow {
+pub(crate) unsafe fn finish_setp(w: &crate::machine::warp::Warp, i: &Inst, mask: u32, bits: u32) -> Flow {
     // SAFETY: the caller guarantees predicate rows.
     unsafe {
         let (mut p, mut q) = (bits, !bits);
@@ -549,10 +497,10 @@ pub(crate) unsafe fn finish_setp(w: &crate::exec::warp::Warp, i: &Inst, mask: u3
             };
             (p, q) = (join(p), join(q));
         }
-        if i.r[0] != crate::lower::program::NONE {
+        if i.r[0] != crate::machine::program::NONE {
             put_pred(w, i.r[0], mask, p);
         }
-        if i.r[1] != crate::lower::program::NONE {
+        if i.r[1] != crate::machine::program::NONE {
             put_pred(w, i.r[1], mask, q);
         }
         Flow::Next

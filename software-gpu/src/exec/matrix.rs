@@ -7,14 +7,14 @@
 //!
 //! Sums of f64 are a chain of fused additions; `tensor_core` describes how others are added.
 
-use crate::exec::exact_f64;
 use crate::exec::float::{flag, pass_nan};
 use crate::exec::half::{from_bf16, from_f16};
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
-use crate::exec::rows::{self, LANES};
 use crate::exec::tensor_core::{self, Term};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst};
+use crate::exec::{exact_f64, rows};
+use crate::machine::program::{Handler, Inst};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 use crate::ptx::ast::Space;
 
 /// The type of an element.
@@ -130,7 +130,7 @@ impl Operand {
     unsafe fn get(self, w: &Warp, lane: usize, register: usize, part: usize) -> u64 {
         // SAFETY: the lowering guarantees rows of 64 bits for f64 and of 32 bits otherwise.
         unsafe {
-            let row = w.code().ext[self.rows + register];
+            let row = w.ext()[self.rows + register];
             if self.element == Element::F64 {
                 return (*rows::row::<u64>(w, row))[lane];
             }
@@ -143,7 +143,7 @@ impl Operand {
     unsafe fn set(self, w: &Warp, lane: usize, register: usize, part: usize, value: u64) {
         // SAFETY: the lowering guarantees rows of 64 bits for f64 and of 32 bits otherwise.
         unsafe {
-            let row = w.code().ext[self.rows + register];
+            let row = w.ext()[self.rows + register];
             if self.element == Element::F64 {
                 (*rows::row::<u64>(w, row))[lane] = value;
                 return;
@@ -267,7 +267,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
     let shape = Shape::decode(i.imm);
     let (m, n, k) = (shape.m, shape.n, shape.k);
     let at = i.r[0] as usize;
-    let counts: Vec<usize> = w.code().ext[at..at + 4].iter().map(|&n| n as usize).collect();
+    let counts: Vec<usize> = w.ext()[at..at + 4].iter().map(|&n| n as usize).collect();
     let mut next = at + 4;
     let ops: Vec<Operand> = (0..4)
         .map(|n| {
@@ -369,7 +369,7 @@ unsafe fn move_fragment<P: Place, const STORE: bool>(w: &mut Warp, i: &Inst, mas
     };
     let columns = i.imm >> WMMA_COLUMNS & 1 != 0;
     let at = i.r[0] as usize;
-    let op = Operand { element: shape.elements[0], rows: at + 1, registers: w.code().ext[at] as usize };
+    let op = Operand { element: shape.elements[0], rows: at + 1, registers: w.ext()[at] as usize };
     let bits = op.element.bits() as usize;
     // SAFETY: the lowering guarantees the rows' widths; `locate` has checked the bytes of an element, or of
     // the word that contains it.
@@ -415,9 +415,9 @@ unsafe fn move_matrices<const STORE: bool>(w: &mut Warp, i: &Inst) -> Flow {
     unsafe {
         let addresses = addresses(w, i);
         let at = i.r[0] as usize;
-        let count = w.code().ext[at] as usize;
+        let count = w.ext()[at] as usize;
         for matrix in 0..count {
-            let list = w.code().ext[at + 1 + matrix];
+            let list = w.ext()[at + 1 + matrix];
             let mut places = [std::ptr::null_mut::<u16>(); 8];
             for (row, place) in places.iter_mut().enumerate() {
                 let lane = matrix * 8 + row;

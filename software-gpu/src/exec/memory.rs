@@ -7,16 +7,17 @@
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use crate::device::memory::MODULE_BASE;
 use crate::error::Fault;
-use crate::exec::block::BlockContext;
-use crate::exec::rows::{self, LANES};
+use crate::exec::rows;
 use crate::exec::vector_access::{self, Quad};
-use crate::exec::warp::Warp;
-use crate::lower::program::{
-    Flow, Handler, Inst, LOCAL_WINDOW, PARAM_WINDOW, RANK, RESERVED, RESERVED_BYTES, SHARED_WINDOW,
-    WINDOW_SIZE,
+use crate::machine::address::{
+    LOCAL_WINDOW, PARAM_WINDOW, RANK, RESERVED, RESERVED_BYTES, SHARED_WINDOW, WINDOW_SIZE,
 };
+use crate::machine::block::BlockContext;
+use crate::machine::memory::MODULE_BASE;
+use crate::machine::program::{Handler, Inst};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 use crate::ptx::ast::Space;
 
 /// Bit of [`Inst::flags`]: addresses are 32 bits wide.
@@ -126,7 +127,7 @@ pub(crate) fn refresh(w: &mut Warp) {
     let generation = block.memory().generation();
     if generation != block.generation {
         block.generation = generation;
-        block.hit = crate::device::memory::FoundAllocation { start: 1, end: 0, delta: 0 };
+        block.hit = crate::machine::memory::FoundAllocation { start: 1, end: 0, delta: 0 };
     }
 }
 
@@ -195,7 +196,7 @@ impl Place for Param {
     const SPACE: Space = Space::Param;
     #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
-        let run = w.block().run();
+        let run = w.block().grid();
         let bytes = u64::from(run.param_bytes);
         if address > bytes || address + u64::from(size) > bytes {
             return None;
@@ -326,7 +327,7 @@ pub(crate) unsafe fn load<P: Place, T: Element, const N: usize>(w: &mut Warp, i:
             }
         }
         for (n, row) in values.iter().enumerate() {
-            if i.r[n] != crate::lower::program::NONE {
+            if i.r[n] != crate::machine::program::NONE {
                 rows::put(w, i.r[n], mask, row);
             }
         }
@@ -370,7 +371,7 @@ unsafe fn load_together<P: Place, T: Element, const N: usize>(
             let Some(p) = P::find_for_all(w, addresses[0], size as u32) else { return false };
             let values: [T; N] = vector_access::load(p);
             for (n, value) in values.into_iter().enumerate() {
-                if i.r[n] != crate::lower::program::NONE {
+                if i.r[n] != crate::machine::program::NONE {
                     *rows::row::<T>(w, i.r[n]) = [value; LANES];
                 }
             }
@@ -380,7 +381,7 @@ unsafe fn load_together<P: Place, T: Element, const N: usize>(
             return false;
         }
         let Some(p) = P::find_for_all(w, addresses[0], (size * LANES) as u32) else { return false };
-        let wanted = |n: usize| i.r[n] != crate::lower::program::NONE;
+        let wanted = |n: usize| i.r[n] != crate::machine::program::NONE;
         vector_access::load_all(
             p,
             std::array::from_fn::<_, N, _>(|n| wanted(n).then(|| rows::row::<T>(w, i.r[n]))),
@@ -451,7 +452,7 @@ unsafe fn load_param<T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u
                 return w.set_fault(fault, 0);
             };
             let value: T = p.cast::<T>().read_unaligned();
-            if i.r[n] != crate::lower::program::NONE {
+            if i.r[n] != crate::machine::program::NONE {
                 rows::put(w, i.r[n], mask, &[value; LANES]);
             }
         }
@@ -484,7 +485,7 @@ unsafe fn frame_access<T: Element, const N: usize, const STORE: bool>(
             };
             for n in 0..N {
                 let q = p.add(n * size_of::<T>());
-                if i.r[n] == crate::lower::program::NONE {
+                if i.r[n] == crate::machine::program::NONE {
                     continue;
                 }
                 let row = rows::row::<T>(w, i.r[n]);

@@ -2,15 +2,18 @@
 
 use crate::exec::half::{to_bf16, to_f16};
 use crate::exec::memory;
-use crate::exec::rows::{LANES, get, map1, map2, put, put_pred};
-use crate::lower::program::{Flow, Handler, LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE};
+use crate::exec::rows::{get, put, put_pred};
+use crate::machine::address::{LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE};
+use crate::machine::program::Handler;
+use crate::machine::row::LANES;
+use crate::machine::warp::Flow;
 use crate::ptx::ast::Space;
 
 /// Extracts `part` bits at bit `imm` of `whole`.
 pub(crate) fn extract(part: u32, whole: u32) -> Option<Handler> {
     macro_rules! extract {
         ($p:ty, $w:ty) => {
-            handler!(|w, i, m| map1(w, i, m, |a: $w| (a >> i.imm) as $p))
+            lanewise!(imm, |a: $w| (a >> imm) as $p)
         };
     }
     Some(match (part, whole) {
@@ -30,9 +33,7 @@ pub(crate) fn extract(part: u32, whole: u32) -> Option<Handler> {
 pub(crate) fn insert(part: u32, whole: u32) -> Option<Handler> {
     macro_rules! insert {
         ($p:ty, $w:ty) => {
-            handler!(|w, i, m| map2(w, i, m, |a: $p, b: $w| {
-                if i.imm < 0 { <$w>::from(a) } else { b | <$w>::from(a) << i.imm }
-            }))
+            lanewise!(imm, |a: $p, b: $w| if imm < 0 { <$w>::from(a) } else { b | <$w>::from(a) << imm })
         };
     }
     Some(match (part, whole) {
@@ -50,13 +51,13 @@ pub(crate) fn insert(part: u32, whole: u32) -> Option<Handler> {
 /// `cvt.f16x2.f32` and similar: the first source goes to the upper half.
 pub(crate) fn pack_halves(bf16: bool) -> Handler {
     if bf16 {
-        handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| {
-            u32::from(to_bf16(f64::from(a), i.imm)) << 16 | u32::from(to_bf16(f64::from(b), i.imm))
-        }))
+        lanewise!(imm, |a: f32, b: f32| {
+            u32::from(to_bf16(f64::from(a), imm)) << 16 | u32::from(to_bf16(f64::from(b), imm))
+        })
     } else {
-        handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| {
-            u32::from(to_f16(f64::from(a), i.imm)) << 16 | u32::from(to_f16(f64::from(b), i.imm))
-        }))
+        lanewise!(imm, |a: f32, b: f32| {
+            u32::from(to_f16(f64::from(a), imm)) << 16 | u32::from(to_f16(f64::from(b), imm))
+        })
     }
 }
 
@@ -86,10 +87,10 @@ const NO_RANK: u32 = 254;
 pub(crate) fn mapa(bits: u32) -> Option<Handler> {
     macro_rules! mapa {
         ($t:ty) => {
-            handler!(|w, i, m| map2(w, i, m, |a: $t, rank: u32| {
+            lanewise!(|a: $t, rank: u32| {
                 let (window, offset) = (u64::from(a) / WINDOW_SIZE * WINDOW_SIZE, u64::from(a) % RANK);
                 (window + offset + (u64::from(rank.min(NO_RANK)) + 1) * RANK) as $t
-            }))
+            })
         };
     }
     match bits {
@@ -119,4 +120,4 @@ pub(crate) fn rank(bits: u32) -> Option<Handler> {
 }
 
 /// `r[0]` = `r[1]` + `imm`: converts between a space's addresses and generic ones.
-pub(crate) const OFFSET: Handler = handler!(|w, i, m| map1(w, i, m, |a: u64| a.wrapping_add(i.imm as u64)));
+pub(crate) const OFFSET: Handler = lanewise!(imm, |a: u64| a.wrapping_add(imm as u64));

@@ -1,10 +1,8 @@
 //! How handlers read and write rows, the 32 lanes of an operand.
 
-use crate::exec::warp::Warp;
-use crate::lower::program::{CONST, Flow, Inst};
-
-/// Lanes per warp.
-pub(crate) const LANES: usize = 32;
+use crate::machine::program::{CONST, Inst};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 
 /// The row of an operand.
 ///

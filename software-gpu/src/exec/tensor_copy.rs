@@ -6,14 +6,15 @@
 //! the end of the row. (Observed with driver 580 for elements of 1, 2 and 4 bytes; the test program
 //! `tensor_tiles` compares it.)
 
-use crate::device::tensor_map::{MAX_RANK, TensorMap};
 use crate::error::Fault;
 use crate::exec::asynchronous::{bytes_arrive, of_rank};
 use crate::exec::memory::{Generic, Global, Place, Shared};
 use crate::exec::reduction::{self, Reduction};
-use crate::exec::rows::{self, LANES};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE};
+use crate::exec::rows;
+use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::row::LANES;
+use crate::machine::tensor_map::{MAX_RANK, TensorMap};
+use crate::machine::warp::{Flow, Warp};
 
 /// Alignment of a tile in shared memory.
 const ALIGNMENT: u64 = 128;
@@ -63,7 +64,7 @@ unsafe fn each(w: &mut Warp, i: &Inst, mask: u32, action: Action) -> Flow {
                 return outside(w, lane, "read", "generic", maps[lane], 128);
             };
             let bytes = p.cast::<[u8; 128]>().read_unaligned();
-            let rank = w.code().ext[i.r[2] as usize] as usize;
+            let rank = w.ext()[i.r[2] as usize] as usize;
             let Some(map) = TensorMap::decode(&bytes).filter(|map| map.rank as usize == rank) else {
                 let what = format!("no valid tensor map of {rank} dimensions at {:#x}", maps[lane]);
                 return w.set_fault(Fault::IllegalInstruction(what), lane);
@@ -74,7 +75,7 @@ unsafe fn each(w: &mut Warp, i: &Inst, mask: u32, action: Action) -> Flow {
             }
             let mut at = [0; MAX_RANK];
             for d in 0..rank {
-                let row = w.code().ext[i.r[2] as usize + 1 + d];
+                let row = w.ext()[i.r[2] as usize + 1 + d];
                 at[d] = i64::from((*rows::row::<i32>(w, row))[lane]);
             }
             if !(at[0] as u64).wrapping_mul(map.width().into()).is_multiple_of(PIECE) {

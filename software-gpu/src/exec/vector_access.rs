@@ -10,7 +10,7 @@ use std::mem::transmute;
 use std::mem::{MaybeUninit, transmute_copy};
 
 use super::memory::Element;
-use super::rows::LANES;
+use crate::machine::row::LANES;
 
 /// 16 bytes at a multiple of 16. AMD and Intel guarantee that CPUs with AVX access them atomically. On other
 /// CPUs it takes two accesses.

@@ -1,8 +1,7 @@
 //! Video instructions: on two halves or four bytes of words side by side, and on single values selected from
 //! words.
 
-use crate::exec::rows::map3;
-use crate::lower::program::Handler;
+use crate::machine::program::Handler;
 
 /// Fields of `imm`. The lowest four bits are the operation.
 pub(crate) mod field {
@@ -89,8 +88,7 @@ fn operation(which: i64, x: i64, y: i64) -> i64 {
 
 /// Row `r[0]` = the operation on parts of `r[1]` and `r[2]`. `r[3]` is used for [`field::SUM`] and for parts
 /// that are not computed.
-pub(crate) const SIDE_BY_SIDE: Handler =
-    handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| parts(i.imm, a, b, c)));
+pub(crate) const SIDE_BY_SIDE: Handler = lanewise!(imm, |a: u32, b: u32, c: u32| parts(imm, a, b, c));
 
 fn parts(imm: i64, a: u32, b: u32, c: u32) -> u32 {
     let width = if imm & field::BYTES != 0 { 8 } else { 16 };
@@ -117,8 +115,7 @@ fn parts(imm: i64, a: u32, b: u32, c: u32) -> u32 {
 }
 
 /// Row `r[0]` = the operation on single values from `r[1]` and `r[2]`, combined with `r[3]`.
-pub(crate) const SINGLE: Handler =
-    handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| single(i.imm, a, b, c)));
+pub(crate) const SINGLE: Handler = lanewise!(imm, |a: u32, b: u32, c: u32| single(imm, a, b, c));
 
 fn single(imm: i64, a: u32, b: u32, c: u32) -> u32 {
     let has = |flag: i64| imm & flag != 0;

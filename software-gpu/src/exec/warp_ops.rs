@@ -3,8 +3,10 @@
 //! Before a handler runs, the interpreter has brought together the lanes of the member mask. The handler's
 //! mask contains the participating lanes.
 
-use crate::exec::rows::{self, LANES, get, put, put_pred};
-use crate::lower::program::{Flow, Handler, NONE};
+use crate::exec::rows::{self, get, put, put_pred};
+use crate::machine::program::{Handler, NONE};
+use crate::machine::row::LANES;
+use crate::machine::warp::Flow;
 
 macro_rules! shuffle {
     (|$lane:ident, $b:ident, $max:ident, $min:ident, $seg:ident| ($j:expr, $valid:expr)) => {

@@ -2,12 +2,13 @@
 
 use super::function::{Address, Lowering, Symbol};
 use super::inst::Modifiers;
-use super::program::{Kind, LOCAL_WINDOW, NONE, PARAM_WINDOW, SHARED_WINDOW};
-use super::type_bits;
+use super::types::type_bits;
 use crate::error::Result;
 use crate::exec::memory::{self, ADDRESS_32, SPIN};
 use crate::exec::moves::{IS_SPACE, OFFSET, mapa, rank};
 use crate::exec::{atomic, int, special_register};
+use crate::machine::address::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
+use crate::machine::program::{Kind, NONE};
 use crate::ptx::ast::{Inst, Operand, Space};
 
 /// The access of a load or store.

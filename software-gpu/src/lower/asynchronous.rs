@@ -2,12 +2,12 @@
 
 use super::function::Lowering;
 use super::inst::Modifiers;
-use super::program::NONE;
+use super::types::type_bits;
 use crate::error::Result;
 use crate::exec::asynchronous::{ACT, Action, COPY, PENDING, TEST, bulk};
 use crate::exec::memory::{self, ADDRESS_32};
 use crate::exec::{atomic, moves, reduction, special_register, tensor_copy};
-use crate::lower::type_bits;
+use crate::machine::program::NONE;
 use crate::ptx::ast::{Inst, Operand, Space};
 
 impl<'a> Lowering<'a, '_> {
@@ -130,7 +130,7 @@ impl<'a> Lowering<'a, '_> {
         let src = self.wide_address(self.operand(inst, 1)?)?;
         let src = if from == Some("shared::cta") && to_space == Space::Shared {
             let sum = self.allocate_row(64);
-            let window = super::program::SHARED_WINDOW as i64;
+            let window = crate::machine::address::SHARED_WINDOW as i64;
             self.emit(moves::OFFSET, [sum, src, 0, 0, 0, 0], window);
             sum
         } else {

@@ -2,9 +2,9 @@
 
 use super::function::{Lowering, Symbol};
 use super::inst::Modifiers;
-use super::program::{Kind, NONE, barrier, joint};
 use crate::error::Result;
 use crate::exec::{special_register, warp_ops};
+use crate::machine::program::{Kind, NONE, barrier, joint};
 use crate::ptx::ast::{Inst, Operand};
 
 impl<'a> Lowering<'a, '_> {

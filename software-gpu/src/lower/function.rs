@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 
-use super::program::{CONST, Code, ExecFn, FUNCTION_WINDOW, Handler, Inst, Kind, Line, NONE};
-use super::{Context, layout, type_bits};
-use crate::device::module::ParamInfo;
 use crate::error::{Error, Result};
 use crate::exec;
 use crate::exec::memory::ADDRESS_32;
+use crate::lower::info::ParamInfo;
+use crate::lower::types::{layout, type_bits};
+use crate::machine::address::FUNCTION_WINDOW;
+use crate::machine::program::{CONST, Code, ExecFn, Handler, Inst, Kind, NONE};
+use crate::machine::row::Line;
 use crate::ptx::ast::{self, Function, Operand, Space, Stmt, Var};
 
 /// What a name refers to.
@@ -30,6 +32,12 @@ pub(crate) enum Symbol<'a> {
         returns: Vec<u32>,
         params: Vec<u32>,
     },
+}
+
+/// The symbols that all functions of a file see.
+#[derive(Default)]
+pub(crate) struct Context<'a> {
+    pub symbols: HashMap<&'a str, Symbol<'a>>,
 }
 
 /// The target of an address operand.
@@ -361,7 +369,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         self.push(exec::select(handler), Kind::Plain, r, imm, flags);
     }
 
-    /// Emits a warp-wide operation. `shape` is one of the shapes in [`super::program::joint`].
+    /// Emits a warp-wide operation. `shape` is one of the shapes in [`crate::machine::program::joint`].
     pub fn converge(&mut self, shape: u8, handler: Handler, r: [u32; 6], imm: i64) {
         self.push(exec::select(handler), Kind::Converge, r, imm, shape << 4);
     }
@@ -369,7 +377,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
     /// Emits a warp-wide operation that all its lanes execute at the same instruction, with the flags of a
     /// memory access.
     pub fn converge_aligned(&mut self, handler: Handler, r: [u32; 6], imm: i64, flags: u8) {
-        let flags = super::program::joint::ALIGNED << 4 | flags;
+        let flags = crate::machine::program::joint::ALIGNED << 4 | flags;
         self.push(exec::select(handler), Kind::Converge, r, imm, flags);
     }
 

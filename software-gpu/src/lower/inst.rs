@@ -2,12 +2,12 @@
 //! and logic.
 
 use super::function::{Lowering, unsigned};
-use super::program::{Handler, NONE};
-use super::type_bits;
+use super::types::type_bits;
 use crate::error::Result;
 use crate::exec::float::flag;
 use crate::exec::int::combine;
 use crate::exec::{convert, float, half, int, moves};
+use crate::machine::program::{Handler, NONE};
 use crate::ptx::ast::{Inst, Operand};
 
 /// An instruction's modifiers. Lowering takes them one by one; whatever remains is unknown.

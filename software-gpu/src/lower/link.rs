@@ -4,11 +4,14 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::function::{self, Lowering, Symbol};
-use super::program::{Code, FUNCTION_WINDOW, Kind, Program};
-use super::{BLOCK_REGISTERS, Context, MAX_CLUSTER, builtin, code_without_body, layout, type_bits};
-use crate::device::module::{FunctionInfo, GlobalInfo, ParamInfo};
+use super::builtin::{builtin, code_without_body};
+use super::function::{self, Context, Lowering, Symbol};
+use super::info::{FunctionInfo, GlobalInfo, ParamInfo};
+use super::types::{layout, type_bits};
 use crate::error::{Error, Result, Unsupported};
+use crate::machine::address::FUNCTION_WINDOW;
+use crate::machine::program::{Code, Kind, Program};
+use crate::machine::properties::{BLOCK_REGISTERS, MAX_CLUSTER};
 use crate::ptx::ast::{File, Function, Init, Linkage, Operand, Space, Stmt, Var};
 
 /// A linked module. It can run once `images` have been written to memory.

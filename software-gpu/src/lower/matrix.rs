@@ -2,11 +2,11 @@
 
 use super::function::Lowering;
 use super::inst::Modifiers;
-use super::program::{Handler, NONE};
 use crate::error::Result;
 use crate::exec::float::flag;
 use crate::exec::matrix::{self, Element, Shape, WMMA_COLUMNS, WMMA_PART};
 use crate::exec::memory::ADDRESS_32;
+use crate::machine::program::{Handler, NONE};
 use crate::ptx::ast::{Inst, Operand, Space};
 
 /// The dimensions in a name such as `m16n8k16`.

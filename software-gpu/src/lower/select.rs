@@ -2,12 +2,12 @@
 
 use super::function::Lowering;
 use super::inst::Modifiers;
-use super::program::NONE;
-use super::type_bits;
+use super::types::type_bits;
 use crate::error::Result;
 use crate::exec::float::flag;
 use crate::exec::int::combine;
 use crate::exec::{convert, float, half, int, moves};
+use crate::machine::program::NONE;
 use crate::ptx::ast::{Inst, Operand};
 
 impl<'a> Lowering<'a, '_> {

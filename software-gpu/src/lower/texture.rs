@@ -2,10 +2,10 @@
 
 use super::function::Lowering;
 use super::inst::Modifiers;
-use super::program::NONE;
-use super::type_bits;
+use super::types::type_bits;
 use crate::error::Result;
 use crate::exec::texture::{QUERY, SAMPLE, SURFACE_LOAD, SURFACE_STORE, field};
+use crate::machine::program::NONE;
 use crate::ptx::ast::{Inst, Operand};
 
 /// The shape of a texture or surface as an instruction names it.

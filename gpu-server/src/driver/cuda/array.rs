@@ -10,7 +10,7 @@ use super::api::{
     CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_ARRAY3D_DESCRIPTOR, CUarray, CUmipmappedArray, ResourceDesc,
     TextureDesc, ViewDesc,
 };
-use super::copies::blank;
+use super::row_copies::blank;
 use super::streams::Place;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};

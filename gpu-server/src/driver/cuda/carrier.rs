@@ -11,9 +11,9 @@ use protocol::Status;
 
 use super::Cuda;
 use super::api::{Api, CUcontext, CUstream};
-use super::copies::{Direction, copy_rows};
 use super::fence::{Completer, Health, Word};
 use super::registration;
+use super::row_copies::copy_rows;
 use super::streams::{Place, Publisher};
 use crate::driver::call::{End, Result, is_sticky};
 use crate::driver::gpu::{Carrier, Preparer, STREAM_NON_BLOCKING};
@@ -115,17 +115,13 @@ impl Carrier for CudaCarrier {
         // SAFETY: a context of this process. Usually this is known and calls no driver. Unregistered memory can
         // be copied too, only more slowly.
         let _ = unsafe { registration::in_place(api, home.handle(), home, bytes.region()) };
-        let direction = match way {
-            Way::In => Direction::ToDevice,
-            Way::Out => Direction::FromDevice,
-        };
         let mut begun = begun.lock().unwrap_or_else(|e| e.into_inner());
         *begun += 1;
         let enqueued = health.within(api, |_| {
             let mut offset = offset;
             for (at, len) in bytes.runs() {
                 // SAFETY: the rows were checked; the bytes are held until the stream has written the word.
-                unsafe { copy_rows(api, *stream, direction, rows, offset, *at, *len) }?;
+                unsafe { copy_rows(api, *stream, *way, rows, offset, *at, *len) }?;
                 offset += *len as u64;
             }
             // SAFETY: a live stream of the current context; the word is registered memory.

@@ -4,12 +4,10 @@
 //! ([`super::arrivals`]), without the CPU. Other data from the network, and memory that no device can access,
 //! goes through [`super::staging`].
 
-use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
-use cudarc::driver::sys::CUmemorytype;
 use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Region, Sink};
 use protocol::Status;
 use protocol::handle::ContextId;
@@ -17,13 +15,14 @@ use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
 
 use super::Cuda;
-use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
+use super::api::{CUstream, WAIT_AT_LEAST};
 use super::registration;
+use super::row_copies::{blank, copy_rows};
 use super::staging::{ANSWER, ChunkPlace, Transfer};
 use super::streams::{CudaStream, Place};
 use crate::driver::call::{Call, Input, Result};
 use crate::driver::gpu::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer, Progress};
-use crate::driver::rows::{Part, Rows};
+use crate::driver::rows::Rows;
 use crate::driver::store::Way;
 use crate::driver::streams::Streams;
 
@@ -44,90 +43,6 @@ struct Answered(NonNull<u8>);
 
 // SAFETY: plain memory, which one command uses at a time.
 unsafe impl Send for Answered {}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    ToDevice,
-    FromDevice,
-}
-
-/// Enqueues the copy of `len` packed bytes from `offset` of `rows` to or from the memory at `host`.
-///
-/// # Safety
-/// The device rows belong to the session. `host` is valid for `len` bytes until the stream has passed this
-/// point, or (towards the device) until the driver has read it.
-pub(super) unsafe fn copy_rows(
-    api: &Api,
-    stream: CUstream,
-    direction: Direction,
-    rows: &Rows,
-    offset: u64,
-    host: NonNull<u8>,
-    len: usize,
-) -> Result {
-    rows.parts(offset, len as u64, |Part { at, offset, width, rows: count }| {
-        // SAFETY: parts lie inside the `len` bytes.
-        let host = unsafe { host.add(offset as usize) }.as_ptr().cast::<c_void>();
-        if count == 1 {
-            // SAFETY: guaranteed by the caller.
-            return unsafe {
-                match direction {
-                    Direction::ToDevice => api.copy_htod(at, host, width as usize, stream),
-                    Direction::FromDevice => api.copy_dtoh(host, at, width as usize, stream),
-                }
-            };
-        }
-        let mut copy = blank();
-        match direction {
-            Direction::ToDevice => {
-                (copy.srcMemoryType, copy.srcHost, copy.srcPitch) =
-                    (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
-                (copy.dstMemoryType, copy.dstDevice, copy.dstPitch) =
-                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
-            }
-            Direction::FromDevice => {
-                (copy.dstMemoryType, copy.dstHost, copy.dstPitch) =
-                    (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
-                (copy.srcMemoryType, copy.srcDevice, copy.srcPitch) =
-                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
-            }
-        }
-        (copy.srcHeight, copy.dstHeight) = (count as usize, count as usize);
-        (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, count as usize, 1);
-        // SAFETY: guaranteed by the caller.
-        unsafe { api.copy_3d(&copy, stream) }
-    })
-}
-
-pub(super) fn blank() -> CUDA_MEMCPY3D {
-    CUDA_MEMCPY3D {
-        srcXInBytes: 0,
-        srcY: 0,
-        srcZ: 0,
-        srcLOD: 0,
-        srcMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
-        srcHost: std::ptr::null(),
-        srcDevice: 0,
-        srcArray: std::ptr::null_mut(),
-        reserved0: std::ptr::null_mut(),
-        srcPitch: 0,
-        srcHeight: 0,
-        dstXInBytes: 0,
-        dstY: 0,
-        dstZ: 0,
-        dstLOD: 0,
-        dstMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
-        dstHost: std::ptr::null_mut(),
-        dstDevice: 0,
-        dstArray: std::ptr::null_mut(),
-        reserved1: std::ptr::null_mut(),
-        dstPitch: 0,
-        dstHeight: 0,
-        WidthInBytes: 0,
-        Height: 0,
-        Depth: 1,
-    }
-}
 
 /// Chunk size in bytes for a slot of `slot` bytes: whole rows if possible; smaller for a short transfer, so
 /// that its first chunk can leave earlier.
@@ -150,28 +65,39 @@ impl Cuda {
         unsafe { registration::in_place(self.api, home.handle, &home.health, region) }
     }
 
+    /// Holds what enqueued copies use until they are done. Then publishes whether they failed.
+    fn hold(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        used: impl Send + 'static,
+    ) -> Result {
+        let progress = Arc::clone(&place.progress);
+        self.fence(streams, place, cx.seq, move |status| {
+            progress.complain(status);
+            drop(used);
+        })
+    }
+
     /// Copies between rows and client memory that the device accesses [in place](Self::in_place).
     fn copy_in_place(
         &mut self,
         cx: &Call,
         streams: &mut Streams<CudaStream>,
         place: &Place,
-        direction: Direction,
+        way: Way,
         rows: &Rows,
         mapped: Mapped,
     ) -> Result {
         let mut offset = 0;
         for (at, len) in mapped.runs() {
-            // SAFETY: the rows were checked; the run is registered and held until the fence below.
-            let copied = unsafe { copy_rows(self.api, place.stream, direction, rows, offset, *at, *len) };
+            // SAFETY: the rows were checked; the run is registered and held until it is copied.
+            let copied = unsafe { copy_rows(self.api, place.stream, way, rows, offset, *at, *len) };
             self.note(place.context, copied)?;
             offset += *len as u64;
         }
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            drop(mapped);
-        })
+        self.hold(cx, streams, place, mapped)
     }
 
     /// Enqueues copies from the slots where the data arrives.
@@ -193,18 +119,14 @@ impl Cuda {
                     .stream_wait(place.stream, host, chunk.round, WAIT_AT_LEAST)
                     .and_then(|()| {
                         let (at, len) = (chunk.at, chunk.len);
-                        copy_rows(self.api, place.stream, Direction::ToDevice, to, chunk.offset, at, len)
+                        copy_rows(self.api, place.stream, Way::In, to, chunk.offset, at, len)
                     })
                     .and_then(|()| self.api.stream_write(place.stream, gpu, chunk.round, 0))
             };
             self.note(place.context, enqueued)?;
         }
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            // Frees the room of what a failed context has not read.
-            drop(placed);
-        })
+        // This also frees the room of what a failed context has not read.
+        self.hold(cx, streams, place, placed)
     }
 
     fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result {
@@ -213,9 +135,7 @@ impl Cuda {
             let host = NonNull::from(piece).cast::<u8>();
             // SAFETY: the rows were checked; the driver has read pageable memory of this size when the call
             // returns.
-            let copied = unsafe {
-                copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, host, piece.len())
-            };
+            let copied = unsafe { copy_rows(self.api, place.stream, Way::In, to, offset, host, piece.len()) };
             self.note(place.context, copied)?;
             offset += piece.len() as u64;
         }
@@ -268,7 +188,7 @@ impl Cuda {
                 Some((grants, window))
             }
         };
-        let enqueued = self.enqueue_chunks(place, Direction::ToDevice, to, transfer.inbound());
+        let enqueued = self.enqueue_chunks(place, Way::In, to, transfer.inbound());
         if let Some((grants, window)) = grants {
             match enqueued {
                 Ok(()) => transfer.grant_as_taken(&self.completer, grants, window),
@@ -276,11 +196,7 @@ impl Cuda {
             }
         }
         enqueued?;
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            drop(transfer);
-        })
+        self.hold(cx, streams, place, transfer)
     }
 
     /// Enqueues, for each chunk, the wait for its slot, the copy, and the write of the word that marks the
@@ -288,7 +204,7 @@ impl Cuda {
     fn enqueue_chunks(
         &self,
         place: &Place,
-        direction: Direction,
+        way: Way,
         rows: &Rows,
         chunks: impl Iterator<Item = ChunkPlace>,
     ) -> Result {
@@ -298,7 +214,7 @@ impl Cuda {
             // checked the rows.
             let enqueued = unsafe {
                 api.stream_wait(stream, host.0, host.1, WAIT_AT_LEAST)
-                    .and_then(|()| copy_rows(api, stream, direction, rows, offset, at, len))
+                    .and_then(|()| copy_rows(api, stream, way, rows, offset, at, len))
                     .and_then(|()| api.stream_write(stream, gpu.0, gpu.1, 0))
             };
             self.note(place.context, enqueued)?;
@@ -321,7 +237,7 @@ impl GpuCopies for Cuda {
             Input::Inline(bytes) => self.upload_at_once(place, to, bytes),
             Input::Mapped(mapped) => {
                 if self.in_place(place.context, mapped.region())? {
-                    return self.copy_in_place(cx, streams, place, Direction::ToDevice, to, mapped);
+                    return self.copy_in_place(cx, streams, place, Way::In, to, mapped);
                 }
                 if mapped.len() <= TAKEN_AT_ONCE && mapped.region().is_arena() {
                     let mut bytes = vec![0; mapped.len()];
@@ -348,25 +264,21 @@ impl GpuCopies for Cuda {
         let packed = from.width * from.height * from.depth;
         let sink = match sink {
             Sink::Mapped(mapped) if self.in_place(place.context, mapped.region())? => {
-                return self.copy_in_place(cx, streams, place, Direction::FromDevice, from, mapped);
+                return self.copy_in_place(cx, streams, place, Way::Out, from, mapped);
             }
             sink => sink,
         };
         let chunk_in = |slot| chunk_of(from, packed, slot);
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
-        self.enqueue_chunks(place, Direction::FromDevice, from, transfer.outbound())?;
+        self.enqueue_chunks(place, Way::Out, from, transfer.outbound())?;
         // What follows on the stream is not done before the client has the data.
         for (word, value) in transfer.all_sent() {
             // SAFETY: registered words that the transfer holds until its fence.
             let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
             self.note(place.context, waits)?;
         }
-        let progress = Arc::clone(&place.progress);
-        self.fence(streams, place, cx.seq, move |status| {
-            progress.complain(status);
-            drop(transfer);
-        })
+        self.hold(cx, streams, place, transfer)
     }
 
     fn progress(&mut self, place: &Place) -> Progress {

@@ -22,7 +22,6 @@ use software_gpu::{Event, Gpu, Stream};
 
 use super::imitate::Queue;
 use super::stream_attributes::StreamAttributes;
-use super::transfer::enqueue_checked;
 use super::{Software, code};
 use crate::driver::call::{Call, End, Errors, Reply, Result};
 use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams, STREAM_NON_BLOCKING};
@@ -174,6 +173,25 @@ impl Place {
     /// Publishes errors of this place's context.
     pub(super) fn errors(&self) -> (Errors, ContextId) {
         (self.word.errors.clone(), self.context)
+    }
+
+    /// Enqueues work whose failure becomes the context's deferred error without failing the device, for
+    /// example if memory is freed during a copy.
+    pub(super) fn enqueue_checked(
+        &self,
+        seq: u64,
+        work: impl FnOnce(&Gpu) -> software_gpu::Result<()> + Send + 'static,
+    ) -> Result {
+        let (errors, context) = self.errors();
+        let step = move |gpu: &Gpu| match work(gpu) {
+            // If a kernel has failed, its error is already sticky.
+            Err(e) if gpu.status().is_ok() => {
+                errors.publish(context, code(&e), seq);
+                Ok(())
+            }
+            done => done,
+        };
+        self.stream.enqueue(step).map_err(|e| code(&e))
     }
 }
 
@@ -468,7 +486,7 @@ impl GpuStreams for Software {
         moment: Moment,
     ) -> Result {
         let word = place.word();
-        enqueue_checked(place, cx.seq, move |gpu| {
+        place.enqueue_checked(cx.seq, move |gpu| {
             moment.await_unless(|| word.is_gone() || gpu.is_cancelled());
             Ok(())
         })
@@ -484,7 +502,7 @@ impl GpuStreams for Software {
 
     fn memory_ops(&mut self, cx: &Call, place: &Place, operations: Vec<(MemoryOp, Gpu)>) -> Result {
         let (bell, word) = (Arc::clone(&self.bell), place.word());
-        enqueue_checked(place, cx.seq, move |_| bell.run(&operations, &|| word.is_gone()))
+        place.enqueue_checked(cx.seq, move |_| bell.run(&operations, &|| word.is_gone()))
     }
 
     fn set_stream_attribute(

@@ -130,28 +130,6 @@ impl From<software_gpu::Error> for Ended {
     }
 }
 
-/// Enqueues work whose failure becomes the context's deferred error without failing the device, for example
-/// if memory is freed during a copy.
-pub(super) fn enqueue_checked(
-    place: &super::streams::Place,
-    seq: u64,
-    work: impl FnOnce(&Gpu) -> Result<()> + Send + 'static,
-) -> std::result::Result<(), Status> {
-    let (errors, context) = place.errors();
-    let step = move |gpu: &Gpu| {
-        match work(gpu) {
-            Ok(()) => Ok(()),
-            // If a kernel has failed, its error is already sticky.
-            Err(e) if gpu.status().is_err() => Err(e),
-            Err(e) => {
-                errors.publish(context, code(&e), seq);
-                Ok(())
-            }
-        }
-    };
-    place.stream.enqueue(step).map_err(|e| code(&e))
-}
-
 /// See [`Carrier`].
 struct SoftwareCarrier {
     /// The device's own, for pieces that go this way.
@@ -214,7 +192,7 @@ impl GpuCopies for Software {
         let host = if matches!(owned, Upload::Here(_)) { memory::PAGEABLE } else { memory::PINNED };
         let what = || What::copy(copy::HTOD, [host, memory::DEVICE], What::bytes(&to));
         let timer = self.timer(place, what);
-        enqueue_checked(place, cx.seq, move |_| {
+        place.enqueue_checked(cx.seq, move |_| {
             timer.begin();
             owned.run(&gpu, &to)?;
             timer.end();
@@ -234,7 +212,7 @@ impl GpuCopies for Software {
         let (gpu, from) = (self.device(device)?.gpu.clone(), *from);
         let (packed, _) = from.sizes()?;
         let timer = self.timer(place, || What::copy(copy::DTOH, [memory::DEVICE, memory::PINNED], packed));
-        enqueue_checked(place, cx.seq, move |_| {
+        place.enqueue_checked(cx.seq, move |_| {
             timer.begin();
             match &sink {
                 Sink::Mapped(mapped) => download(&gpu, &from, 0, mapped)?,
@@ -354,7 +332,7 @@ impl Software {
         timer: Timer,
         work: Again,
     ) -> std::result::Result<(), Status> {
-        enqueue_checked(place, cx.seq, move |_| {
+        place.enqueue_checked(cx.seq, move |_| {
             timer.begin();
             work()?;
             timer.end();

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use crate::parent::state::{Session, State};
+use crate::parent::session::Session;
 
 /// The state of a shutdown.
 pub(in crate::parent) struct Drain {
@@ -65,36 +65,5 @@ impl Drain {
         };
         let (program, client) = (session.program.clone(), session.client.clone());
         self.ended.push(Ended { program, client, pid: session.pid, outcome, reason, running });
-    }
-}
-
-impl State {
-    /// Whether the daemon is shutting down.
-    pub(in crate::parent) fn draining(&self) -> bool {
-        self.drain.is_some()
-    }
-
-    /// Seconds that sessions have left, if the daemon is shutting down.
-    pub(in crate::parent) fn drain_seconds_left(&self) -> Option<u64> {
-        self.drain.as_ref().map(Drain::seconds_left)
-    }
-
-    /// Number of sessions that have begun and are not over.
-    pub(in crate::parent) fn running(&self) -> usize {
-        self.sessions.values().filter(|session| session.begun && !session.ended).count()
-    }
-
-    /// See [`Drain::note`].
-    pub(in crate::parent) fn note_end(&mut self, session: &Session, lost: Option<&str>) {
-        let running = self.running();
-        self.drain.iter_mut().for_each(|drain| drain.note(session, lost, running));
-    }
-
-    /// The same for the session that a worker still has.
-    pub(in crate::parent) fn note_end_of(&mut self, worker: u32, lost: Option<&str>) {
-        let running = self.running();
-        if let (Some(drain), Some(session)) = (&mut self.drain, self.sessions.get(&worker)) {
-            drain.note(session, lost, running);
-        }
     }
 }

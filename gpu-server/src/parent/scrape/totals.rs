@@ -1,11 +1,10 @@
 //! What is counted of sessions beyond their end.
 
-use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use metrics::Histogram;
 
-use crate::parent::state::{Session, State};
+use crate::parent::session::Session;
 use crate::worker_protocol::{Counters, Kind};
 
 /// Totals of the ended sessions under one name.
@@ -50,26 +49,5 @@ impl Waits {
     pub(in crate::parent) fn observe(&self, kind: Kind, waited: Duration) {
         let of_kind = Kind::ALL.into_iter().zip(&self.0).find(|(other, _)| *other == kind);
         of_kind.inspect(|(_, histogram)| histogram.observe(waited.as_secs_f64()));
-    }
-}
-
-impl State {
-    /// Adds a session that is over, and whose worker has ended.
-    pub(in crate::parent) fn settle(&mut self, session: &Session) {
-        self.settled.value(&session.key, Instant::now()).add(session);
-        self.settle_moved(session);
-    }
-
-    /// Notes the total time that the arbiter has charged to principals since they have had sessions.
-    pub(in crate::parent) fn note_charged(&mut self, charged: &HashMap<String, u64>) {
-        let now = Instant::now();
-        for (principal, ns) in charged {
-            let more = ns.saturating_sub(self.charged.get(principal).copied().unwrap_or(0));
-            if more > 0 {
-                let key = self.charged_ever.enter([principal, "", ""], now);
-                let sum = self.charged_ever.value(&key, now);
-                *sum = sum.saturating_add(more);
-            }
-        }
     }
 }

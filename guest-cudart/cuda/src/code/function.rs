@@ -287,16 +287,8 @@ impl Function {
 
     /// The function's handle.
     pub fn handle(self: &Arc<Self>, module: &Arc<Module>) -> Result<usize> {
-        if let Some(handle) = self.handle.get() {
-            return Ok(*handle);
-        }
-        let _ = self.module.set(Arc::downgrade(module));
-        let made = FUNCTIONS.insert(self.clone()).ok_or(Status::OUT_OF_MEMORY)?;
-        let kept = *self.handle.get_or_init(|| made);
-        if kept != made {
-            FUNCTIONS.remove(made);
-        }
-        Ok(kept)
+        self.module.get_or_init(|| Arc::downgrade(module));
+        FUNCTIONS.insert_once(&self.handle, self).ok_or(Status::OUT_OF_MEMORY)
     }
 
     /// An attribute, or 0 if the server's driver doesn't know it. Call [`ready`](Self::ready) first.

@@ -173,15 +173,7 @@ impl Module {
 
     /// The module's handle.
     pub fn handle(self: &Arc<Self>) -> Result<usize> {
-        if let Some(handle) = self.handle.get() {
-            return Ok(*handle);
-        }
-        let made = MODULES.insert(self.clone()).ok_or(Status::OUT_OF_MEMORY)?;
-        let kept = *self.handle.get_or_init(|| made);
-        if kept != made {
-            MODULES.remove(made);
-        }
-        Ok(kept)
+        MODULES.insert_once(&self.handle, self).ok_or(Status::OUT_OF_MEMORY)
     }
 
     /// A variable.

@@ -290,15 +290,7 @@ impl Graph {
 
     /// The graph's handle.
     pub fn handle(this: &Arc<Graph>) -> Result<usize> {
-        if let Some(handle) = this.handle.get() {
-            return Ok(*handle);
-        }
-        let made = GRAPHS.insert(this.clone()).ok_or(Status::OUT_OF_MEMORY)?;
-        let kept = *this.handle.get_or_init(|| made);
-        if kept != made {
-            GRAPHS.remove(made);
-        }
-        Ok(kept)
+        GRAPHS.insert_once(&this.handle, this).ok_or(Status::OUT_OF_MEMORY)
     }
 
     /// A node's handle.

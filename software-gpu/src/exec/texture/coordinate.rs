@@ -4,7 +4,7 @@
 //! multiplied by the size. For linear filtering, the position is then rounded to 1/256 of a texel, ties up.
 //! Subnormals and NaNs count as zero, and so do infinities where the image repeats.
 
-use crate::device::texture::AddressMode;
+use crate::machine::texture::AddressMode;
 
 /// Two texels along one dimension and the weight of the second in 1/256. Each is inside the image or `None`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,11 +18,12 @@ pub(crate) use surface::{SURFACE_LOAD, SURFACE_STORE};
 
 use std::sync::Arc;
 
-use crate::device::texture::{Image, Texture};
 use crate::error::Fault;
-use crate::exec::rows::{self, LANES};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE};
+use crate::exec::rows;
+use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::row::LANES;
+use crate::machine::texture::{Image, Texture};
+use crate::machine::warp::{Flow, Warp};
 use sample::{Detail, Reader, TextureRead};
 
 /// Fields of `imm`.
@@ -50,7 +51,7 @@ pub(crate) mod field {
 }
 
 fn texture(w: &mut Warp, handle: u64) -> Option<Arc<Texture>> {
-    w.block().run().gpu.textures.get(handle)
+    w.block().grid().hardware.textures.get(handle)
 }
 
 /// `tex` and `tld4`.
@@ -76,7 +77,7 @@ unsafe fn sample(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
                 last = Some((handles[lane], found));
             }
             let Some((_, texture)) = &last else { return Flow::Next };
-            let word = |w: &Warp, n: usize| (*rows::row::<u32>(w, w.code().ext[at + 4 + n]))[lane];
+            let word = |w: &Warp, n: usize| (*rows::row::<u32>(w, w.ext()[at + 4 + n]))[lane];
             let words = |w: &Warp, first: usize| {
                 let mut words = [0u32; 3];
                 for (d, value) in words.iter_mut().enumerate().take(directions) {
@@ -114,7 +115,7 @@ unsafe fn sample(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
             }
         }
         for (n, row) in out.iter().enumerate() {
-            let to = w.code().ext[at + n];
+            let to = w.ext()[at + n];
             if to != NONE {
                 rows::put(w, to, mask, row);
             }

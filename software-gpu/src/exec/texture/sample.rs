@@ -3,12 +3,12 @@
 use super::coordinate::{Axis, Pair};
 use super::cube;
 use super::filter::{Float, Fraction, MOST, SRGB, Share, plane, product};
-use crate::device::texture::{AddressMode, ChannelFormat, Image, Texture};
 use crate::error::Fault;
 use crate::exec::float::flag;
 use crate::exec::half;
 use crate::exec::memory::{Global, Place};
-use crate::exec::warp::Warp;
+use crate::machine::texture::{AddressMode, ChannelFormat, Image, Texture};
+use crate::machine::warp::Warp;
 
 /// Four channels, as stored in registers.
 pub(super) type Bits = [u32; 4];

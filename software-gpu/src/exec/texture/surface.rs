@@ -3,9 +3,10 @@
 use super::{field, texture};
 use crate::error::Fault;
 use crate::exec::memory::{Global, Place};
-use crate::exec::rows::{self, LANES};
-use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE};
+use crate::exec::rows;
+use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::row::LANES;
+use crate::machine::warp::{Flow, Warp};
 
 /// `suld.b`.
 pub(crate) const SURFACE_LOAD: Handler = handler!(|w, i, m| surface::<false>(w, i, m));
@@ -30,7 +31,7 @@ unsafe fn surface<const STORE: bool>(w: &mut Warp, i: &Inst, mask: u32) -> Flow 
             };
             // A surface has exactly one level.
             let image = texture.levels[0];
-            let coordinate = |w: &Warp, n: usize| (*rows::row::<u32>(w, w.code().ext[at + 4 + n]))[lane];
+            let coordinate = |w: &Warp, n: usize| (*rows::row::<u32>(w, w.ext()[at + 4 + n]))[lane];
             let layer = if layered { coordinate(w, 0) } else { 0 };
             let mut x = [0i64; 3];
             for d in 0..directions {
@@ -74,7 +75,7 @@ unsafe fn surface<const STORE: bool>(w: &mut Warp, i: &Inst, mask: u32) -> Flow 
                 return w.set_fault(fault, lane);
             }
             for n in 0..count {
-                let row = w.code().ext[at + n];
+                let row = w.ext()[at + n];
                 if row == NONE {
                     continue;
                 }

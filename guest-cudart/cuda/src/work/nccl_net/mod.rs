@@ -120,17 +120,12 @@ impl State {
     }
 
     fn fail<T>(&mut self, why: Broken) -> Result<T, Broken> {
-        let peer = match &mut self.side {
-            Side::Sender(sender) => {
-                sender.fail(&why);
-                sender.peer()
-            }
-            Side::Receiver(receiver) => {
-                receiver.fail(&why);
-                receiver.peer()
-            }
+        let connection = match &mut self.side {
+            Side::Sender(sender) => &mut sender.connection,
+            Side::Receiver(receiver) => &mut receiver.connection,
         };
-        log::warn(format_args!("NCCL's connection with {peer} is broken: {why}"));
+        connection.fail(&why);
+        log::warn(format_args!("NCCL's connection with {} is broken: {why}", connection.peer()));
         self.broken = Some(why.clone());
         Err(why)
     }

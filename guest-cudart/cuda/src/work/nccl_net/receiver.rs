@@ -17,7 +17,7 @@ const TELL_AFTER: u64 = PIECES as u64 / 8;
 
 /// See the module.
 pub(crate) struct Receiver {
-    connection: Connection,
+    pub(super) connection: Connection,
     direct: Receiving,
     /// The context in whose memory pieces are landed.
     here: Option<&'static Context>,
@@ -293,18 +293,5 @@ impl Receiver {
             message.taken += bytes.len() as u64;
         }
         message.taken > before
-    }
-
-    /// Tells the sender that this end has failed.
-    pub fn fail(&mut self, why: &Broken) {
-        self.connection.put(&Frame::Failed(why.to_string()));
-        // The peer may be gone.
-        let _ = self.connection.flush();
-        self.connection.close();
-    }
-
-    /// Its peer, for messages.
-    pub fn peer(&self) -> &str {
-        self.connection.peer()
     }
 }

@@ -22,7 +22,7 @@ const WINDOW: u64 = PIECES as u64 / 2;
 /// See the module.
 pub(crate) struct Sender {
     here: Option<&'static Context>,
-    connection: Connection,
+    pub(super) connection: Connection,
     direct: Sending,
     /// What the receiver has room for, one entry for each message.
     credits: VecDeque<Credit>,
@@ -298,19 +298,6 @@ impl Sender {
     /// Tells the receiver that there will be no more messages.
     pub fn say_goodbye(&mut self) {
         self.connection.put(&Frame::Bye);
-    }
-
-    /// Tells the receiver that this end has failed.
-    pub fn fail(&mut self, why: &Broken) {
-        self.connection.put(&Frame::Failed(why.to_string()));
-        // The peer may be gone.
-        let _ = self.connection.flush();
-        self.connection.close();
-    }
-
-    /// Its peer, for messages.
-    pub fn peer(&self) -> &str {
-        self.connection.peer()
     }
 }
 

@@ -369,6 +369,14 @@ impl Connection {
         Ok(())
     }
 
+    /// Tells the peer that this end has failed, and closes the connection.
+    pub fn fail(&mut self, why: &Broken) {
+        self.put(&Frame::Failed(why.to_string()));
+        // The peer may be gone.
+        let _ = self.flush();
+        self.close();
+    }
+
     /// Closes it. What was flushed still arrives.
     pub fn close(&mut self) {
         /// Closed sockets that are kept until the peer has closed its end: if one with unread bytes were closed

@@ -1,6 +1,6 @@
 //! The cluster barrier, whose arrive and wait are separate instructions.
 
-use super::{State, Step, Warp};
+use super::{Interpreter, State, Step};
 use crate::error::Fault;
 
 /// The lanes of a warp that have arrived at the cluster's barrier.
@@ -20,16 +20,15 @@ impl Arrivals {
     }
 }
 
-impl Warp {
+impl Interpreter {
     /// `barrier.cluster.arrive`.
     pub(super) fn cluster_arrive(&mut self, mask: u32) -> Step {
         let twice = self.arrivals.outstanding & mask;
         if twice != 0 {
             let what = "barrier.cluster.arrive without barrier.cluster.wait after the previous one".into();
-            self.set_fault(Fault::IllegalInstruction(what), twice.trailing_zeros() as usize);
-            return Step::Fault;
+            return self.fault(Fault::IllegalInstruction(what), twice.trailing_zeros() as usize);
         }
-        let cluster = self.block().cluster();
+        let cluster = self.warp.block().cluster();
         let odd = cluster.phase & 1 != 0;
         cluster.arrive(mask.count_ones());
         self.arrivals.outstanding |= mask;
@@ -39,7 +38,7 @@ impl Warp {
 
     /// `barrier.cluster.wait`: lanes whose phase has completed continue; the others wait.
     pub(super) fn cluster_wait(&mut self, mask: u32, active: u32) -> Step {
-        let phase = self.block().cluster().phase;
+        let phase = self.warp.block().cluster().phase;
         let waiting = self.arrivals.at(mask, phase);
         self.arrivals.outstanding &= !(mask & !waiting);
         if waiting == 0 {
@@ -61,7 +60,7 @@ impl Warp {
     /// Tells the cluster that threads have exited.
     pub(super) fn leave_cluster(&mut self, mask: u32) {
         let arrivals = self.arrivals;
-        let cluster = self.block().cluster();
+        let cluster = self.warp.block().cluster();
         cluster.exit(mask.count_ones(), arrivals.at(mask, cluster.phase).count_ones());
     }
 }

@@ -1,12 +1,13 @@
 //! Where threads wait for each other: warp-wide instructions, whose lanes may arrive at different
 //! instructions, and block barriers.
 
-use super::{Group, State, Step, Warp, lanes_equal};
+use super::{Group, Interpreter, State, Step, lanes_equal};
 use crate::error::Fault;
-use crate::exec::rows::{self, LANES};
-use crate::lower::program::{Inst, Kind, Line, NONE, barrier, joint};
+use crate::exec::rows;
+use crate::machine::program::{Inst, Kind, NONE, barrier, joint};
+use crate::machine::row::{LANES, Line};
 
-impl Warp {
+impl Interpreter {
     /// Executes the warp-wide instruction at which group `first` waits, once all its members wait at such an
     /// instruction. They may be at different instructions of the program.
     pub(super) fn finish_converging(&mut self, first: usize, members: u32) {
@@ -25,7 +26,7 @@ impl Warp {
             })
             .collect();
         let lanes = joined.iter().fold(0, |m, &i| m | self.groups[i].mask);
-        if members & self.live & !lanes != 0 {
+        if members & self.warp.live & !lanes != 0 {
             return;
         }
         if inst.kind == Kind::Converge {
@@ -34,7 +35,7 @@ impl Warp {
                 self.current = first;
                 self.enter();
                 // SAFETY: the lowering emits the operands that the handler expects.
-                unsafe { (inst.exec)(self, &inst, lanes) };
+                unsafe { (inst.exec)(&mut self.warp, &inst, lanes) };
             } else {
                 self.execute_jointly(&inst, &joined, lanes);
             }
@@ -71,20 +72,20 @@ impl Warp {
                     let to = base.add(n * ROW);
                     match role {
                         joint::Role::In32 => {
-                            let row: [u32; LANES] = rows::get(self, own.r[n]);
+                            let row: [u32; LANES] = rows::get(&self.warp, own.r[n]);
                             for l in (0..LANES).filter(|l| group.mask >> l & 1 != 0) {
                                 to.cast::<u32>().add(l).write(row[l]);
                             }
                         }
                         joint::Role::In64 => {
-                            let row: [u64; LANES] = rows::get(self, own.r[n]);
+                            let row: [u64; LANES] = rows::get(&self.warp, own.r[n]);
                             for l in (0..LANES).filter(|l| group.mask >> l & 1 != 0) {
                                 to.cast::<u64>().add(l).write(row[l]);
                             }
                         }
                         joint::Role::InPred => {
                             // The only immediate of such an instruction negates its predicate.
-                            let bits = rows::pred(self, own.r[n]);
+                            let bits = rows::pred(&self.warp, own.r[n]);
                             let bits = if own.imm == 1 { !bits } else { bits };
                             *to.cast::<u32>() |= bits & group.mask;
                         }
@@ -97,8 +98,8 @@ impl Warp {
             for n in 0..roles.len() {
                 all.r[n] = (n * ROW) as u32;
             }
-            self.bases[0] = base;
-            (inst.exec)(self, &all, lanes);
+            self.warp.bases[0] = base;
+            (inst.exec)(&mut self.warp, &all, lanes);
             for (&index, (group, own)) in joined.iter().zip(&groups) {
                 self.current = index;
                 self.enter();
@@ -106,9 +107,9 @@ impl Warp {
                     let from = base.add(n * ROW).cast::<u32>();
                     match role {
                         joint::Role::Out32 => {
-                            rows::put(self, own.r[n], group.mask, &from.cast::<[u32; LANES]>().read());
+                            rows::put(&self.warp, own.r[n], group.mask, &from.cast::<[u32; LANES]>().read());
                         }
-                        joint::Role::OutPred => rows::put_pred(self, own.r[n], group.mask, from.read()),
+                        joint::Role::OutPred => rows::put_pred(&self.warp, own.r[n], group.mask, from.read()),
                         _ => {}
                     }
                 }
@@ -120,10 +121,10 @@ impl Warp {
         let pc = self.pc;
         // SAFETY: the lowering guarantees u32 rows, and a predicate for a reduction.
         let (ids, counts, bits) = unsafe {
-            let ids: [u32; LANES] = rows::get(self, inst.r[0]);
+            let ids: [u32; LANES] = rows::get(&self.warp, inst.r[0]);
             let counts: [u32; LANES] =
-                if inst.r[1] == NONE { [0; LANES] } else { rows::get(self, inst.r[1]) };
-            let bits = if inst.r[2] >= barrier::RED_POPC { rows::pred(self, inst.r[3]) } else { 0 };
+                if inst.r[1] == NONE { [0; LANES] } else { rows::get(&self.warp, inst.r[1]) };
+            let bits = if inst.r[2] >= barrier::RED_POPC { rows::pred(&self.warp, inst.r[3]) } else { 0 };
             (ids, counts, if inst.imm == 1 { !bits } else { bits })
         };
         let lane = mask.trailing_zeros() as usize;
@@ -145,19 +146,17 @@ impl Warp {
             };
         }
         if id >= 16 {
-            self.set_fault(Fault::IllegalInstruction(format!("barrier {id} does not exist")), lane);
-            return Step::Fault;
+            return self.fault(Fault::IllegalInstruction(format!("barrier {id} does not exist")), lane);
         }
         if count % 32 != 0 {
-            self.set_fault(
+            return self.fault(
                 Fault::IllegalInstruction(format!("invalid thread count {count} of a barrier")),
                 lane,
             );
-            return Step::Fault;
         }
-        let phase = self.block().barriers[id as usize].phase;
+        let phase = self.warp.block().barriers[id as usize].phase;
         let set = bits & mask;
-        self.block().arrive(id, count, mask.count_ones(), set.count_ones());
+        self.warp.block().arrive(id, count, mask.count_ones(), set.count_ones());
         if inst.r[2] == barrier::ARRIVE {
             return Step::Continue;
         }
@@ -176,17 +175,17 @@ impl Warp {
         let inst = unsafe { &(&(*frame.code).insts)[group.pc as usize] };
         let kind = inst.r[2];
         if kind >= barrier::RED_POPC {
-            let done = self.block().barriers[id as usize];
+            let done = self.warp.block().barriers[id as usize];
             let saved = self.current;
             self.current = index;
             self.enter();
             // SAFETY: the lowering gives a reduction a u32 row (popc) or a predicate.
             unsafe {
                 match kind {
-                    barrier::RED_POPC => rows::put(self, inst.r[4], group.mask, &[done.popc; LANES]),
+                    barrier::RED_POPC => rows::put(&self.warp, inst.r[4], group.mask, &[done.popc; LANES]),
                     _ => {
                         let holds = if kind == barrier::RED_AND { done.all } else { done.popc != 0 };
-                        rows::put_pred(self, inst.r[4], group.mask, if holds { u32::MAX } else { 0 });
+                        rows::put_pred(&self.warp, inst.r[4], group.mask, if holds { u32::MAX } else { 0 });
                     }
                 }
             }

@@ -1,11 +1,15 @@
 //! Calls, returns, exits, and `alloca`.
 
-use super::{Frame, Group, MAX_DEPTH, State, Step, Warp};
-use crate::error::Fault;
-use crate::exec::rows::{self, LANES};
-use crate::lower::program::{Flow, Inst, Line, NONE};
+use std::sync::Arc;
 
-impl Warp {
+use super::{Frame, Group, Interpreter, MAX_DEPTH, State, Step};
+use crate::error::Fault;
+use crate::exec::{device_runtime, rows};
+use crate::machine::program::{Inst, NONE};
+use crate::machine::row::{LANES, Line};
+use crate::machine::warp::Flow;
+
+impl Interpreter {
     /// Allocates local memory for the rest of a call: the same range for all lanes, as large as the largest
     /// request.
     pub(super) fn alloca(&mut self, inst: &Inst, mask: u32) -> Step {
@@ -13,37 +17,36 @@ impl Warp {
         // SAFETY: the lowering guarantees rows of 64 bits, or of 32 if `r[2]` is 1.
         let sizes: [u64; LANES] = unsafe {
             if inst.r[2] == 1 {
-                let row: [u32; LANES] = rows::get(self, inst.r[1]);
+                let row: [u32; LANES] = rows::get(&self.warp, inst.r[1]);
                 row.map(u64::from)
             } else {
-                rows::get(self, inst.r[1])
+                rows::get(&self.warp, inst.r[1])
             }
         };
         let largest = (0..LANES).filter(|l| mask >> l & 1 != 0).map(|l| sizes[l]).max().unwrap_or(0);
-        let base = u64::from(self.local_base + self.code().local_bytes + self.frames[frame].extra);
+        let base = u64::from(self.warp.local_base + self.code().local_bytes + self.frames[frame].extra);
         let at = base.next_multiple_of(inst.imm as u64);
         let end = at.saturating_add(largest).saturating_add(15) & !15;
-        let limit = u64::from(self.block().local_limit);
+        let limit = u64::from(self.warp.block().local_limit);
         if end > limit {
             let lane = mask.trailing_zeros() as usize;
-            self.set_fault(Fault::StackOverflow { bytes: end, limit }, lane);
-            return Step::Fault;
+            return self.fault(Fault::StackOverflow { bytes: end, limit }, lane);
         }
-        self.local.reserve(end as u32);
-        self.frames[frame].extra = end as u32 - self.local_base - self.code().local_bytes;
+        self.warp.local.reserve(end as u32);
+        self.frames[frame].extra = end as u32 - self.warp.local_base - self.code().local_bytes;
         // SAFETY: the lowering guarantees rows of 64 bits, or of 32 if `r[2]` is 1.
         unsafe {
             if inst.r[2] == 1 {
-                rows::put(self, inst.r[0], mask, &[at as u32; LANES]);
+                rows::put(&self.warp, inst.r[0], mask, &[at as u32; LANES]);
             } else {
-                rows::put(self, inst.r[0], mask, &[at; LANES]);
+                rows::put(&self.warp, inst.r[0], mask, &[at; LANES]);
             }
         }
         Step::Continue
     }
 
     pub(super) fn exit(&mut self, mask: u32) {
-        self.live &= !mask;
+        self.warp.live &= !mask;
         self.groups[self.current].mask &= !mask;
         let mut frame = self.groups[self.current].frame;
         while frame != NONE {
@@ -55,16 +58,16 @@ impl Warp {
             }
             frame = parent;
         }
-        self.block().exit(mask.count_ones());
+        self.warp.block().exit(mask.count_ones());
         self.leave_cluster(mask);
     }
 
     /// Starts a call for the lanes in `mask` of the current group, which stays at the instruction after the
     /// call.
     pub(super) fn call(&mut self, function: usize, ext: u32, mask: u32) -> Step {
-        let Some(callee) = self.block().program().functions.get(function).map(std::sync::Arc::as_ptr) else {
-            self.set_fault(Fault::InvalidPc(format!("call of function {function}, which does not exist")), 0);
-            return Step::Fault;
+        let Some(callee) = self.program().functions.get(function).map(Arc::as_ptr) else {
+            let what = format!("call of function {function}, which does not exist");
+            return self.fault(Fault::InvalidPc(what), 0);
         };
         let caller = self.groups[self.current];
         // SAFETY: the launch keeps the program alive.
@@ -74,24 +77,21 @@ impl Warp {
         let parent = &self.frames[caller.frame as usize];
         let local_base = parent.local_base + code.local_bytes + parent.extra;
         let needed = u64::from(local_base) + u64::from(callee.local_bytes);
-        let limit = u64::from(self.block().local_limit);
+        let limit = u64::from(self.warp.block().local_limit);
         if needed > limit || depth > MAX_DEPTH {
-            self.set_fault(Fault::StackOverflow { bytes: needed, limit }, lane);
-            return Step::Fault;
+            return self.fault(Fault::StackOverflow { bytes: needed, limit }, lane);
         }
         if let Some(reason) = &callee.unsupported {
-            self.set_fault(Fault::IllegalInstruction(reason.to_string()), lane);
-            return Step::Fault;
+            return self.fault(Fault::IllegalInstruction(reason.to_string()), lane);
         }
-        self.local.reserve(needed as u32);
+        self.warp.local.reserve(needed as u32);
         let list = &code.ext[ext as usize..];
         let (args, rets) = (list[0] as usize, list[1] as usize);
         // A result that the callee does not have stays unchanged, as on hardware: Numba declares a result for
         // functions that return nothing.
         if args != callee.params.len() {
             let what = format!("call of {} with {args} arguments", callee.name);
-            self.set_fault(Fault::InvalidPc(what), lane);
-            return Step::Fault;
+            return self.fault(Fault::InvalidPc(what), lane);
         }
         let from = self.frames[caller.frame as usize].local_base;
         for (&src, &(dst, size)) in list[2..2 + args].iter().zip(&callee.params) {
@@ -99,7 +99,7 @@ impl Warp {
         }
         if let Some(builtin) = callee.builtin {
             let result = callee.returns.first().map_or(0, |r| local_base + r.0);
-            if crate::exec::device_runtime::run(self, builtin, mask, local_base, &callee.params, result)
+            if device_runtime::run(&mut self.warp, builtin, mask, local_base, &callee.params, result)
                 == Flow::Fault
             {
                 return Step::Fault;
@@ -164,7 +164,7 @@ impl Warp {
         for l in 0..LANES {
             if mask >> l & 1 != 0
                 && let (Some(s), Some(d)) =
-                    (self.local.at(l, u64::from(src), size), self.local.at(l, u64::from(dst), size))
+                    (self.warp.local.at(l, u64::from(src), size), self.warp.local.at(l, u64::from(dst), size))
             {
                 // SAFETY: `at` has checked `size` bytes of each; the caller's and callee's frames do not
                 // overlap.

@@ -47,6 +47,7 @@ impl FreeList {
 
 /// A range of addresses, of which the first part is mapped.
 pub(super) struct AddressPool {
+    base: u64,
     /// The first address that is not mapped yet.
     next: u64,
     end: u64,
@@ -61,12 +62,12 @@ pub(super) struct AddressPool {
 
 impl AddressPool {
     pub fn new(base: u64, end: u64, unit: u64, gap: u64) -> AddressPool {
-        AddressPool { next: base, end, unit, gap, free: FreeList::default(), used: 0 }
+        AddressPool { base, next: base, end, unit, gap, free: FreeList::default(), used: 0 }
     }
 
     /// Whether an address is in this range.
     pub fn holds(&self, addr: u64) -> bool {
-        (self.end - super::memory::WINDOW..self.end).contains(&addr)
+        (self.base..self.end).contains(&addr)
     }
 
     /// The bytes that an allocation of `size` takes, unless that overflows.

@@ -1,7 +1,6 @@
 //! The local memory of a warp's threads.
 
-use crate::exec::rows::LANES;
-use crate::lower::program::Line;
+use crate::machine::row::{LANES, Line};
 
 /// Local memory of all threads in a warp.
 #[derive(Default)]

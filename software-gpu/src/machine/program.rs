@@ -10,40 +10,13 @@
 use std::sync::Arc;
 
 use crate::error::Unsupported;
-use crate::exec::warp::Warp;
+use crate::machine::row::Line;
+use crate::machine::warp::{Flow, Warp};
 
 /// Operand bit: the row is one of the function's constants.
 pub(crate) const CONST: u32 = 1 << 31;
 /// Stands for an absent guard or operand.
 pub(crate) const NONE: u32 = u32::MAX;
-
-/// First generic address of a block's shared memory.
-pub(crate) const SHARED_WINDOW: u64 = 0x0100_0000_0000;
-/// First generic address of a thread's local memory.
-pub(crate) const LOCAL_WINDOW: u64 = 0x0110_0000_0000;
-/// First generic address of a kernel's parameters.
-pub(crate) const PARAM_WINDOW: u64 = 0x0120_0000_0000;
-/// First "address" of a function; they are 16 apart.
-pub(crate) const FUNCTION_WINDOW: u64 = 0x0130_0000_0000;
-/// Size of each of these windows.
-pub(crate) const WINDOW_SIZE: u64 = 0x0010_0000_0000;
-/// Where the shared memory reserved for the system begins (`%reserved_smem_offset_begin`), beyond what any
-/// kernel can have, and its size.
-pub(crate) const RESERVED: u64 = 1 << 20;
-pub(crate) const RESERVED_BYTES: u64 = 1 << 10;
-/// Shared addresses from here on belong to a block of the cluster: dividing the address by this constant
-/// gives the block's rank plus one.
-pub(crate) const RANK: u64 = 1 << 24;
-
-/// What the interpreter does after an instruction.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum Flow {
-    /// Continues with the next one.
-    Next,
-    /// Stops, because the warp has a fault.
-    Fault,
-}
 
 /// Executes an instruction for the lanes in the mask.
 pub(crate) type ExecFn = unsafe fn(&mut Warp, &Inst, u32) -> Flow;
@@ -163,11 +136,6 @@ pub(crate) struct Inst {
     /// The line in the PTX.
     pub line: u32,
 }
-
-/// 64 bytes of register memory, aligned for rows.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(crate) struct Line(pub [u8; 64]);
 
 /// A lowered function.
 pub(crate) struct Code {

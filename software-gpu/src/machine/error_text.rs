@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-use crate::device::memory::Memory;
+use crate::machine::memory::Memory;
 
 /// The text, and the name, of an error that CUDA does not know.
 const UNRECOGNIZED: &str = "unrecognized error code";
@@ -57,9 +57,9 @@ impl ErrorTexts {
         }
         let bytes = [text.as_bytes(), b"\0"].concat();
         let Ok(address) = memory.allocate_module(bytes.len() as u64) else { return 0 };
-        let Ok(host) = memory.host_range(address, bytes.len() as u64) else { return 0 };
-        // SAFETY: `host_range` has checked the bytes, which nothing else uses yet.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host, bytes.len()) };
+        if memory.write(address, &bytes).is_err() {
+            return 0;
+        }
         given.insert(key, address);
         address
     }

@@ -1,4 +1,4 @@
-//! A warp: its threads' registers, and the interpreter loop.
+//! Runs a warp's instructions.
 //!
 //! Threads at the same instruction form a *group*, which executes together. A branch on which lanes differ
 //! splits a group; groups that reach the same instruction of the same frame merge. Of several groups that can
@@ -7,19 +7,22 @@
 //! Threads of a warp can therefore wait for each other (locks), as independent thread scheduling promises.
 //!
 //! `converge` handles groups that wait for each other, `cluster_barrier` waits for other blocks, `calls`
-//! calls and stacks, `local_memory` local memory. This module chooses groups and runs them.
+//! calls and stacks. This module chooses groups and runs them.
 
 mod calls;
 mod cluster_barrier;
 mod converge;
-mod local_memory;
 
-pub(crate) use local_memory::LocalMemory;
+use std::sync::Arc;
 
-use crate::error::Fault;
-use crate::exec::block::BlockContext;
-use crate::exec::rows::{self, LANES};
-use crate::lower::program::{Code, Flow, Inst, Kind, Line, NONE};
+use crate::error::{Error, Fault, Location};
+use crate::exec::rows;
+use crate::machine::address::FUNCTION_WINDOW;
+use crate::machine::block::BlockContext;
+use crate::machine::program::{Code, Inst, Kind, NONE, Program};
+use crate::machine::row::{LANES, Line};
+use crate::machine::warp::{Flow, Warp};
+use cluster_barrier::Arrivals;
 
 /// Backward jumps (see [`Group`]) after which a group yields to the warp's other groups.
 const PATIENCE: u32 = 4096;
@@ -85,77 +88,39 @@ pub(crate) enum Turn {
     Fault,
 }
 
-/// The state of a warp.
-pub(crate) struct Warp {
-    /// The current frame's rows and the current function's constants.
-    pub bases: [*mut u8; 2],
-    /// The block that contains this warp.
-    pub block: *mut BlockContext,
-    /// Index in the block.
-    pub index: u32,
-    /// `threadIdx` of each lane.
-    pub tid: [[u32; LANES]; 3],
-    /// Threads that have not exited.
-    pub live: u32,
-    pub local: LocalMemory,
-    /// Start of the current call's local memory.
-    pub local_base: u32,
-    /// Set by instructions that may be part of a wait for another thread: atomics, volatile loads, sleeps.
-    pub spinning: bool,
-    /// The fault and its lane. Set when a handler returns [`Flow::Fault`].
-    pub fault: Option<(Fault, u32)>,
-    /// The runtime's last error from child launches, for each thread.
-    pub launch_errors: [u32; LANES],
-    /// The current instruction, for fault reports.
-    pub pc: u32,
-    pub code: *const Code,
+/// Runs a warp: its groups, and the functions that they are in.
+pub(crate) struct Interpreter {
+    warp: Warp,
+    program: *const Program,
+    /// The current function.
+    code: *const Code,
+    /// The current instruction.
+    pc: u32,
     groups: Vec<Group>,
+    /// The first is the kernel's.
     frames: Vec<Frame>,
     free_frames: Vec<u32>,
     current: usize,
-    arrivals: cluster_barrier::Arrivals,
+    arrivals: Arrivals,
     /// The next instruction at which another group of the current frame waits.
     stop: u32,
 }
 
-impl Warp {
-    /// A warp before its first instruction.
-    pub fn new(block: *mut BlockContext, index: u32, block_dim: [u32; 3], code: &Code) -> Warp {
-        let threads = block_dim.iter().product::<u32>();
-        let first = index * LANES as u32;
-        let count = (threads - first).min(LANES as u32);
-        let live = if count == 32 { u32::MAX } else { (1 << count) - 1 };
-        let mut tid = [[0; LANES]; 3];
-        for l in 0..LANES {
-            let n = first + l as u32;
-            tid[0][l] = n % block_dim[0];
-            tid[1][l] = n / block_dim[0] % block_dim[1];
-            tid[2][l] = n / block_dim[0] / block_dim[1];
-        }
-        let mut warp = Warp {
-            bases: [std::ptr::null_mut(); 2],
-            block,
-            index,
-            tid,
-            live,
-            local: LocalMemory::default(),
-            local_base: 0,
-            spinning: false,
-            fault: None,
-            launch_errors: [0; LANES],
-            pc: 0,
-            code,
-            groups: vec![Group { pc: 0, mask: live, frame: 0, state: State::Ready, turns: 0 }],
-            frames: Vec::new(),
-            free_frames: Vec::new(),
-            current: 0,
-            arrivals: cluster_barrier::Arrivals::default(),
-            stop: NONE,
-        };
-        warp.local.reserve(code.local_bytes);
-        warp.frames.push(Frame {
-            code,
-            rows: vec![Line([0; 64]); code.frame_bytes as usize / 64],
+impl Interpreter {
+    /// A warp of a block of these dimensions before the first instruction of `kernel`, a function of `program`.
+    pub fn new(
+        block: *mut BlockContext,
+        index: u32,
+        block_dim: [u32; 3],
+        program: &Program,
+        kernel: &Code,
+    ) -> Interpreter {
+        let mut warp = Warp::new(block, index, block_dim);
+        warp.local.reserve(kernel.local_bytes);
+        let live = warp.live;
+        let frame = Frame {
+            code: kernel,
+            rows: vec![Line([0; 64]); kernel.frame_bytes as usize / 64],
             parent: NONE,
             return_pc: 0,
             call_ext: 0,
@@ -163,39 +128,69 @@ impl Warp {
             local_base: 0,
             extra: 0,
             lanes: live,
-        });
-        warp
+        };
+        Interpreter {
+            warp,
+            program,
+            code: kernel,
+            pc: 0,
+            groups: vec![Group { pc: 0, mask: live, frame: 0, state: State::Ready, turns: 0 }],
+            frames: vec![frame],
+            free_frames: Vec::new(),
+            current: 0,
+            arrivals: Arrivals::default(),
+            stop: NONE,
+        }
     }
 
-    /// The block's state.
-    #[inline(always)]
-    pub fn block(&mut self) -> &mut BlockContext {
-        // SAFETY: the block owns its warps, outlives them and never moves its context, and only the worker
-        // that runs this warp accesses it.
-        unsafe { &mut *self.block }
+    /// The module's code.
+    fn program(&self) -> &Program {
+        // SAFETY: the launch keeps the program alive.
+        unsafe { &*self.program }
     }
 
     /// The function that is executing.
-    pub fn code(&self) -> &Code {
+    fn code(&self) -> &Code {
         // SAFETY: the launch keeps alive the program that contains this function.
         unsafe { &*self.code }
     }
 
     /// Records a fault of a lane.
     #[cold]
-    pub fn set_fault(&mut self, fault: Fault, lane: usize) -> Flow {
-        self.fault = Some((fault, lane as u32));
-        Flow::Fault
+    fn fault(&mut self, fault: Fault, lane: usize) -> Step {
+        self.warp.set_fault(fault, lane);
+        Step::Fault
+    }
+
+    /// The fault with which [`Interpreter::run`] ended, and its lane.
+    pub fn take_fault(&mut self) -> Option<(Fault, u32)> {
+        self.warp.fault.take()
+    }
+
+    /// The error for a fault of one of the warp's threads at the current instruction.
+    pub fn report(&mut self, fault: Fault, lane: u32) -> Error {
+        let lane = lane as usize % LANES;
+        let code = self.code();
+        let location = Location {
+            // SAFETY: the launch keeps the program alive.
+            kernel: unsafe { &*self.frames[0].code }.name.clone(),
+            function: code.name.clone(),
+            ptx_line: code.insts.get(self.pc as usize).map_or(0, |i| i.line),
+            block: self.warp.block().index,
+            thread: self.warp.tid.map(|lanes| lanes[lane]),
+        };
+        Error::Kernel { fault, location: Arc::new(location) }
     }
 
     /// Makes the group's frame the current one.
     fn enter(&mut self) {
         let frame = &mut self.frames[self.groups[self.current].frame as usize];
         self.code = frame.code;
-        self.local_base = frame.local_base;
+        self.warp.local_base = frame.local_base;
         // SAFETY: the launch keeps the program alive.
-        let consts = unsafe { &(*frame.code).consts };
-        self.bases = [frame.rows.as_mut_ptr().cast(), consts.as_ptr().cast_mut().cast()];
+        let code = unsafe { &*frame.code };
+        self.warp.bases = [frame.rows.as_mut_ptr().cast(), code.consts.as_ptr().cast_mut().cast()];
+        self.warp.ext = code.ext.as_slice();
     }
 
     /// Merges groups at the same instruction and picks the next one to run.
@@ -225,17 +220,17 @@ impl Warp {
                 State::Ready => {}
                 State::Converge(members) => {
                     self.finish_converging(i, members);
-                    if self.fault.is_some() {
+                    if self.warp.fault.is_some() {
                         return Some(Turn::Fault);
                     }
                 }
                 State::Barrier { id, phase } => {
-                    if self.block().barriers[id as usize].phase > phase {
+                    if self.warp.block().barriers[id as usize].phase > phase {
                         self.finish_barrier(i, id);
                     }
                 }
                 State::Cluster { phase } => {
-                    if self.block().cluster().phase > phase {
+                    if self.warp.block().cluster().phase > phase {
                         self.finish_cluster_wait(i);
                     }
                 }
@@ -285,7 +280,7 @@ impl Warp {
 
     /// Counts a backward jump of a group.
     fn turn(&mut self, group: usize) {
-        self.groups[group].turns += if std::mem::take(&mut self.spinning) { SPIN_COST } else { 1 };
+        self.groups[group].turns += if std::mem::take(&mut self.warp.spinning) { SPIN_COST } else { 1 };
     }
 
     /// Runs up to about `quantum` instructions and adds their number to `executed`.
@@ -312,14 +307,15 @@ impl Warp {
         loop {
             let Some(inst) = insts.get(pc as usize) else {
                 self.pc = pc.saturating_sub(1);
-                self.set_fault(Fault::InvalidPc(format!("execution ran past the end of {}", code.name)), 0);
+                let what = format!("execution ran past the end of {}", code.name);
+                self.fault(Fault::InvalidPc(what), 0);
                 return Some(Turn::Fault);
             };
             let mut mask = active;
             *left -= 1;
             if inst.guard != NONE {
                 // SAFETY: a guard is a predicate row.
-                let bits = unsafe { rows::pred(self, inst.guard) };
+                let bits = unsafe { rows::pred(&self.warp, inst.guard) };
                 mask &= if inst.guard_negated { !bits } else { bits };
                 if mask == 0 {
                     pc += 1;
@@ -333,7 +329,7 @@ impl Warp {
             if inst.kind == Kind::Plain {
                 self.pc = pc;
                 // SAFETY: the lowering emits the operands that the handler expects.
-                if unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault {
+                if unsafe { (inst.exec)(&mut self.warp, inst, mask) } == Flow::Fault {
                     return Some(Turn::Fault);
                 }
                 pc += 1;
@@ -342,7 +338,7 @@ impl Warp {
                 let target = inst.r[0];
                 if target <= pc {
                     // Waiting shortens the turn, so that the thread that is waited for can run.
-                    if self.spinning {
+                    if self.warp.spinning {
                         *left -= i64::from(SPIN_COST);
                     }
                     if *left <= 0 {
@@ -354,7 +350,7 @@ impl Warp {
                         self.turn(self.current);
                         return None;
                     }
-                    self.spinning = false;
+                    self.warp.spinning = false;
                 } else if target > self.stop {
                     self.groups[self.current].pc = target;
                     return None;
@@ -381,6 +377,9 @@ impl Warp {
         }
     }
 
+    /// Executes an instruction that is more than its handler. Not inlined, so that the loop in `run_group`
+    /// keeps its values in registers.
+    #[inline(never)]
     fn control(&mut self, inst: &Inst, mask: u32, active: u32) -> Step {
         let pc = self.pc;
         match inst.kind {
@@ -395,7 +394,7 @@ impl Warp {
             }
             Kind::BranchIndexed => {
                 // SAFETY: the lowering guarantees a u32 row.
-                let index: [u32; LANES] = unsafe { rows::get(self, inst.r[1]) };
+                let index: [u32; LANES] = unsafe { rows::get(&self.warp, inst.r[1]) };
                 let at = inst.r[0] as usize;
                 // SAFETY: the launch keeps the program alive.
                 let ext = unsafe { &(*self.code).ext };
@@ -405,14 +404,13 @@ impl Warp {
                     let lane = rest.trailing_zeros() as usize;
                     let same = lanes_equal(&index, index[lane], rest);
                     let Some(&target) = targets.get(index[lane] as usize) else {
-                        self.set_fault(
+                        return self.fault(
                             Fault::InvalidPc(format!(
                                 "brx.idx to entry {}, which does not exist",
                                 index[lane]
                             )),
                             lane,
                         );
-                        return Step::Fault;
                     };
                     self.split(same, target);
                     rest &= !same;
@@ -444,19 +442,18 @@ impl Warp {
             }
             Kind::CallIndirect => {
                 // SAFETY: the lowering guarantees a u64 row.
-                let address: [u64; LANES] = unsafe { rows::get(self, inst.r[0]) };
+                let address: [u64; LANES] = unsafe { rows::get(&self.warp, inst.r[0]) };
                 self.groups[self.current].pc = pc + 1;
                 let caller = self.current;
                 let mut rest = mask;
                 while rest != 0 {
                     let lane = rest.trailing_zeros() as usize;
                     let same = lanes_equal(&address, address[lane], rest);
-                    let count = self.block().program().functions.len() as u64;
-                    let index = address[lane].wrapping_sub(crate::lower::program::FUNCTION_WINDOW) / 16;
+                    let count = self.program().functions.len() as u64;
+                    let index = address[lane].wrapping_sub(FUNCTION_WINDOW) / 16;
                     if index >= count || !address[lane].is_multiple_of(16) {
                         let what = format!("call of {:#x}, which is not a function", address[lane]);
-                        self.set_fault(Fault::InvalidPc(what), lane);
-                        return Step::Fault;
+                        return self.fault(Fault::InvalidPc(what), lane);
                     }
                     self.current = caller;
                     self.enter();
@@ -469,16 +466,18 @@ impl Warp {
             }
             Kind::Converge | Kind::WarpSync => {
                 // SAFETY: the lowering guarantees a u32 row.
-                let members: [u32; LANES] = unsafe { rows::get(self, inst.r[5]) };
+                let members: [u32; LANES] = unsafe { rows::get(&self.warp, inst.r[5]) };
                 let first = members[mask.trailing_zeros() as usize];
                 let same = lanes_equal(&members, first, mask);
-                if same == mask && first & self.live & !mask == 0 {
-                    // SAFETY: the lowering emits the operands that the handler expects.
-                    if inst.kind == Kind::Converge && unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault
-                    {
-                        return Step::Fault;
+                if same == mask && first & self.warp.live & !mask == 0 {
+                    if inst.kind == Kind::WarpSync {
+                        return Step::Continue;
                     }
-                    return Step::Continue;
+                    // SAFETY: the lowering emits the operands that the handler expects.
+                    return match unsafe { (inst.exec)(&mut self.warp, inst, mask) } {
+                        Flow::Next => Step::Continue,
+                        Flow::Fault => Step::Fault,
+                    };
                 }
                 if mask != active {
                     // The lanes that the guard excludes continue on their own.
@@ -511,17 +510,17 @@ impl Warp {
                     if inst.kind == Kind::StackSave {
                         let extra = self.frames[frame].extra;
                         if inst.r[2] == 1 {
-                            rows::put(self, inst.r[0], mask, &[extra; LANES]);
+                            rows::put(&self.warp, inst.r[0], mask, &[extra; LANES]);
                         } else {
-                            rows::put(self, inst.r[0], mask, &[u64::from(extra); LANES]);
+                            rows::put(&self.warp, inst.r[0], mask, &[u64::from(extra); LANES]);
                         }
                     } else if all {
                         // The lanes' stacks move together: they shrink only when all lanes do.
                         let lane = mask.trailing_zeros() as usize;
                         let saved = if inst.r[2] == 1 {
-                            (*rows::row::<u32>(self, inst.r[0]))[lane]
+                            (*rows::row::<u32>(&self.warp, inst.r[0]))[lane]
                         } else {
-                            (*rows::row::<u64>(self, inst.r[0]))[lane] as u32
+                            (*rows::row::<u64>(&self.warp, inst.r[0]))[lane] as u32
                         };
                         self.frames[frame].extra = saved.min(self.frames[frame].extra);
                     }

@@ -16,13 +16,13 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
-use crate::device::address_pool::AddressPool;
 use crate::error::{Error, Result};
+use crate::machine::address_pool::AddressPool;
 
 /// The granularity of mappings in bytes.
 pub const GRANULE: u64 = 2 << 20;
 /// Host address space is reserved in aligned windows of this many bytes.
-pub(super) const WINDOW: u64 = 1 << 40;
+const WINDOW: u64 = 1 << 40;
 /// The first address that a caller can map. The GPU's own windows (shared, local, constant and module memory)
 /// are below.
 pub const FIRST_ADDRESS: u64 = 0x1000_0000_0000;
@@ -41,6 +41,15 @@ const HEAP_LIMIT: u64 = 8 << 20;
 /// Whether an address is in the range of modules' globals and constants.
 pub(crate) fn is_of_module(addr: u64) -> bool {
     (MODULE_BASE..HEAP_BASE).contains(&addr)
+}
+
+/// A 2D range of device memory: `height` rows, `pitch` bytes apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Plane {
+    /// Device address of the first row.
+    pub addr: u64,
+    /// Bytes from one row to the next.
+    pub pitch: u64,
 }
 
 /// The allocation that contains an address: its bounds on the device and its place on the host.
@@ -429,6 +438,30 @@ impl Memory {
             Some(hit) if size <= hit.end - addr => Ok(addr.wrapping_add(hit.delta) as *mut u8),
             _ => Err(Error::NotAllocated { address: addr, size }),
         }
+    }
+
+    /// Copies from an allocation.
+    pub fn read(&self, addr: u64, out: &mut [u8]) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let host = self.host_range(addr, out.len() as u64)?;
+        // SAFETY: `host_range` has checked `out.len()` bytes inside a window that lives as long as the memory
+        // and that no Rust reference points to. A race with a kernel can only tear values.
+        unsafe { std::ptr::copy_nonoverlapping(host, out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    /// Copies to an allocation.
+    pub fn write(&self, addr: u64, data: &[u8]) -> Result<()> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let host = self.host_range(addr, data.len() as u64)?;
+        // SAFETY: `host_range` has checked `data.len()` bytes inside a window that lives as long as the memory
+        // and that no Rust reference points to. A race with a kernel can only tear values.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), host, data.len()) };
+        Ok(())
     }
 }
 

@@ -1,14 +1,10 @@
-//! A block: its shared memory and its barriers.
+//! A block: its shared memory and its barriers. And a cluster: blocks that run together, access each other's
+//! shared memory and share a barrier. Most clusters have one block.
 
-use std::sync::Arc;
-
-use crate::device::launch::KernelRun;
-use crate::device::memory::{FoundAllocation, Memory};
-use crate::error::{Error, Fault, Location};
-use crate::exec::cluster::ClusterContext;
-use crate::exec::rows::LANES;
-use crate::exec::warp::Warp;
-use crate::lower::program::{Line, Program, RESERVED_BYTES};
+use crate::machine::address::RESERVED_BYTES;
+use crate::machine::grid::Grid;
+use crate::machine::memory::{FoundAllocation, Memory};
+use crate::machine::row::Line;
 
 /// One of a block's 16 barriers.
 #[derive(Debug, Clone, Copy, Default)]
@@ -27,7 +23,7 @@ pub(crate) struct Barrier {
 
 /// The state that a block's threads share.
 pub(crate) struct BlockContext {
-    run: *const KernelRun,
+    grid: *const Grid,
     /// `blockIdx`.
     pub index: [u32; 3],
     /// The cluster that contains it, and its rank there.
@@ -53,40 +49,40 @@ pub(crate) struct BlockContext {
 impl BlockContext {
     /// A block before its first instruction, in memory recycled from another block.
     pub fn new(
-        run: &KernelRun,
+        grid: &Grid,
         index: [u32; 3],
         cluster: *mut ClusterContext,
         rank: u32,
         mut shared: Vec<Line>,
     ) -> BlockContext {
         shared.clear();
-        shared.resize((run.shared_bytes as usize).div_ceil(size_of::<Line>()), Line([0; 64]));
+        shared.resize((grid.shared_bytes as usize).div_ceil(size_of::<Line>()), Line([0; 64]));
         BlockContext {
-            run,
+            grid,
             index,
             cluster,
             rank,
             shared,
-            shared_bytes: run.shared_bytes,
+            shared_bytes: grid.shared_bytes,
             reserved: [Line([0; 64]); RESERVED_BYTES as usize / size_of::<Line>()],
             barriers: [Barrier::default(); 16],
-            live: run.config.block.iter().product(),
-            local_limit: run.gpu.properties.max_local_per_thread,
+            live: grid.config.block.iter().product(),
+            local_limit: grid.hardware.properties.max_local_per_thread,
             hit: FoundAllocation { start: 1, end: 0, delta: 0 },
             generation: 0,
         }
     }
 
-    /// Starts a turn. The launch must outlive it.
-    pub fn begin(&mut self, run: &KernelRun) {
-        self.run = run;
+    /// Starts a turn. The grid must outlive it.
+    pub fn begin(&mut self, grid: &Grid) {
+        self.grid = grid;
     }
 
-    /// The current launch.
+    /// The current launch's grid.
     #[inline(always)]
-    pub fn run(&self) -> &KernelRun {
+    pub fn grid(&self) -> &Grid {
         // SAFETY: `begin` set the pointer from a reference that outlives the turn.
-        unsafe { &*self.run }
+        unsafe { &*self.grid }
     }
 
     /// The cluster that contains the block.
@@ -95,15 +91,10 @@ impl BlockContext {
         unsafe { &mut *self.cluster }
     }
 
-    /// The module's code.
-    pub fn program(&self) -> &Program {
-        &self.run().program
-    }
-
     /// Global memory.
     #[inline(always)]
     pub fn memory(&self) -> &Memory {
-        &self.run().gpu.memory
+        &self.grid().hardware.memory
     }
 
     /// Counts threads that arrive at a barrier; the last one completes it.
@@ -137,20 +128,49 @@ impl BlockContext {
             }
         }
     }
+}
 
-    /// The error for a fault of one of the block's threads.
-    pub fn report(&self, warp: &Warp, fault: Fault, lane: u32) -> Error {
-        let code = warp.code();
-        let lane = lane as usize % LANES;
-        Error::Kernel {
-            fault,
-            location: Arc::new(Location {
-                kernel: self.run().code.name.clone(),
-                function: code.name.clone(),
-                ptx_line: code.insts.get(warp.pc as usize).map_or(0, |i| i.line),
-                block: self.index,
-                thread: [warp.tid[0][lane], warp.tid[1][lane], warp.tid[2][lane]],
-            }),
+/// The state that a cluster's threads share.
+pub(crate) struct ClusterContext {
+    /// Its blocks by rank.
+    pub blocks: Vec<*mut BlockContext>,
+    /// Number of threads that have not exited.
+    live: u32,
+    /// Number of threads that have arrived at the barrier.
+    arrived: u32,
+    /// Counts completions of the barrier.
+    pub phase: u64,
+}
+
+impl ClusterContext {
+    /// A cluster of this many threads, whose blocks are to be added.
+    pub fn new(threads: u32) -> ClusterContext {
+        ClusterContext { blocks: Vec::new(), live: threads, arrived: 0, phase: 0 }
+    }
+
+    /// The block with a rank.
+    pub fn block(&self, rank: u32) -> Option<*mut BlockContext> {
+        self.blocks.get(rank as usize).copied()
+    }
+
+    /// Counts threads that arrive at the barrier; the last one completes it.
+    pub fn arrive(&mut self, threads: u32) {
+        self.arrived += threads;
+        self.complete();
+    }
+
+    /// Counts threads that exit, for which the barrier no longer waits. `arrived` of them had arrived in the
+    /// current phase.
+    pub fn exit(&mut self, threads: u32, arrived: u32) {
+        self.live -= threads;
+        self.arrived -= arrived;
+        self.complete();
+    }
+
+    fn complete(&mut self) {
+        if self.arrived > 0 && self.arrived == self.live {
+            self.arrived = 0;
+            self.phase += 1;
         }
     }
 }

@@ -1,0 +1,62 @@
+//! A session, as the daemon knows it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use identity::Secret;
+
+use super::accounts::account::Account;
+use super::control::Control;
+use super::leases::table::LeaseId;
+use super::trust::Principal;
+use crate::limits::Limits;
+use crate::worker_protocol::{Counters, Kind, Token};
+
+/// See the module's documentation.
+pub(super) struct Session {
+    pub(super) kind: Kind,
+    pub(super) client: String,
+    pub(super) program: String,
+    pub(super) pid: u32,
+    pub(super) transport: &'static str,
+    pub(super) peer: String,
+    pub(super) since: Instant,
+    pub(super) counters: Counters,
+    /// Its name in metrics.
+    pub(super) key: metrics::Key,
+    pub(super) limits: Limits,
+    /// The lease under which it runs.
+    pub(super) lease: Option<LeaseId>,
+    /// Numbers of its devices.
+    pub(super) devices: Vec<u32>,
+    pub(super) account: Account,
+    pub(super) token: Token,
+    pub(super) secret: Secret,
+    pub(super) principal: Principal,
+    /// Data connections that it was granted, and those of its first link without TLS.
+    pub(super) data_connections: (u32, u32),
+    /// Whether its connections use TLS.
+    pub(super) encrypted: bool,
+    /// For telling the client why its session ended if the worker no longer can. Replaced whenever the
+    /// session is resumed without TLS. `None`: the previous daemon had it.
+    pub(super) control: Option<Arc<Control>>,
+    /// Since when it has no link.
+    pub(super) parked: Option<Instant>,
+    /// The latest of its links, and how often it resumed over new connections.
+    pub(super) attempt: u32,
+    pub(super) resumed: u64,
+    /// Whether the worker has the connection. Before that, the client can still be given to another worker.
+    pub(super) begun: bool,
+    /// Whether a kernel has run too long.
+    pub(super) overrun: bool,
+    /// Whether the worker has reported the session's end, or the daemon has decided it.
+    pub(super) ended: bool,
+    /// Whether it ended without its client closing it.
+    pub(super) lost: bool,
+    /// How many daemons it has had before this one.
+    pub(super) daemons: u32,
+    /// Whether it is kept for the next daemon.
+    pub(super) kept: bool,
+    /// Events of other sessions that it has opened, and its slot in each.
+    pub(super) opened: Vec<(Token, u16)>,
+}
