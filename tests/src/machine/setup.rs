@@ -12,6 +12,7 @@
 //!
 //! Packages come from the mirror that this host's own apt uses.
 
+use crate::tree;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
 use std::cell::RefCell;
