@@ -6,11 +6,10 @@
 mod daemon;
 mod guest;
 
-use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
 
 use daemon::Daemon;
 use guest::{Guest, create, message, plain};
@@ -29,7 +28,7 @@ use protocol::ops::stream::StreamMark;
 use test_kit::link::welcome;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::native_client::NativeClient;
-use test_kit::server::{Behavior, FakeServer};
+use test_kit::server::{Behavior, FakeServer, mute_server};
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 use vhost::VhostBackend;
@@ -162,33 +161,17 @@ fn requests_in_progress_are_answered_by_the_successor() {
     guest.create(0);
 }
 
-/// A server that accepts connections and never sends anything. Returns its address and the number of
-/// connections.
-fn mute_server() -> (String, Arc<AtomicUsize>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let (address, count) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
-    let for_thread = count.clone();
-    std::thread::spawn(move || {
-        let mut open = Vec::new();
-        for connection in listener.incoming() {
-            open.push(connection);
-            for_thread.fetch_add(1, Ordering::SeqCst);
-        }
-    });
-    (format!("tcp:{address}"), count)
-}
-
 #[test]
 fn a_channel_that_was_being_created_is_created_by_the_successor() {
-    let (address, connections) = mute_server();
+    let (address, greetings) = mute_server();
     let daemon = Daemon::start(&["--server", &address]);
     let mut guest = Guest::connect(&daemon);
     let (extents, geometry) = guest.prepare(1);
     let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
     let (head, at) = guest.send(&message(create(1, &extents), &extents));
-    eventually(|| connections.load(Ordering::SeqCst) == 1);
+    eventually(|| greetings.load(Ordering::SeqCst) == 1);
     crash(&daemon);
-    eventually(|| connections.load(Ordering::SeqCst) == 2);
+    eventually(|| greetings.load(Ordering::SeqCst) == 2);
     assert_ne!(view.header().state(), State::Lost, "the program has no session yet that could be lost");
     // The server stays silent, and the guest is told so once.
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);

@@ -4,10 +4,9 @@
 
 mod daemon;
 
-use std::net::TcpListener;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
 
 use daemon::Daemon;
 use host_bridge::memory::Memories;
@@ -26,6 +25,7 @@ use test_kit::channel::{Channel, in_a_file};
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::manager::Manager;
 use test_kit::native_client::{NativeClient, create_channel};
+use test_kit::server::mute_server;
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 use zerocopy::IntoBytes;
@@ -224,24 +224,14 @@ fn programs_do_not_notice_crashes_of_the_keeper_under_a_service_manager() {
 
 #[test]
 fn a_program_that_is_just_starting_is_started_by_the_next_process() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("tcp:{}", listener.local_addr().unwrap());
-    let (count, open) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
-    let (counted, kept) = (count.clone(), open.clone());
-    // It accepts connections and never sends anything.
-    std::thread::spawn(move || {
-        for connection in listener.incoming() {
-            kept.lock().unwrap().push(connection);
-            counted.fetch_add(1, Ordering::SeqCst);
-        }
-    });
+    let (address, greetings) = mute_server();
     let daemon = Daemon::start(&["--server", &address]);
     let native = NativeClient::connect(&daemon.native()).unwrap();
     let (file, view) = in_a_file(1 << 20, "program");
     native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
-    eventually(|| count.load(Ordering::SeqCst) == 1);
+    eventually(|| greetings.load(Ordering::SeqCst) == 1);
     let daemon = crash(daemon);
-    eventually(|| count.load(Ordering::SeqCst) == 2);
+    eventually(|| greetings.load(Ordering::SeqCst) == 2);
     assert_ne!(view.header().state(), State::Lost);
     // The server stays silent, and the program is told so once; it can try again.
     assert_eq!(native.response().unwrap().unwrap().0, Answer::NoServer);

@@ -505,3 +505,23 @@ impl Gpu<'_> {
         }
     }
 }
+
+/// A server that accepts connections and never sends anything. Gives its address, and on how many connections it was told something: clients keep others ready.
+pub fn mute_server() -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, greetings) = (listener.local_addr().unwrap(), Arc::<AtomicUsize>::default());
+    let for_thread = Arc::clone(&greetings);
+    std::thread::spawn(move || {
+        for mut connection in listener.incoming().flatten() {
+            let greetings = Arc::clone(&for_thread);
+            std::thread::spawn(move || {
+                if matches!(connection.read(&mut [0]), Ok(1)) {
+                    greetings.fetch_add(1, Ordering::SeqCst);
+                }
+                // It stays open until the other side closes it.
+                while matches!(connection.read(&mut [0; 64]), Ok(1..)) {}
+            });
+        }
+    });
+    (format!("tcp:{address}"), greetings)
+}
