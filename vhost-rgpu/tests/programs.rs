@@ -5,8 +5,8 @@
 mod daemon;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use daemon::Daemon;
 use host_bridge::memory::Memories;
