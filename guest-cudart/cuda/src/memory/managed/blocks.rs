@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::read_ahead::Streak;
+use super::read_ahead::{Streak, Stretch};
 
 /// Size of a block of managed memory, in bytes.
 pub(crate) const BLOCK: u64 = 64 << 10;
@@ -90,16 +90,25 @@ impl Blocks {
         let all = self.size.div_ceil(self.grain);
         let streak = if self.host.contains_key(&at) { &self.allowed } else { &self.fetched };
         let longest = if self.grain == SMALL { LONGEST_SMALL } else { LONGEST };
-        let alone = self.polled.contains(&at);
-        let most = if alone { 1 } else { streak.longest(at, longest / self.grain).min(all - at) };
-        let others = self.polled.range(at + 1..at + most).next().copied().unwrap_or(at + most);
-        let count = |wanted: Option<bool>| {
-            (at..others).take_while(|n| self.host.get(n).copied() == wanted).count() as u64
+        let most = if self.polled.contains(&at) { 1 } else { longest / self.grain };
+        let Stretch { len, down } = streak.longest(at, most);
+        // As far as the blocks are like this one, and the program waits for words in none of the others.
+        let alike = |wanted: Option<bool>| {
+            let fits =
+                |n: &u64| self.host.get(n).copied() == wanted && (*n == at || !self.polled.contains(n));
+            let (low, high) = (at.saturating_sub(len - 1), (at + len).min(all));
+            match down {
+                false => self.run(at, (at..high).take_while(fits).count() as u64),
+                true => {
+                    let count = (low..=at).rev().take_while(fits).count() as u64;
+                    self.run(at + 1 - count, count)
+                }
+            }
         };
         match self.host.get(&at) {
-            None if self.zero => Answer::Zeroes(self.run(at, count(None))),
-            None => Answer::Fetch(self.run(at, count(None))),
-            Some(false) if write => Answer::Allow(self.run(at, count(Some(false)))),
+            None if self.zero => Answer::Zeroes(alike(None)),
+            None => Answer::Fetch(alike(None)),
+            Some(false) if write => Answer::Allow(alike(Some(false))),
             Some(_) => Answer::Nothing,
         }
     }
@@ -206,6 +215,27 @@ mod tests {
         assert_eq!(lengths, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
         let Answer::Fetch(run) = blocks.fault(BASE + (500 << 20), false) else { panic!() };
         assert_eq!(run.len, BLOCK);
+    }
+
+    #[test]
+    fn faults_that_go_down_are_answered_with_longer_runs_that_end_there() {
+        let mut blocks = Blocks::new(BASE, 1 << 20, SMALL, false);
+        // glibc copies the first bytes first, and then from the end.
+        let mut faults = vec![0];
+        faults.extend((0..128).rev());
+        let (mut runs, mut given) = (Vec::new(), BTreeSet::new());
+        for at in faults {
+            if given.contains(&at) {
+                continue;
+            }
+            let Answer::Fetch(run) = blocks.fault(BASE + at * SMALL + 8, false) else { panic!() };
+            let first = (run.address - BASE) / SMALL;
+            assert!((first..first + run.len / SMALL).contains(&at));
+            blocks.given(run, false);
+            given.extend(first..first + run.len / SMALL);
+            runs.push((first, run.len / SMALL));
+        }
+        assert_eq!(runs, [(0, 1), (127, 1), (125, 2), (121, 4), (113, 8), (97, 16), (65, 32), (1, 64)]);
     }
 
     #[test]
