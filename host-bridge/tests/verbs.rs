@@ -225,8 +225,13 @@ fn disturbed(seed: u64, times: u64, mut disturb: impl FnMut(&mut Bridge, &mut Ra
     });
     println!("{rounds} rounds; resumed {} times", server.resumed());
     assert!(rounds > 0 && server.trouble().is_empty(), "{:?}", server.trouble());
-    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
+    leaves_nothing(bridge);
     until("the server's session has ended", || server.ended() == 1);
+}
+
+/// Ends a session, of which nothing is left then at either end.
+fn leaves_nothing(bridge: Bridge) {
+    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
     drop(bridge);
     until("nothing is left", || software::objects() == 0);
 }

@@ -69,16 +69,14 @@ fn a_server_can_write_only_what_is_awaited() {
     let resumed = bridge.session().counters().resumed.get();
     let refused = software::pairs().into_iter().map(|pair| software::write(pair, (at, key), 3, &[9; 3000]));
     assert!(refused.collect::<Vec<_>>().contains(&Err(REFUSED)));
-    // That has broken the link, and the session goes on.
+    // The refusal broke the link, and the session continues over a new one.
     until("it goes on", || bridge.session().counters().resumed.get() > resumed);
     assert!(read(&bridge.memories, &extents(INTO)) == filled, "the server has written with an old key");
     client.dtoh(0, region(INTO, 0, 5000));
     client.synchronize();
     assert!(read(&bridge.memories, &extents(INTO))[..5000] == bytes[..5000]);
     assert_eq!((software::windows(), bridge.lost()), (Vec::new(), None));
-    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
-    drop(bridge);
-    until("nothing is left", || software::objects() == 0);
+    leaves_nothing(bridge);
 }
 
 #[test]
@@ -128,9 +126,7 @@ fn a_process_that_goes_on_gives_new_keys_for_what_is_awaited() {
     assert!(read(&bridge.memories, &extents(INTO))[50..700_051] == bytes);
     assert!(client.read_arena(8192, 4000) == bytes[..4000]);
     assert_eq!((software::windows(), bridge.lost()), (Vec::new(), None));
-    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
-    drop(bridge);
-    until("nothing is left", || software::objects() == 0);
+    leaves_nothing(bridge);
 }
 
 #[test]
@@ -146,9 +142,7 @@ fn a_device_without_windows_gives_one_key_for_a_memory() {
         assert!(read(&bridge.memories, &extents(INTO))[at as usize..][..700_001] == bytes);
     }
     assert_eq!((software::windows(), bridge.lost()), (Vec::new(), None));
-    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
-    drop(bridge);
-    until("nothing is left", || software::objects() == 0);
+    leaves_nothing(bridge);
 }
 
 /// When a process ends, its memory may be gone before its queue pairs are: a write of the server's is refused then.
@@ -169,9 +163,7 @@ fn a_write_that_is_refused_because_a_process_ends_is_repeated_to_the_next_one() 
     client.synchronize();
     assert!(read(&bridge.memories, &extents(INTO))[50..700_051] == bytes);
     assert_eq!((bridge.lost(), server.trouble()), (None, Vec::new()));
-    assert_eq!(bridge.session().close("done", PATIENCE), Closed::Released);
-    drop(bridge);
-    until("nothing is left", || software::objects() == 0);
+    leaves_nothing(bridge);
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Execution: a warp-wide interpreter of the register machine.
 //!
-//! `rows` reads and writes operands; most other modules contain the instructions' handlers, by family. None of
-//! them knows who runs them: `interpreter` runs a warp's instructions and keeps its threads together where
-//! possible, and `cluster` runs the warps of a cluster's blocks.
+//! `rows` reads and writes operands; most other modules contain the instructions' handlers, by family. They do
+//! not use the modules that run them: `interpreter` runs a warp's instructions and keeps its threads together
+//! where possible, and `cluster` runs the warps of a cluster's blocks.
 
 /// Compiles a body twice, once for AVX2 and FMA.
 macro_rules! handler {

@@ -149,7 +149,7 @@ impl TcpServer {
         std::mem::take(&mut held)
     }
 
-    /// Executes no command from now on, of any session, until it is told to go on.
+    /// Stops executing commands, in all sessions, or continues.
     pub fn hold_commands(&self, hold: bool) {
         self.shared.holds_commands.store(hold, Ordering::SeqCst);
     }

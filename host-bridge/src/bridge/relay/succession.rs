@@ -257,7 +257,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
         let mut received: BTreeMap<u64, u64> = BTreeMap::new();
         for download in &content.downloads {
             let span = self.regions.span(download.range, true).map_err(wrong)?;
-            // The server is told the last key of each memory, when all of this is done.
+            // No key is sent here: the server gets the newest one of each memory once everything is restored.
             self.downloads.expect(download.seq, download.piece, span)?;
             let sum = received.entry(download.seq).or_default();
             *sum = sum.saturating_add(download.received);

@@ -12,6 +12,7 @@
 use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
@@ -499,7 +500,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
             }
         }
         "d2h" => {
-            let _shown = show(&mut talk, &region)?;
+            let _shown = show(&mut talk, &windows(&region)?, &region)?;
             if job.fast { take_all(&mut talk, job)? } else { take_each(&mut talk, &runs, 1..=job.count)? }
         }
         "stale" => {
@@ -508,7 +509,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
                 open(&windows, &region)?;
             }
             println!("us_each_window={:.2}", begin.elapsed().as_secs_f64() * 1e6 / job.count as f64);
-            let shown = show(&mut talk, &region)?;
+            let shown = show(&mut talk, &windows, &region)?;
             take_each(&mut talk, &runs, 1..=1)?;
             drop(shown);
             clear(&runs);
@@ -562,20 +563,20 @@ fn median(all: &mut [f64]) -> f64 {
     all.get(all.len() / 2).copied().unwrap_or(0.0)
 }
 
-fn windows(region: &RegisteredRegion) -> Result<std::sync::Arc<Windows>> {
+fn windows(region: &RegisteredRegion) -> Result<Arc<Windows>> {
     Ok(Windows::new(region.registration().domain()).ok_or("the device has no windows")?)
 }
 
 /// A window to the whole region.
-fn open(windows: &std::sync::Arc<Windows>, region: &RegisteredRegion) -> Result<Window> {
+fn open(windows: &Arc<Windows>, region: &RegisteredRegion) -> Result<Window> {
     let registration = region.registration();
     // SAFETY: all callers drop it before the region.
     Ok(unsafe { windows.open(registration, 0, registration.len() as u64) }?)
 }
 
 /// Lets the peer write the region until the window is dropped, and gives it the key.
-fn show(talk: &mut Talk, region: &RegisteredRegion) -> Result<Window> {
-    let (window, registration) = (open(&windows(region)?, region)?, region.registration());
+fn show(talk: &mut Talk, windows: &Arc<Windows>, region: &RegisteredRegion) -> Result<Window> {
+    let (window, registration) = (open(windows, region)?, region.registration());
     let (address, size) = (registration.address(), registration.len() as u64);
     let key = RegionKey { address, size, region: ARENA_KEY, key: window.key() };
     talk.frame(frame::REGION_KEY, key.as_bytes());
