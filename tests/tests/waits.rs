@@ -102,7 +102,7 @@ fn a_program_waits_when_much_is_queued_behind_it() -> Result<()> {
 }
 
 /// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
-const PROGRAMS: [&str; 28] = [
+const PROGRAMS: [&str; 29] = [
     "alloc_churn",
     "batched_asks",
     "callback_load",
@@ -119,6 +119,7 @@ const PROGRAMS: [&str; 28] = [
     "host_registration",
     "managed_memory",
     "many_small_copies",
+    "mapped_across",
     "mapped_fifo",
     "mapped_memory",
     "mapped_order",

@@ -44,10 +44,6 @@ use client::{lock, log};
 pub(crate) const WHILE: Duration = Duration::from_micros(100);
 /// The same for a run that is longer than [`READ_AGAIN`].
 const WHILE_LONG: Duration = Duration::from_millis(1);
-/// The shortest and the longest time between a write and sending it. It becomes longer while the program
-/// writes to the same blocks again and again, because each time costs a fault.
-const SOON: Duration = Duration::from_micros(30);
-const LATER: Duration = Duration::from_micros(240);
 /// Maximum size of a run that is read again when another one is given. Longer ones are taken away.
 pub(super) const READ_AGAIN: u64 = 2 * SMALL;
 
@@ -92,26 +88,6 @@ impl Together {
 
     pub fn touches(&self, range: &Range<u64>) -> bool {
         self.run.address < range.end && range.start < self.run.address + self.run.len
-    }
-}
-
-/// When the program's changes are sent.
-pub(crate) struct Publishing {
-    /// When the program was allowed to write, unless everything has been sent.
-    pub since: Option<Instant>,
-    pause: Duration,
-    /// Where it could write last.
-    last: u64,
-}
-
-impl Publishing {
-    pub const fn new() -> Publishing {
-        Publishing { since: None, pause: SOON, last: 0 }
-    }
-
-    pub fn allowed(&mut self, address: u64) {
-        self.pause = if address == self.last { (self.pause * 2).min(LATER) } else { SOON };
-        (self.since, self.last) = (Some(Instant::now()), address);
     }
 }
 
@@ -228,7 +204,7 @@ pub(crate) fn told(result: Result) {
 impl State {
     /// Takes away the runs that `which` selects, and sends the program's changes to the device.
     pub(crate) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
-        let writes = self.publishing.since.is_some() && self.together.iter().any(|t| t.pinned && which(t));
+        let writes = self.publishing.due().is_some() && self.together.iter().any(|t| t.pinned && which(t));
         // What the program wrote to several runs is sent together.
         let sent = if writes { self.publish(pages(driver)?) } else { Ok(()) };
         let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
@@ -245,11 +221,11 @@ impl State {
     fn due(&self) -> Option<Instant> {
         let ends =
             self.together.iter().filter(|together| together.pinned).filter_map(|together| together.until);
-        ends.chain(self.publishing.since.map(|since| since + self.publishing.pause)).min()
+        ends.chain(self.publishing.due()).min()
     }
 
     fn send_and_take_due(&mut self, driver: &'static Driver, now: Instant) -> Result {
-        if self.publishing.since.is_some_and(|since| since + self.publishing.pause <= now) {
+        if self.publishing.due().is_some_and(|due| due <= now) {
             self.publish(pages(driver)?)?;
         }
         self.part(driver, |together| together.pinned && together.until.is_some_and(|until| until <= now))?;
@@ -352,7 +328,7 @@ impl State {
         let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
         match answer {
             Answer::Nothing => {}
-            Answer::Allow(run) => self.let_write(pages, base, run)?,
+            Answer::Allow(run) => self.let_write(pages, base, run, fault.address as u64)?,
             Answer::Zeroes(run) | Answer::Fetch(run) => {
                 let begun = Instant::now();
                 let Some(context) = self.pieces.get(&base).map(|(_, piece)| piece.context) else {
@@ -375,7 +351,7 @@ impl State {
                     Together { base, pinned: true, context, run, before, number, remembered, until };
                 self.together.push(together);
                 if fault.write {
-                    self.let_write(pages, base, run)?;
+                    self.let_write(pages, base, run, fault.address as u64)?;
                 }
                 work_signal::wake();
             }
