@@ -316,6 +316,16 @@ fn code_read_in_the_process_gives_what_the_server_reports() -> Result<()> {
     Ok(())
 }
 
+/// Nothing crosses the network for pinned memory that is zero on both sides, however the program made it so.
+#[test]
+fn clearing_pinned_memory_sends_nothing() -> Result<()> {
+    let lines = stats_of("tcp", "mapped_zeroes", &["cleared"])?;
+    let total = lines.first().context("no counters")?;
+    let bytes = counter_of(total, "mirror_bytes")?;
+    ensure!(bytes <= 1 << 20, "{bytes} bytes of 4 MiB of zeroes: {total}");
+    Ok(())
+}
+
 /// What each chunk costs that the program and a running kernel pass to each other through pinned memory over
 /// a network: exchanges and bytes.
 fn costs_of_a_chunk(way: &str, bytes: u64) -> Result<[u64; 2]> {

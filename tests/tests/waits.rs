@@ -102,7 +102,7 @@ fn a_program_waits_when_much_is_queued_behind_it() -> Result<()> {
 }
 
 /// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
-const PROGRAMS: [&str; 29] = [
+const PROGRAMS: [&str; 30] = [
     "alloc_churn",
     "batched_asks",
     "callback_load",
@@ -123,6 +123,7 @@ const PROGRAMS: [&str; 29] = [
     "mapped_fifo",
     "mapped_memory",
     "mapped_order",
+    "mapped_zeroes",
     "memcpy_batch",
     "pinned_bulk",
     "pinned_kernels",

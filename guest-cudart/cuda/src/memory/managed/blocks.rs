@@ -62,6 +62,11 @@ impl Blocks {
         Blocks { base, size, grain, host, zero, fetched, allowed, polled }
     }
 
+    /// Whether the device's bytes are known to be zero.
+    pub fn is_zero(&self) -> bool {
+        self.zero
+    }
+
     /// Whether the device's next work changes anything here.
     pub fn is_held(&self) -> bool {
         self.zero || !self.host.is_empty()

@@ -103,10 +103,12 @@ pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
 pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
     let (parts, whole) = compared_words::cut(owned(base, size));
     let mirror = mirror(context, base, size)?;
+    // Work that is already under way may be told of this memory.
+    let idle = page_faults::idle_now();
     // A fault before the piece is registered waits for this lock.
     let state = &mut *lock(&STATE);
     let adopted = match &whole {
-        Some(whole) => state.adopt(pages(driver)?, context, whole.start, whole.end - whole.start),
+        Some(whole) => state.adopt(pages(driver)?, context, whole, idle.is_some()),
         None => Ok(()),
     };
     if let Err(status) = adopted {
@@ -390,6 +392,18 @@ pub(crate) fn write(context: &Context, address: u64, bytes: &[u8]) -> Result {
     Ok(())
 }
 
+/// The same for bytes of a mirror that is zero. Returns whether they are zero as well.
+pub(crate) fn write_to_zeroes(context: &Context, address: u64, bytes: &[u8]) -> Result<bool> {
+    let mut zero = true;
+    for (i, bytes) in bytes.chunks(TO_MIRROR).enumerate() {
+        if bytes.iter().any(|byte| *byte != 0) {
+            zero = false;
+            write(context, address + (i * TO_MIRROR) as u64, bytes)?;
+        }
+    }
+    Ok(zero)
+}
+
 impl State {
     fn unmirror(&mut self, context: &Context, mirror: u64) {
         let key = (context.session().index(), mirror);
@@ -402,7 +416,9 @@ impl State {
         }
     }
 
-    fn adopt(&mut self, pages: &Pages, context: &'static Context, base: u64, size: u64) -> Result {
+    /// `idle`: no work is under way, and none comes before this returns.
+    fn adopt(&mut self, pages: &Pages, context: &'static Context, all: &Range<u64>, idle: bool) -> Result {
+        let (base, size) = (all.start, all.end - all.start);
         // SAFETY: whole pages of pinned memory, which stays until `release`.
         unsafe { pages.adopt(base as usize, size as usize) }.map_err(|error| {
             log::warn(format_args!(
@@ -410,22 +426,21 @@ impl State {
             ));
             Status::NOT_SUPPORTED
         })?;
+        let mut zero = idle;
         for at in (base..base + size).step_by(BLOCK as usize) {
             let len = BLOCK.min(base + size - at) as usize;
             // SAFETY: the pages are present, and nobody changes them.
             let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at as usize), len) };
-            // The mirror is zero.
-            if bytes.iter().any(|byte| *byte != 0) {
-                write(context, at, bytes).inspect_err(|_| pages.release(base as usize, size as usize))?;
-            }
+            zero &= write_to_zeroes(context, at, bytes)
+                .inspect_err(|_| pages.release(base as usize, size as usize))?;
         }
         pages
             .clear(base as usize, size as usize)
             .map_err(page_faults::failed)
             .inspect_err(|_| pages.release(base as usize, size as usize))?;
-        let blocks = Blocks::new(base, size, SMALL, false);
-        let all = base..base + size;
-        let piece = Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: true };
+        let blocks = Blocks::new(base, size, SMALL, zero);
+        let piece =
+            Piece { context, blocks, parts: vec![all.clone()], advised: Advised::default(), pinned: true };
         self.insert(base, size, piece);
         Ok(())
     }

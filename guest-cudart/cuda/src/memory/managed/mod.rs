@@ -267,7 +267,10 @@ impl State {
                 pages.forbid_writes(at, len).map_err(|_| Status::UNKNOWN)?;
                 // SAFETY: blocks that the host has, and that nobody changes.
                 let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
-                mirror::write(piece.context, run.address, bytes)?;
+                match piece.blocks.is_zero() {
+                    true => drop(mirror::write_to_zeroes(piece.context, run.address, bytes)?),
+                    false => mirror::write(piece.context, run.address, bytes)?,
+                }
             }
         } else if !dirty.is_empty() {
             let stream = self.mover(piece.context)?;

@@ -70,7 +70,7 @@ fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
 }
 
 /// If no work is pending, keeps it that way until the guard is dropped.
-fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
+pub(super) fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
     no_work_comes().filter(|_| !context::any_busy())
 }
 
