@@ -719,8 +719,7 @@ static void managed_variable() {
 }
 
 // Pinned memory that kernels of one server after the other use. True: the second one can, because both servers are on this host.
-static bool mapped(bool *wrong) {
-    const int n = 1 << 10;
+static bool mapped(int n, bool *wrong) {
     int *data;
     set_device(0);
     CHECK(cudaHostAlloc(&data, n * sizeof(int), cudaHostAllocPortable | cudaHostAllocMapped));
@@ -781,9 +780,9 @@ static int unreachable() {
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%s", cudaGetErrorName(error));
 }
 
-// Kernels of both servers use one piece of pinned memory, or the second one's fails because only one server is on this host. The first device goes on.
-static int pinned_of_both() {
-    bool wrong = false, both = mapped(&wrong);
+// Kernels of both servers use one piece of pinned memory, or the second one's fails because only one server is on this host, or because it is too much. The first device goes on.
+static int pinned_of_both(int n) {
+    bool wrong = false, both = mapped(n, &wrong);
     expect_value("bytes of pinned memory", 0, wrong);
     int *data = on_device(0, 1, 0);
     add<<<1, 1>>>(data, 1, 1);
@@ -950,7 +949,8 @@ int main(int argc, char **argv) {
     size_t bytes;
     if (sscanf(options.word.c_str(), "%ux%zu", &count, &bytes) == 2) return one_by_one(count, bytes);
     if (options.word == "unreachable") return unreachable();
-    if (options.word == "pinned") return pinned_of_both();
+    if (options.word == "pinned") return pinned_of_both(1 << 10);
+    if (options.word == "much_pinned") return pinned_of_both(1 << 19);
     if (options.word == "lost") return lost();
     if (options.word == "direct") return direct(false);
     if (options.word == "copies") return direct(true);

@@ -113,6 +113,14 @@ fn if_a_kernel_cannot_reach_memory_of_the_other_server_only_its_device_has_the_e
         let reached = outcome.verdict(PROGRAM).with_context(|| format!("over {transport:?}"))?;
         ensure!(reached == "both servers", "pinned memory over {transport:?}: kernels of {reached}");
     }
+    // More than kernels of two servers can use. Only the error of the kernel that uses it has an explanation.
+    let servers = servers(&rigs, [Transport::Tcp; 2]);
+    let outcome = programs::run(with_servers(&servers, PROGRAM)?.arg("much_pinned"), programs::LIMIT)?;
+    ensure!(outcome.verdict(PROGRAM)? == "one server", "{outcome:?}");
+    ensure!(
+        outcome.stderr.matches("cannot use the 2097152 bytes of pinned memory").count() == 1,
+        "{outcome:?}"
+    );
     Ok(())
 }
 

@@ -113,7 +113,7 @@ pub(crate) fn read_in_place(driver: &'static Driver, context: &'static Context, 
 }
 
 /// Lets kernels reach the pinned memory at an address, if they cannot reach it yet. If that is impossible,
-/// logs why; kernels then find nothing there.
+/// kernels find nothing there, and the log says why when one has failed.
 #[cold]
 pub(crate) fn reach_at(driver: &'static Driver, context: &'static Context, pointer: u64) {
     let _changing = CHANGING.write().unwrap_or_else(PoisonError::into_inner);
@@ -123,11 +123,11 @@ pub(crate) fn reach_at(driver: &'static Driver, context: &'static Context, point
     neighbors.into_iter().for_each(|base| reach_piece(driver, context, base as usize));
 }
 
-fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) {
-    let Some((base, size)) = unreached_at(context.server, base as u64) else { return };
+fn reach_piece(driver: &'static Driver, launching: &'static Context, base: usize) {
+    let Some((base, size)) = unreached_at(launching.server, base as u64) else { return };
     let Some((_, _, tag)) = REGIONS.any(base) else { return };
-    let same_server = std::ptr::eq(tag.context.server, context.server);
-    let context = if same_server && tag.context.is_alive() { tag.context } else { context };
+    let same_server = std::ptr::eq(tag.context.server, launching.server);
+    let context = if same_server && tag.context.is_alive() { tag.context } else { launching };
     // A server that shares this process's memory has mapped what belongs to its own devices, if it can.
     let reached = match driver.devices.get(context.device as usize) {
         Some(device) if device.shares_host_memory && !same_server && !mirror::is_here(base as u64) => {
@@ -137,8 +137,8 @@ fn reach_piece(driver: &'static Driver, context: &'static Context, base: usize) 
         _ => mirror(driver, context, base, size),
     };
     if let Err(status) = reached {
-        log::warn(format_args!(
-            "kernels of {context:?} cannot use the {size} bytes of pinned memory at {base:#x}: {status}. Kernels of several servers can use the same pinned memory if all servers are on this host, or none is and it is no more than {} MiB in all",
+        launching.cannot_reach(format!(
+            "kernels of {launching:?} cannot use the {size} bytes of pinned memory at {base:#x}: {status}. Kernels of several servers can use the same pinned memory if all servers are on this host, or none is and it is no more than {} MiB in all",
             mirror::MOST_SHARED >> 20
         ));
     }

@@ -65,6 +65,9 @@ pub(crate) struct Context {
     copies_ahead: CopiesAhead,
     pub cache_config: AtomicU32,
     pub limits: Limits,
+    /// Why its kernels cannot use some memory that a launch's parameters seem to name. It is logged when one of them has
+    /// failed: parameters may only look like addresses.
+    unreachable: Mutex<Option<String>>,
     /// The storage that `cuGetExportTable` offers other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
 }
@@ -158,6 +161,7 @@ impl Context {
                 copies_ahead: CopiesAhead::default(),
                 cache_config: AtomicU32::new(0),
                 limits: Limits::default(),
+                unreachable: Mutex::default(),
                 storage: Mutex::default(),
             }));
             made = Some(context);
@@ -332,6 +336,20 @@ impl Context {
         }
     }
 
+    /// Notes why its kernels cannot use some memory.
+    pub fn cannot_reach(&self, why: String) {
+        *lock(&self.unreachable) = Some(why);
+    }
+
+    /// Logs why its kernels could not use some memory, once, if that may be the cause of an error.
+    fn explain(&self, status: Status) {
+        if status == Status::ILLEGAL_ADDRESS
+            && let Some(why) = lock(&self.unreachable).take()
+        {
+            client::log::warn(format_args!("{why}"));
+        }
+    }
+
     /// Whether earlier work has failed, as far as is known.
     pub fn has_error(&self) -> bool {
         self.session().progress().error(self.id).is_some_and(|word| word.get().is_some())
@@ -346,6 +364,7 @@ impl Context {
         if !sticky {
             word.clear();
         }
+        self.explain(status);
         client::log::debug(format_args!("context {}: deferred {status} of record {seq}", self.id.0));
         Err(status)
     }
@@ -354,6 +373,7 @@ impl Context {
     /// reported again.
     pub fn settle(&self, result: Result) -> Result {
         let Err(status) = result else { return self.deferred() };
+        self.explain(status);
         let word = self.session().progress().error(self.id);
         if let Some(word) = word
             && let Some((found, false, _)) = word.get()
