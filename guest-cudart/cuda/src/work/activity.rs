@@ -4,9 +4,10 @@
 //! A server's clock is compared with this machine's by asking it for the time, which it is assumed to read
 //! halfway between question and answer. This is done when recording starts and whenever records are read; in
 //! between, the difference is assumed to change linearly. Work cannot start before its command was appended:
-//! records that seem to are moved.
+//! records that seem to are moved, and with them those that follow on the same stream, as far as they would otherwise
+//! begin too early.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_char;
 use std::sync::Mutex;
 
@@ -94,6 +95,31 @@ impl Clock {
 
 /// One for each recording session.
 static CLOCKS: Mutex<Vec<Option<Clock>>> = Mutex::new(Vec::new());
+/// What was read last of each stream of each session.
+static LAST: Mutex<BTreeMap<(usize, u32), Last>> = Mutex::new(BTreeMap::new());
+
+/// When a record ended.
+#[derive(Debug, Clone, Copy, Default)]
+struct Last {
+    /// In the server's time.
+    there: u64,
+    /// In this machine's, as it was reported.
+    here: u64,
+}
+
+impl Last {
+    /// When the next record began and ended in this machine's time, if that seems to be `here` and was `there` on
+    /// the server: what began after something else on the server does so here.
+    fn follow(&mut self, there: (u64, u64), here: (u64, u64)) -> (u64, u64) {
+        let early = if there.0 < self.there { 0 } else { self.here.saturating_sub(here.0) };
+        let moved = (here.0.saturating_add(early), here.1.max(here.0).saturating_add(early));
+        if there.1 >= self.there {
+            *self = Last { there: there.1, here: moved.1 };
+        }
+        moved
+    }
+}
+
 static DROPPED: Mutex<u64> = Mutex::new(0);
 /// This machine's time, and the server's minus that.
 fn compare(session: &Session) -> Result<(u64, i64)> {
@@ -118,6 +144,7 @@ pub(crate) fn start() -> Result {
     let driver = driver::init()?;
     activity::forget();
     *lock(&DROPPED) = 0;
+    lock(&LAST).clear();
     let mut clocks = Vec::new();
     for server in &driver.servers {
         let started = server.session.call(&ActivityStart {});
@@ -232,6 +259,11 @@ fn describe(
     let device = ordinal(record.device);
     let (begin, end) = (clock.here(record.begin), clock.here(record.end));
     let late = work.at.saturating_sub(begin);
+    let stream = (session.index(), record.stream);
+    let (begin, end) = lock(&LAST).entry(stream).or_default().follow(
+        (record.begin, record.end),
+        (begin.saturating_add(late), end.max(begin).saturating_add(late)),
+    );
     let host = |kind: u8| if work.pageable && kind == PINNED { PAGEABLE } else { kind };
     let [copy, from, to] = record.memory;
     DeviceRecord {
@@ -243,8 +275,8 @@ fn describe(
         registers: record.registers,
         local: record.local,
         value: record.value,
-        begin: begin.saturating_add(late),
-        end: end.max(begin).saturating_add(late),
+        begin,
+        end,
         bytes: record.bytes,
         node: record.node,
         graph: record.graph,
@@ -278,6 +310,21 @@ mod tests {
         let _ = (hostile.here(0), hostile.here(u64::MAX));
         let behind = Clock { first: (1000, -400), last: (3000, -400) };
         assert_eq!((behind.here(600), behind.here(100)), (1000, 500));
+    }
+
+    #[test]
+    fn what_follows_on_a_stream_begins_after_what_was_moved() {
+        let mut last = Last::default();
+        // Moved by 30, because its command came so late.
+        assert_eq!(last.follow((1000, 1020), (130, 150)), (130, 150));
+        // Not moved by itself: it begins when the other one has ended, and not before.
+        assert_eq!(last.follow((1025, 1045), (125, 145)), (150, 170));
+        assert_eq!(last.follow((1200, 1210), (300, 310)), (300, 310));
+        // Kernels that overlap on the server may overlap here, and nothing else depends on the shorter one.
+        assert_eq!(last.follow((1205, 1208), (305, 308)), (305, 308));
+        assert_eq!(last.follow((1210, 1220), (309, 319)), (310, 320));
+        // A server's numbers may be anything.
+        assert_eq!(last.follow((u64::MAX, 0), (u64::MAX, 0)), (u64::MAX, u64::MAX));
     }
 
     #[test]
