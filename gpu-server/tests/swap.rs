@@ -342,6 +342,76 @@ fn memory_without_an_address_stays_unless_it_is_mapped_once_as_a_whole_for_this_
     check(&mut other, 9, 0, SIZE);
 }
 
+/// Steps of moving a session of [`SIZE`] off a device: preparing the store twice, six copies of at most 64 MiB,
+/// and for each of four pieces waiting for its copies and releasing its memory. Then it returns.
+const STEPS: u32 = 16;
+
+fn failing(from: u32, steps: u32) -> String {
+    format!("--software-imitate=fail-move={from},fail-moves={steps}")
+}
+
+/// Each of both sessions fails at that step, once: at a copy, when memory is released, when it is to return.
+#[test]
+fn sessions_take_turns_although_moving_their_memory_fails_halfway() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = format!("--swap-folder={}", folder.path().display());
+    for (step, to_file) in
+        [(1, false), (5, false), (11, true), (12, false), (15, false), (18, true), (22, false), (27, true)]
+    {
+        let imitate = failing(step, 1);
+        let memory = if to_file { "--swap-memory=64M" } else { SWAP[0] };
+        let server = Server::start(&[memory, SWAP[1], &files, &imitate]);
+        let mut sessions = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
+        for round in 0..3 {
+            for (number, s) in (0..).zip(&mut sessions) {
+                if round == 0 {
+                    take(s, SIZE).unwrap();
+                } else {
+                    check(s, number, round - 1, SIZE);
+                }
+                fill(s, number, round, SIZE);
+            }
+        }
+        is_away(&server, SIZE);
+        until("all that has moved is counted", || {
+            swap(&server, "bytes_left") == swap(&server, "bytes_returned") + SIZE
+        });
+        drop(sessions);
+        until("both have ended", || server.sessions() == 0);
+        until("nothing is kept", || (swap(&server, "away"), swap(&server, "memory_kept")) == (0, 0));
+    }
+}
+
+#[test]
+fn a_session_whose_memory_never_returns_is_lost_and_others_go_on() {
+    // The first step of returning; the third piece, after two have memory again.
+    for step in [STEPS + 1, STEPS + 3] {
+        let server = Server::start(&[SWAP[0], SWAP[1], &failing(step, u32::MAX)]);
+        let mut first = LocalBridge::connect(&server.socket());
+        take(&mut first, SIZE).unwrap();
+        fill(&mut first, 1, 0, SIZE);
+        let mut second = LocalBridge::connect(&server.socket());
+        take(&mut second, SIZE).unwrap();
+        fill(&mut second, 2, 0, SIZE);
+        is_away(&server, SIZE);
+        // It can leave, but its return fails, too.
+        first.send(1, &StreamSynchronize { stream: STREAM });
+        until("the first session is lost", || first.lost().is_some());
+        let reason = first.lost().unwrap();
+        assert!(reason.contains("device memory cannot be brought back"), "{reason}");
+        drop(first);
+        until("it has ended", || server.sessions() == 1);
+        let mut third = LocalBridge::connect(&server.socket());
+        take(&mut third, SIZE).unwrap();
+        fill(&mut third, 3, 0, SIZE);
+        check(&mut third, 3, 0, SIZE);
+        drop(third);
+        until("it has ended, too", || server.sessions() == 1);
+        second.send(1, &StreamSynchronize { stream: STREAM });
+        until("the second session is lost", || second.lost().is_some());
+    }
+}
+
 #[test]
 fn copies_that_wait_for_their_client_keep_memory_where_it_is() {
     let server = Server::start(&SWAP);

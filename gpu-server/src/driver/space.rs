@@ -300,12 +300,15 @@ impl<M> Space<M> {
         (whole && own).then_some(Movable { device, address, size })
     }
 
-    /// All memory that can leave and has not, and all that has left, with the offset in the store.
-    pub fn all_movable(&self) -> impl Iterator<Item = (u32, Movable, Option<u64>)> {
-        self.memories.iter().filter_map(|(id, memory)| {
-            let at = if let Place::Store(at) = memory.place { Some(at) } else { None };
-            Some((*id, self.movable(*id)?, at))
-        })
+    /// All memory that can leave or has left, and where it is.
+    pub fn all_movable(&self) -> impl Iterator<Item = (u32, Movable, Place<()>)> {
+        self.memories.iter().filter_map(|(id, memory)| Some((*id, self.movable(*id)?, memory.place.kind())))
+    }
+
+    /// Where memory is mapped, and how.
+    pub fn mappings_of(&self, id: u32) -> Vec<(u64, Mapping)> {
+        let addresses = self.memories.get(&id).into_iter().flat_map(|memory| &memory.addresses);
+        addresses.filter_map(|address| Some((*address, self.mappings.get(address)?.clone()))).collect()
     }
 
     /// Memory is at another place now. Returns the former one.
@@ -439,9 +442,9 @@ mod tests {
         space.map(1, 0, SPACE + 4 * G, G);
         assert_eq!(space.movable(1), None);
         space.unmap(SPACE + 4 * G);
-        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, None)]);
+        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, Place::Device(()))]);
         assert!(matches!(space.put(1, Place::Store(7)), Some(Place::Device(()))));
-        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, Some(7))]);
+        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, Place::Store(7))]);
         assert_eq!(space.memory(1).unwrap().handle(), Err(Status::UNKNOWN));
         space.put(1, Place::Device(()));
         space.export(1, [1; 16]);

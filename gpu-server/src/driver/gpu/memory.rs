@@ -38,6 +38,12 @@ pub trait GpuMemory {
     /// thread calls it once nothing uses them.
     fn unback(&mut self, device: u32, address: u64, size: u64) -> impl FnOnce() -> Result + Send + 'static;
 
+    /// Called before each step of moving memory off the devices or back. An error is treated as one of the
+    /// step, which is then not begun: this is for imitating failures.
+    fn before_move(&mut self) -> Result {
+        Ok(())
+    }
+
     /// Takes a piece's memory off its device. Its addresses and the allocations in it stay; nothing uses them
     /// until [`bring_back`](GpuMemory::bring_back) has given them memory again.
     fn set_aside(&mut self, device: u32, address: u64, size: u64) -> Result {

@@ -87,6 +87,10 @@ impl GpuMemory for Software {
         }
     }
 
+    fn before_move(&mut self) -> Result {
+        self.moves.step()
+    }
+
     fn set_aside(&mut self, device: u32, address: u64, size: u64) -> Result {
         let gpu = self.gpu(device)?;
         gpu.set_aside(address, size).map_err(|e| code(&e))?;

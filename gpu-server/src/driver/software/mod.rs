@@ -4,7 +4,7 @@
 //!   (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with
 //!   [`link`]), [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
 //! - [`activity`]: device activity, for profilers; [`properties`]: what a device reports about itself;
-//!   [`imitate`]: imitates for tests how NVIDIA's driver makes its caller wait.
+//!   [`imitate`]: imitates for tests how NVIDIA's driver makes its caller wait, and fails.
 //!
 //! One [`Gpu`] is one device. Its contexts share its error; nothing else about them differs here.
 
@@ -37,7 +37,7 @@ use protocol::handle::{ContextId, StreamId};
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig, Stream};
 
-use self::imitate::{Delays, HardwareQueues, Imitate};
+use self::imitate::{Delays, HardwareQueues, Imitate, Moves};
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
@@ -82,6 +82,7 @@ pub struct Software {
     marked: Option<(u64, StreamId)>,
     delays: Delays,
     hardware_queues: HardwareQueues,
+    moves: Moves,
 }
 
 struct Device {
@@ -191,6 +192,7 @@ impl Software {
             marked: None,
             delays: Delays::new(&backing.software_imitate),
             hardware_queues: HardwareQueues::default(),
+            moves: Moves::new(&backing.software_imitate),
         };
         software.pairs().for_each(|(gpu, peer)| gpu.enable_peer(peer));
         Ok(software)
