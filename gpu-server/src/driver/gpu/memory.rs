@@ -113,6 +113,13 @@ pub trait GpuMemory {
         flags: u32,
     ) -> Result;
 
+    /// Maps all of `memory` at addresses that the client does not know, where its own device reads and writes
+    /// it, and returns the first one.
+    fn map_whole(&mut self, memory: &Self::Memory, device: u32, size: u64) -> Result<u64>;
+
+    /// Removes what [`map_whole`](GpuMemory::map_whole) mapped.
+    fn unmap_whole(&mut self, device: u32, address: u64, size: u64) -> Result;
+
     /// A descriptor from which other processes can [import](GpuMemory::import) the memory.
     fn export(&mut self, memory: &Self::Memory) -> Result<OwnedFd>;
 

@@ -75,6 +75,8 @@ pub struct Session<G: Gpu> {
     /// Why memory is neither whole on its device nor whole in the store: moving it failed, and could not be
     /// undone. No command may use it.
     torn: Option<Status>,
+    /// Where memory without an address is mapped as a whole while it moves, by its number.
+    whole: HashMap<u32, u64>,
     /// Charges for limits of contexts, by context and limit.
     limits: HashMap<(u32, u32), Charge>,
     /// Devices of the contexts made by the program.
@@ -108,6 +110,7 @@ impl<G: Gpu> Session<G> {
             directs: None,
             still: None,
             torn: None,
+            whole: HashMap::new(),
             limits: HashMap::new(),
             made_contexts: HashMap::new(),
             streams: Streams::default(),

@@ -1,8 +1,13 @@
 //! Moves the session's memory off its devices, and back to the same addresses.
 //!
 //! What moves: the memory in the devices' windows (ordinary allocations and managed memory), and memory made without
-//! an address that is mapped once, as a whole ([`space`](crate::driver::space)). What stays: what is shared with other
-//! sessions, arrays, code with its variables and heaps, and client memory that kernels access.
+//! an address ([`space`](crate::driver::space)), however it is mapped: in parts, at several addresses, for other
+//! devices, or not at all. What stays: what is shared with other sessions, arrays, code with its variables and
+//! heaps, and client memory that kernels access.
+//!
+//! All bytes of memory without an address are copied, whatever part of it the client has mapped. If the client has
+//! not mapped all of it at one address for its own device, the session does so meanwhile, at addresses that the
+//! client does not know.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -27,13 +32,19 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// A piece that moves.
 #[derive(Debug, Clone, Copy)]
 struct Moving {
+    what: What,
     device: u32,
-    address: u64,
     size: u64,
     /// Its offset in the store.
     at: u64,
-    /// Its number, if it is memory made without an address.
-    memory: Option<u32>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum What {
+    /// A piece of a window, at this address.
+    Piece(u64),
+    /// Memory made without an address, with this number.
+    Memory(u32),
 }
 
 /// Groups of neighbors in `all`, each of about one [`BATCH`] and on one device.
@@ -108,14 +119,12 @@ impl<G: Gpu> Session<G> {
                 let place = piece.place.kind();
                 let stays = piece.token.is_some();
                 if let Some(at) = (!stays).then(|| at(place, size)).flatten() {
-                    found.push(Moving { device, address, size, at, memory: None });
+                    found.push(Moving { what: What::Piece(address), device, size, at });
                 }
             }
         }
-        for (id, Movable { device, address, size }, place) in self.space.all_movable() {
-            if let Some(at) = at(place, size) {
-                found.push(Moving { device, address, size, at, memory: Some(id) });
-            }
+        for (id, Movable { device, size }, place) in self.space.all_movable() {
+            found.extend(at(place, size).map(|at| Moving { what: What::Memory(id), device, size, at }));
         }
         found
     }
@@ -162,6 +171,7 @@ impl<G: Gpu> Session<G> {
             let end = batch.last().map_or(0, |piece| piece.at + piece.size);
             self.gpu.before_move()?;
             store.reserve(end, |chunk| self.gpu.lock(chunk))?;
+            batch.iter().try_for_each(|piece| self.map_whole(piece))?;
             self.begin_copy(Way::Out, lane, batch, store)?;
             if let Some(before) = before.replace(batch) {
                 self.set_aside(lane.other(), before)?;
@@ -172,8 +182,48 @@ impl<G: Gpu> Session<G> {
         let moved = moved.and_then(|()| before.map_or(Ok(()), |last| self.set_aside(lane.other(), last)));
         if moved.is_err() {
             self.end_copies(leaving);
+            for piece in leaving {
+                if let Err(status) = self.unmap_whole(piece) {
+                    self.torn = Some(status);
+                }
+            }
         }
         moved
+    }
+
+    /// Makes sure that a piece has an address at which its device can copy all of it.
+    fn map_whole(&mut self, piece: &Moving) -> Result {
+        let What::Memory(id) = piece.what else { return Ok(()) };
+        if self.space.whole(id).is_none() {
+            let handle = self.space.memory(id)?.handle()?;
+            self.gpu.before_move()?;
+            let address = self.gpu.map_whole(handle, piece.device, piece.size)?;
+            self.whole.insert(id, address);
+        }
+        Ok(())
+    }
+
+    /// Undoes [`map_whole`](Session::map_whole), if it did anything.
+    fn unmap_whole(&mut self, piece: &Moving) -> Result {
+        if let What::Memory(id) = piece.what
+            && let Some(address) = self.whole.get(&id)
+        {
+            self.gpu.before_move()?;
+            self.gpu.unmap_whole(piece.device, *address, piece.size)?;
+            self.whole.remove(&id);
+        }
+        Ok(())
+    }
+
+    /// The address at which a piece is copied.
+    fn address_of(&self, piece: &Moving) -> Result<u64> {
+        match piece.what {
+            What::Piece(address) => Ok(address),
+            What::Memory(id) => {
+                let own = self.whole.get(&id).copied();
+                own.or_else(|| self.space.whole(id)).ok_or(Status::UNKNOWN)
+            }
+        }
     }
 
     /// Waits until nothing is copied from or to the store any more, after an error.
@@ -203,14 +253,15 @@ impl<G: Gpu> Session<G> {
     /// # Errors
     /// The memory is on its device, as before.
     fn take_off(&mut self, piece: &Moving) -> Result {
-        let Moving { device, address, size, at, memory } = *piece;
-        match memory {
-            None => {
+        let Moving { what, device, size, at } = *piece;
+        match what {
+            What::Piece(address) => {
                 self.gpu.before_move()?;
                 self.gpu.set_aside(device, address, size)?;
-                self.put(piece, Place::Store(at));
+                self.put(device, address, Place::Store(at));
             }
-            Some(id) => {
+            What::Memory(id) => {
+                self.unmap_whole(piece)?;
                 let mappings = self.space.mappings_of(id);
                 let handle = self.space.memory(id)?.handle()?;
                 Mapper { gpu: &mut self.gpu, torn: &mut self.torn }.hide(handle, device, &mappings)?;
@@ -258,6 +309,7 @@ impl<G: Gpu> Session<G> {
             for piece in batch {
                 self.bring_back(piece, until)?;
                 *back += 1;
+                self.map_whole(piece)?;
             }
             self.begin_copy(Way::In, Lane::Even, batch, store)?;
         }
@@ -267,13 +319,13 @@ impl<G: Gpu> Session<G> {
                 self.gpu.transferred(device, Lane::Even)?;
             }
         }
-        Ok(())
+        coming.iter().try_for_each(|piece| self.unmap_whole(piece))
     }
 
     /// Notes where a piece of a window is now.
-    fn put(&mut self, piece: &Moving, place: Place<G::Piece>) {
-        let window = self.windows.get_mut(piece.device as usize);
-        if let Some((_, _, known)) = window.and_then(|window| window.pieces.find_mut(piece.address)) {
+    fn put(&mut self, device: u32, address: u64, place: Place<G::Piece>) {
+        let window = self.windows.get_mut(device as usize);
+        if let Some((_, _, known)) = window.and_then(|window| window.pieces.find_mut(address)) {
             known.place = place;
         }
     }
@@ -282,12 +334,12 @@ impl<G: Gpu> Session<G> {
     fn bring_back(&mut self, piece: &Moving, until: Instant) -> Result {
         loop {
             self.gpu.before_move()?;
-            let brought = match piece.memory {
-                None => self
+            let brought = match piece.what {
+                What::Piece(address) => self
                     .gpu
-                    .bring_back(piece.device, piece.address, piece.size)
-                    .map(|native| self.put(piece, Place::Device(native))),
-                Some(id) => self.make_again(id, piece),
+                    .bring_back(piece.device, address, piece.size)
+                    .map(|native| self.put(piece.device, address, Place::Device(native))),
+                What::Memory(id) => self.make_again(id, piece),
             };
             match brought {
                 Err(Status::OUT_OF_MEMORY) if Instant::now() < until => std::thread::sleep(LOOK_EVERY),
@@ -300,7 +352,7 @@ impl<G: Gpu> Session<G> {
         }
     }
 
-    /// Makes memory that had no address of its own again, where it was mapped.
+    /// Makes memory that had no address of its own again, and maps it where and as it was.
     fn make_again(&mut self, id: u32, piece: &Moving) -> Result {
         let Moving { device, size, .. } = *piece;
         let mappings = self.space.mappings_of(id);
@@ -314,7 +366,9 @@ impl<G: Gpu> Session<G> {
     }
 
     fn begin_copy(&mut self, way: Way, lane: Lane, batch: &[Moving], store: &mut Store) -> Result {
-        for Moving { device, address, size, at, .. } in batch.iter().copied() {
+        for piece in batch {
+            let Moving { device, size, at, .. } = *piece;
+            let address = self.address_of(piece)?;
             let gpu = RefCell::new(&mut self.gpu);
             let copy = |part| {
                 let mut gpu = gpu.borrow_mut();

@@ -45,6 +45,7 @@ use super::activity::Activity;
 use super::call::{Errors, Result};
 use super::gpu::{self as driver, Unavailable};
 use super::output::{self, Output};
+use super::ranges::Ranges;
 use super::space::Space;
 use super::streams::Streams;
 use crate::config::Backing;
@@ -93,6 +94,8 @@ struct Device {
     /// The streams on which pieces of direct connections are copied to and from its memory, once there are some.
     landing: Option<Stream>,
     sending: Option<Stream>,
+    /// What is mapped as a whole while it moves.
+    whole: Ranges,
     /// Whether something has needed its context. Nothing here does, but NVIDIA's driver takes time to make
     /// one.
     context: AtomicBool,
@@ -174,7 +177,15 @@ impl Software {
             beside
                 .set_device(number, &gpu)
                 .map_err(|status| format!("software device {number}: {status}"))?;
-            devices.push(Device { gpu, number, config, landing: None, sending: None, context });
+            devices.push(Device {
+                gpu,
+                number,
+                config,
+                landing: None,
+                sending: None,
+                whole: Ranges::default(),
+                context,
+            });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         let software = Software {

@@ -70,6 +70,9 @@ struct Used {
     offset: u64,
 }
 
+/// Offset and size of a mapping in granules, and the devices that may access it.
+type Mapped = (u64, u64, &'static [u32]);
+
 /// A session on two devices of 64 MiB, with memory of every kind that moves.
 struct World {
     session: Session<Software>,
@@ -77,6 +80,8 @@ struct World {
     store: Store,
     meter: Arc<Page<Meter>>,
     memory: Vec<Used>,
+    /// Memory without an address: its number, device and size.
+    created: Vec<(u32, u32, u64)>,
     /// What the devices use when all of it is there.
     all: [u64; 2],
 }
@@ -104,6 +109,11 @@ fn contents(used: &Used) -> Vec<u8> {
     bytes
 }
 
+/// All of some memory without an address.
+fn whole(number: u32, size: u64) -> Used {
+    Used { devices: Vec::new(), address: 0, size, seed: number.into(), offset: 0 }
+}
+
 fn file() -> OwnedFd {
     tempfile::tempfile().unwrap().into()
 }
@@ -129,19 +139,24 @@ impl World {
         quota.begin(Limits::default(), Arc::new(terms), Arc::clone(&meter), broker, None);
         let client: Arc<dyn Client> = Arc::new(Nobody);
         let call = Call::new(Arc::clone(&client));
-        let (store, memory) = (Store::default(), Vec::new());
-        let mut world = World { session, call, store, meter, memory, all: [0; 2] };
+        let (store, memory, created) = (Store::default(), Vec::new(), Vec::new());
+        let mut world = World { session, call, store, meter, memory, created, all: [0; 2] };
         world.session.begin(client);
         world.take_memory();
         world.all = world.used();
         for used in world.memory.clone() {
-            world.copy(&used, used.devices[0], &mut contents(&used), Way::In);
+            if world.session.windows[used.devices[0] as usize].pieces.touches(used.address, 1) {
+                world.copy(used.devices[0], used.address, &mut contents(&used), Way::In);
+            }
+        }
+        for (number, device, size) in world.created.clone() {
+            world.copy_whole(number, device, &mut contents(&whole(number, size)), Way::In);
         }
         world
     }
 
     fn take_memory(&mut self) {
-        for (device, at, size) in [(0, 0, 2 * G), (0, 2 * G, G), (0, 3 * G, G), (1, 0, 2 * G)] {
+        for (device, at, size) in [(0, 0, 2 * G), (0, 2 * G, G), (1, 0, G)] {
             let address = window(device) + at;
             self.session.mem_grow(&mut self.call, MemGrow { device, address, size }).unwrap();
             self.session.mem_alloc(&mut self.call, MemAlloc { address, size }).unwrap();
@@ -149,16 +164,32 @@ impl World {
         }
         let reserve = AddressReserve { address: SPACE, size: SPACE_ALIGN };
         self.session.address_reserve(&mut self.call, reserve).unwrap();
-        // The second one is also accessed by the other device.
-        for (number, devices) in [(1, vec![0]), (2, vec![0, 1]), (3, vec![1])] {
-            self.create(number, devices[0], 2 * G);
-            self.map(number, 0, SPACE + u64::from(number) * 8 * G, 2 * G, &devices);
+        // As a whole, the second one also for the other device; in parts, with a part that is mapped nowhere, in
+        // another order; at two addresses, and a part once more, for several devices; as a whole for the other
+        // device only; mapped nowhere.
+        let all: [(u32, u64, &[Mapped]); 6] = [
+            (0, 1, &[(0, 1, &[0])]),
+            (1, 1, &[(0, 1, &[1, 0])]),
+            (0, 3, &[(2, 1, &[0]), (0, 1, &[1, 0])]),
+            (1, 2, &[(0, 2, &[0]), (1, 1, &[1]), (0, 2, &[0, 1])]),
+            (0, 1, &[(0, 1, &[1])]),
+            (1, 1, &[]),
+        ];
+        let mut address = SPACE;
+        for (number, (device, size, mappings)) in (1..).zip(all) {
+            self.create(number, device, size * G);
+            for (offset, size, devices) in mappings {
+                self.map(number, offset * G, address, size * G, devices);
+                // Some are neighbors.
+                address += size * G + number as u64 % 2 * G;
+            }
         }
     }
 
     fn create(&mut self, number: u32, device: u32, size: u64) {
         let create = MemoryCreate { memory: MemoryId(number), device, size, exportable: false };
         self.session.memory_create(&mut self.call, create).unwrap();
+        self.created.push((number, device, size));
     }
 
     fn map(&mut self, number: u32, offset: u64, address: u64, size: u64, devices: &[u32]) {
@@ -172,11 +203,19 @@ impl World {
         self.memory.push(Used { devices, address, size, seed, offset });
     }
 
-    /// Copies between memory and `bytes`, as a device's command would.
-    fn copy(&mut self, used: &Used, device: u32, bytes: &mut [u8], way: Way) {
-        let (address, len) = (used.address, bytes.len());
-        let part = Part { address, host: NonNull::new(bytes.as_mut_ptr()).unwrap(), len };
+    /// Copies between memory and `bytes`.
+    fn copy(&mut self, device: u32, address: u64, bytes: &mut [u8], way: Way) {
+        let part = Part { address, host: NonNull::new(bytes.as_mut_ptr()).unwrap(), len: bytes.len() };
         self.session.gpu.transfer(device, Lane::Even, way, part).unwrap();
+    }
+
+    /// The same for all of some memory without an address, whatever part of it is mapped.
+    fn copy_whole(&mut self, number: u32, device: u32, bytes: &mut [u8], way: Way) {
+        let size = bytes.len() as u64;
+        let handle = self.session.space.memory(number).unwrap().handle().unwrap();
+        let address = self.session.gpu.map_whole(handle, device, size).unwrap();
+        self.copy(device, address, bytes, way);
+        self.session.gpu.unmap_whole(device, address, size).unwrap();
     }
 
     /// Bytes that the devices have in use.
@@ -228,10 +267,18 @@ impl World {
             let expected = contents(&used);
             for device in &used.devices {
                 let mut found = vec![0; used.size as usize];
-                self.copy(&used, *device, &mut found, Way::Out);
+                self.copy(*device, used.address, &mut found, Way::Out);
                 assert!(found == expected, "{used:?} from device {device}");
             }
         }
+        for (number, device, size) in self.created.clone() {
+            if self.session.space.memory(number).unwrap().handle().is_ok() {
+                let mut found = vec![0; size as usize];
+                self.copy_whole(number, device, &mut found, Way::Out);
+                assert!(found == contents(&whole(number, size)), "memory {number}");
+            }
+        }
+        assert!(self.session.whole.is_empty());
     }
 
     fn leave(&mut self, file: Option<OwnedFd>) -> Result {
@@ -261,7 +308,7 @@ impl World {
                 assert_eq!(self.session.is_away(), away > 0);
                 match moved {
                     Ok(()) => break,
-                    Err(_) if failed < 6 => failed += 1,
+                    Err(_) if failed < 3 => failed += 1,
                     Err(_) => return Ended::Stuck,
                 }
             }
@@ -288,7 +335,9 @@ fn nothing_is_lost_whichever_step_fails() {
                 Ended::Back(0) => break,
                 ended => assert_eq!(ended, Ended::Back(1), "step {failing}"),
             }
-            assert_eq!(world.round(!to_file), Ended::Back(0), "step {failing}");
+            if failing % 5 == 0 {
+                assert_eq!(world.round(!to_file), Ended::Back(0), "after step {failing}");
+            }
             steps = failing;
         }
         assert!(steps > 50, "{steps}");
@@ -300,14 +349,13 @@ fn nothing_is_lost_whichever_step_fails() {
 fn a_session_whose_memory_can_be_neither_moved_nor_kept_knows() {
     for moves in [2, u32::MAX] {
         let mut seen = [0; 3];
-        for failing in 1.. {
+        for failing in (1..).step_by(2) {
             let mut world = World::new(&format!("fail-move={failing},fail-moves={moves}"));
-            match world.round(failing % 2 == 0) {
+            match world.round(failing % 4 == 1) {
                 Ended::Back(0) => break,
                 Ended::Back(times) => {
                     assert!(times <= moves);
                     seen[0] += 1;
-                    assert_eq!(world.round(false), Ended::Back(0), "{moves} from {failing} on");
                 }
                 Ended::Stuck => seen[1] += 1,
                 Ended::Torn => seen[2] += 1,
@@ -385,7 +433,7 @@ fn a_file_that_cannot_be_read_gives_nothing_back_until_it_can() {
 fn what_has_left_to_memory_does_not_continue_in_a_file() {
     for (first_to_file, then_to_file) in [(false, true), (true, false), (true, true)] {
         let mut tried = 0;
-        for failing in 1.. {
+        for failing in (1..).step_by(4) {
             let mut world = World::new(&format!("fail-move={failing}"));
             if world.leave(first_to_file.then(file)).is_ok() {
                 break;
@@ -407,7 +455,7 @@ fn what_has_left_to_memory_does_not_continue_in_a_file() {
 
 #[test]
 fn batches_are_of_one_device_and_limited() {
-    let piece = |device, size| Moving { device, address: 0, size, at: 0, memory: None };
+    let piece = |device, size| Moving { what: What::Piece(0), device, size, at: 0 };
     let all = [
         piece(0, BATCH / 2),
         piece(0, BATCH / 2),
