@@ -357,7 +357,9 @@ fn memory_without_an_address_leaves_however_it_is_mapped_unless_it_is_shared() {
     reader.call(&MemoryImport { memory: all[0], token }).unwrap();
     map(&mut reader, all[0], 0, at(0), PART);
     check_at(&mut reader, at(0), 2, 0, PART);
-    all.iter().for_each(|memory| drop(s.call(&MemoryRelease { memory: *memory }).unwrap()));
+    for memory in all {
+        s.call(&MemoryRelease { memory }).unwrap();
+    }
     check(&mut other, 9, 2, SIZE);
 }
 

@@ -72,7 +72,7 @@ impl<G: Gpu> Session<G> {
             self.still = Some(directs.hold_still().ok_or(Status::NOT_READY)?);
         }
         let left = self.leave_idle_devices(cx, store, file, patience);
-        if !self.has_left() {
+        if !self.has_left() && self.torn.is_none() {
             self.still = None;
         }
         left
