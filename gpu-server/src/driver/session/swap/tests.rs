@@ -4,15 +4,14 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use host_bridge::endpoint::{Client, Sink, Source};
-use protocol::data::HostRange;
+use host_bridge::endpoint::Client;
 use protocol::handle::MemoryId;
-use protocol::link::ProgressUpdate;
 use protocol::ops::memory::*;
 
 use super::*;
 use crate::config::{Backend as Choice, Backing};
 use crate::cuda_ipc::Broker;
+use crate::doubles::Listener;
 use crate::driver::Backend;
 use crate::driver::gpu::GpuMemory;
 use crate::driver::nvml::Management;
@@ -24,39 +23,6 @@ use crate::pages::{Meter, Page, Terms};
 
 const G: u64 = 2 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A client without memory.
-struct Nobody;
-
-impl Client for Nobody {
-    fn reply(&self, _seq: u64, _slot: u16, _status: Status, _payload: &[u8]) {}
-
-    fn publish(&self, _updates: &[ProgressUpdate]) {}
-
-    fn executed(&self, _seq: u64) {}
-
-    fn source(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Source, Status> {
-        Err(Status::INVALID_VALUE)
-    }
-
-    fn sink(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Sink, Status> {
-        Err(Status::INVALID_VALUE)
-    }
-
-    fn nothing_sent(&self, _seq: u64) {}
-
-    fn lose(&self, _reason: &str) {}
-
-    fn close(&self) {}
-
-    fn streams_data(&self) -> bool {
-        false
-    }
-
-    fn traffic(&self) -> (u64, u64) {
-        (0, 0)
-    }
-}
 
 /// Memory that a session can use.
 #[derive(Debug, Clone)]
@@ -137,7 +103,7 @@ impl World {
         let broker = Broker::new(Arc::new(daemon));
         broker.close();
         quota.begin(Limits::default(), Arc::new(terms), Arc::clone(&meter), broker, None);
-        let client: Arc<dyn Client> = Arc::new(Nobody);
+        let client: Arc<dyn Client> = Arc::new(Listener::new(|_| ()));
         let call = Call::new(Arc::clone(&client));
         let (store, memory, created) = (Store::default(), Vec::new(), Vec::new());
         let mut world = World { session, call, store, meter, memory, created, all: [0; 2] };
