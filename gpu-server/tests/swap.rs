@@ -63,6 +63,11 @@ fn check<S: Session>(s: &mut S, session: u64, round: u64, size: u64) {
 }
 
 fn check_at<S: Session>(s: &mut S, base: u64, session: u64, round: u64, size: u64) {
+    check_part(s, base, session, round, 0, size);
+}
+
+/// Checks memory that shows what was filled, from its byte `offset` on.
+fn check_part<S: Session>(s: &mut S, base: u64, session: u64, round: u64, offset: u64, size: u64) {
     const AT_ONCE: u64 = 2 * MIB;
     for at in (0..size).step_by(AT_ONCE as usize) {
         let room = s.arena(0, &[]);
@@ -70,7 +75,7 @@ fn check_at<S: Session>(s: &mut S, base: u64, session: u64, round: u64, size: u6
         s.push(&MemcpyDtoH { stream: STREAM, dst: HostOut(room), src: base + at });
         s.call(&StreamSynchronize { stream: STREAM }).unwrap();
         let bytes = s.read_arena(0, AT_ONCE as usize);
-        for (index, mebibyte) in (at / MIB..).zip(bytes.chunks(MIB as usize)) {
+        for (index, mebibyte) in ((offset + at) / MIB..).zip(bytes.chunks(MIB as usize)) {
             let expected = word(session, round, index).to_le_bytes();
             // A mebibyte at once: word by word, this unoptimized loop would take most of the test's time.
             if mebibyte != expected.repeat(MIB as usize / 4) {
@@ -288,58 +293,144 @@ fn memory_without_an_address_leaves_and_comes_back_to_where_it_is_mapped() {
 }
 
 #[test]
-fn memory_without_an_address_stays_unless_it_is_mapped_once_as_a_whole_for_this_session_only() {
+fn memory_without_an_address_leaves_however_it_is_mapped_unless_it_is_shared() {
     const PART: u64 = 16 * MIB;
     let at = |part: u64| SPACE + part * PART;
     let server = Server::start(&SWAP);
     let mut s = LocalBridge::connect(&server.socket());
     reserve(&mut s);
     let all: Vec<MemoryId> = (0..7).map(|number| create(&mut s, number, PART).unwrap()).collect();
-    // As a whole; a part; the whole in two parts; twice; exported; no longer accessible. And one that is not mapped.
-    map(&mut s, all[0], 0, at(0), PART);
-    map(&mut s, all[1], 0, at(1), PART / 2);
-    map(&mut s, all[2], 0, at(2), PART / 2);
-    map(&mut s, all[2], PART / 2, at(2) + PART / 2, PART / 2);
-    map(&mut s, all[3], 0, at(3), PART);
-    map(&mut s, all[3], 0, at(8), PART);
-    map(&mut s, all[4], 0, at(4), PART);
-    s.call(&MemoryExport { memory: all[4] }).unwrap();
-    map(&mut s, all[5], 0, at(5), PART);
-    for part in [0, 2, 3, 4, 5] {
+    for (part, memory) in (0..).zip(&all) {
+        map(&mut s, *memory, 0, at(part), PART);
         fill_at(&mut s, at(part), part, 0, PART);
     }
+    // As a whole; its second half; in two parts, side by side in the other order; twice; exported; no longer
+    // accessible; no longer mapped.
+    for part in [1, 2, 6] {
+        s.call(&MemoryUnmap { address: at(part), size: PART }).unwrap();
+    }
+    map(&mut s, all[1], PART / 2, at(1) + PART / 2, PART / 2);
+    map(&mut s, all[2], PART / 2, at(2), PART / 2);
+    map(&mut s, all[2], 0, at(2) + PART / 2, PART / 2);
+    map(&mut s, all[3], 0, at(8), PART);
+    s.call(&MemoryExport { memory: all[4] }).unwrap();
     s.call(&MemoryAccess { address: at(5), size: PART, device: 0, flags: 0 }).unwrap();
     let mut other = LocalBridge::connect(&server.socket());
     take(&mut other, SIZE).unwrap();
-    fill(&mut other, 9, 0, SIZE);
-    is_away(&server, PART);
-    // All of it is as it was. What is mapped once, as a whole, for this session can now leave, too.
-    for part in [0, 2, 3, 4] {
-        check_at(&mut s, at(part), part, 0, PART);
+    for round in 1..3 {
+        fill(&mut other, 9, round, SIZE);
+        is_away(&server, 6 * PART);
+        // All of it is as it was, where it was.
+        check_at(&mut s, at(0), 0, 0, PART);
+        check_part(&mut s, at(1) + PART / 2, 1, 0, PART / 2, PART / 2);
+        check_part(&mut s, at(2), 2, 0, PART / 2, PART / 2);
+        check_part(&mut s, at(2) + PART / 2, 2, 0, 0, PART / 2);
+        check_at(&mut s, at(3), 3, round - 1, PART);
+        check_at(&mut s, at(8), 3, round - 1, PART);
+        check_at(&mut s, at(4), 4, 0, PART);
+        is_away(&server, SIZE);
+        // Both addresses still show the same memory.
+        fill_at(&mut s, at(8), 3, round, PART);
+        check_at(&mut s, at(3), 3, round, PART);
+        check(&mut other, 9, round, SIZE);
     }
-    is_away(&server, SIZE);
-    s.call(&MemoryUnmap { address: at(8), size: PART }).unwrap();
-    s.call(&MemoryUnmap { address: at(1), size: PART / 2 }).unwrap();
-    map(&mut s, all[1], 0, at(1), PART);
+    is_away(&server, 6 * PART);
+    // Also what could not be seen. No mapping is in the way of others, and none is missing.
     s.call(&MemoryAccess { address: at(5), size: PART, device: 0, flags: 3 }).unwrap();
-    fill_at(&mut s, at(1), 1, 0, PART);
-    check(&mut other, 9, 0, SIZE);
-    is_away(&server, 4 * PART);
-    for part in 0..6 {
+    check_at(&mut s, at(5), 5, 0, PART);
+    s.call(&MemoryUnmap { address: at(1) + PART / 2, size: PART / 2 }).unwrap();
+    for part in [1, 6] {
+        map(&mut s, all[part as usize], 0, at(part), PART);
         check_at(&mut s, at(part), part, 0, PART);
     }
-    // It can be unmapped, exported and released as before.
-    let token = s.call(&MemoryExport { memory: all[0] }).unwrap().token;
+    for (address, size) in [(at(2), PART / 2), (at(2) + PART / 2, PART / 2), (at(3), PART), (at(8), PART)] {
+        s.call(&MemoryUnmap { address, size }).unwrap();
+    }
+    for part in [0, 1, 4, 5, 6] {
+        s.call(&MemoryUnmap { address: at(part), size: PART }).unwrap();
+    }
+    s.call(&AddressFree { address: SPACE, size: SPACE_ALIGN }).unwrap();
+    // It can be exported and released as before.
+    let token = s.call(&MemoryExport { memory: all[2] }).unwrap().token;
     let mut reader = LocalBridge::connect(&server.socket());
     reserve(&mut reader);
     reader.call(&MemoryImport { memory: all[0], token }).unwrap();
     map(&mut reader, all[0], 0, at(0), PART);
-    check_at(&mut reader, at(0), 0, 0, PART);
-    for part in [1, 3, 5] {
-        s.call(&MemoryUnmap { address: at(part), size: PART }).unwrap();
-        s.call(&MemoryRelease { memory: all[part as usize] }).unwrap();
+    check_at(&mut reader, at(0), 2, 0, PART);
+    for memory in all {
+        s.call(&MemoryRelease { memory }).unwrap();
     }
-    check(&mut other, 9, 0, SIZE);
+    check(&mut other, 9, 2, SIZE);
+}
+
+/// Steps of moving a session of [`SIZE`] off a device: preparing the store twice, six copies of at most 64 MiB,
+/// and for each of four pieces waiting for its copies and releasing its memory. Then it returns.
+const STEPS: u32 = 16;
+
+fn failing(from: u32, steps: u32) -> String {
+    format!("--software-imitate=fail-move={from},fail-moves={steps}")
+}
+
+/// Each of both sessions fails at that step, once: at a copy, when memory is released, when it is to return.
+#[test]
+fn sessions_take_turns_although_moving_their_memory_fails_halfway() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = format!("--swap-folder={}", folder.path().display());
+    for (step, to_file) in
+        [(1, false), (5, false), (11, true), (12, false), (15, false), (18, true), (22, false), (27, true)]
+    {
+        let imitate = failing(step, 1);
+        let memory = if to_file { "--swap-memory=64M" } else { SWAP[0] };
+        let server = Server::start(&[memory, SWAP[1], &files, &imitate]);
+        let mut sessions = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
+        for round in 0..3 {
+            for (number, s) in (0..).zip(&mut sessions) {
+                if round == 0 {
+                    take(s, SIZE).unwrap();
+                } else {
+                    check(s, number, round - 1, SIZE);
+                }
+                fill(s, number, round, SIZE);
+            }
+        }
+        is_away(&server, SIZE);
+        until("all that has moved is counted", || {
+            swap(&server, "bytes_left") == swap(&server, "bytes_returned") + SIZE
+        });
+        drop(sessions);
+        until("both have ended", || server.sessions() == 0);
+        until("nothing is kept", || (swap(&server, "away"), swap(&server, "memory_kept")) == (0, 0));
+    }
+}
+
+#[test]
+fn a_session_whose_memory_never_returns_is_lost_and_others_go_on() {
+    // The first step of returning; the third piece, after two have memory again.
+    for step in [STEPS + 1, STEPS + 3] {
+        let server = Server::start(&[SWAP[0], SWAP[1], &failing(step, u32::MAX)]);
+        let mut first = LocalBridge::connect(&server.socket());
+        take(&mut first, SIZE).unwrap();
+        fill(&mut first, 1, 0, SIZE);
+        let mut second = LocalBridge::connect(&server.socket());
+        take(&mut second, SIZE).unwrap();
+        fill(&mut second, 2, 0, SIZE);
+        is_away(&server, SIZE);
+        // It can leave, but its return fails, too.
+        first.send(1, &StreamSynchronize { stream: STREAM });
+        until("the first session is lost", || first.lost().is_some());
+        let reason = first.lost().unwrap();
+        assert!(reason.contains("device memory cannot be brought back"), "{reason}");
+        drop(first);
+        until("it has ended", || server.sessions() == 1);
+        let mut third = LocalBridge::connect(&server.socket());
+        take(&mut third, SIZE).unwrap();
+        fill(&mut third, 3, 0, SIZE);
+        check(&mut third, 3, 0, SIZE);
+        drop(third);
+        until("it has ended, too", || server.sessions() == 1);
+        second.send(1, &StreamSynchronize { stream: STREAM });
+        until("the second session is lost", || second.lost().is_some());
+    }
 }
 
 #[test]

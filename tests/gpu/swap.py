@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Device memory beyond what the device has: sessions that work in turn, through rgpu and with CUDA's managed memory natively.
 
-    swap.py DIST [--backend cuda|software] [--limit-mib N] [--percent N] [--sessions N] [--rounds N] [--host-mib N] [--folder FOLDER] [--created] [--native]
+    swap.py DIST [--backend cuda|software] [--limit-mib N] [--percent N] [--sessions N] [--rounds N] [--host-mib N] [--folder FOLDER] [--created [whole|twice]] [--native]
 
 DIST is a folder that `cargo xtask dist` makes. The server lets its sessions use --limit-mib of the device at a time (default: 30720), and each of --sessions programs (default: 4) allocates --percent of that
 (default: 60). They take turns, --rounds each (default: 4). In its turn a program launches a first small kernel, then one that checks and changes all of its memory. The script prints, for each turn, the milliseconds until the
 first launch was done and for the whole turn, and at the end GB/s each way while memory moved, as the workers measured it, and the sessions' own memory in GB. The first round is not in the summary: programs
 allocate then, and memory of the server's machine is page-locked for the first time.
 
-With --created, the programs' memory is that of cuMemCreate, mapped once as a whole, as PyTorch's expandable segments are. --native runs the same programs without rgpu with managed memory, while another program holds the rest of the device. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
+With --created, the programs' memory is that of cuMemCreate: mapped once as a whole, as PyTorch's expandable segments are; or at two addresses, which take turns, too. --native runs the same programs without rgpu with managed memory, while another program holds the rest of the device. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
 to files there. Exit status: 1 if a program found wrong data or failed.
 
 RGPU_LIB_DIR names the folder of the guest libraries where DIST has none.
@@ -91,7 +91,8 @@ class Program:
         self.pieces = []
         while size > 0:
             piece = min(size, PIECE)
-            self.pieces.append((self.allocate(piece, kind), piece // 4))
+            addresses = self.create(piece, 2) if kind == "twice" else [self.allocate(piece, kind)]
+            self.pieces.append((addresses, piece // 4))
             size -= piece
 
     def call(self, name, *arguments):
@@ -100,23 +101,31 @@ class Program:
             sys.exit(f"{name}: CUDA error {result}")
 
     def allocate(self, size, kind):
-        """`kind` is one of "allocated", "created" and "managed"."""
+        """`kind` is one of "allocated", "whole" and "managed"."""
         at = ctypes.c_uint64()
         if kind == "managed":
             self.call("cuMemAllocManaged", ctypes.byref(at), ctypes.c_size_t(size), 1)
-        elif kind == "created":
-            # CUmemAllocationProp: pinned memory of device 0. CUmemAccessDesc: device 0 may read and write.
-            properties, access = (ctypes.c_uint32 * 8)(1, 0, 1, 0), (ctypes.c_uint32 * 3)(1, 0, 3)
-            granularity, handle = ctypes.c_size_t(), ctypes.c_uint64()
-            self.call("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
-            size = ctypes.c_size_t(-(-size // granularity.value) * granularity.value)
-            self.call("cuMemCreate", ctypes.byref(handle), size, properties, ctypes.c_uint64(0))
-            self.call("cuMemAddressReserve", ctypes.byref(at), size, ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
-            self.call("cuMemMap", at, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
-            self.call("cuMemSetAccess", at, size, access, ctypes.c_size_t(1))
+        elif kind == "whole":
+            at = self.create(size, 1)[0]
         else:
             self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
         return at
+
+    def create(self, size, times):
+        """Memory of cuMemCreate that is mapped at so many addresses; these."""
+        # CUmemAllocationProp: pinned memory of device 0. CUmemAccessDesc: device 0 may read and write.
+        properties, access = (ctypes.c_uint32 * 8)(1, 0, 1, 0), (ctypes.c_uint32 * 3)(1, 0, 3)
+        granularity, handle, addresses = ctypes.c_size_t(), ctypes.c_uint64(), []
+        self.call("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
+        size = ctypes.c_size_t(-(-size // granularity.value) * granularity.value)
+        self.call("cuMemCreate", ctypes.byref(handle), size, properties, ctypes.c_uint64(0))
+        for _ in range(times):
+            at = ctypes.c_uint64()
+            self.call("cuMemAddressReserve", ctypes.byref(at), size, ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+            self.call("cuMemMap", at, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+            self.call("cuMemSetAccess", at, size, access, ctypes.c_size_t(1))
+            addresses.append(at)
+        return addresses
 
     def launch(self, memory, count, expected, following, blocks):
         values = [memory, ctypes.c_uint64(count), ctypes.c_uint32(expected), ctypes.c_uint32(following), self.wrong]
@@ -132,13 +141,13 @@ class Program:
         began = time.monotonic()
         if number == 0:
             # What is in new memory is not known.
-            self.launch(self.pieces[0][0], 1, seed, seed, 1)
+            self.launch(self.pieces[0][0][0], 1, seed, seed, 1)
         else:
-            self.launch(self.pieces[0][0], 1, seed + number - 1, seed + number - 1, 1)
+            self.launch(self.pieces[0][0][0], 1, seed + number - 1, seed + number - 1, 1)
         self.call("cuCtxSynchronize")
         first = time.monotonic() - began
-        for memory, count in self.pieces:
-            self.launch(memory, count, seed + number - 1, seed + number, 2048)
+        for addresses, count in self.pieces:
+            self.launch(addresses[number % len(addresses)], count, seed + number - 1, seed + number, 2048)
         self.call("cuCtxSynchronize")
         whole = time.monotonic() - began
         if number == 0:
@@ -224,7 +233,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--host-mib", type=int)
     parser.add_argument("--folder")
-    parser.add_argument("--created", action="store_true")
+    parser.add_argument("--created", nargs="?", const="whole", choices=("whole", "twice"))
     parser.add_argument("--native", action="store_true")
     options = parser.parse_args()
     size = options.limit_mib * options.percent // 100 << 20
@@ -246,7 +255,7 @@ def main():
                     break
                 time.sleep(0.1)
             run = [options.dist / "bin/rgpuctl", "run", "--server", f"unix:{socket_path}", "--"]
-            kind = "created" if options.created else "allocated"
+            kind = options.created or "allocated"
             right &= take_turns("rgpu", [[*run, *command, kind] for command in arguments], options.rounds)
             with socket.socket(socket.AF_UNIX) as status:
                 status.connect(f"{folder}/status")

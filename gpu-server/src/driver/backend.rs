@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use host_bridge::endpoint::Client;
+use protocol::Status;
 use protocol::handle::StreamId;
 
 use super::activity::Activity;
@@ -74,31 +75,34 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// stream this orders the work of other streams, like any operation there.
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End);
 
-    /// Moves the session's movable memory off its devices into `store`: the memory in its windows that it
-    /// shares with no other session. Call this between two commands. Waits up to `patience` until no device
-    /// works for the session. No command may be executed until [`come_back`](Backend::come_back) has
-    /// succeeded. Returns the number of bytes moved.
+    /// Moves the session's movable memory off its devices into `store`: to `file`, or to memory. Call this
+    /// between two commands. Waits up to `patience` until no device works for the session. No command may be
+    /// executed until [`come_back`](Backend::come_back) has succeeded. What has left before stays in the store.
     ///
     /// # Errors
     /// `NOT_READY` if a device is still working; otherwise what went wrong. What has not been moved stays in
-    /// place, and what has been moved is in `store`.
+    /// place, and what has been moved is in `store`. A later call moves the rest.
     fn leave(
         &mut self,
         call: &mut Call,
         store: &mut Store,
         file: Option<OwnedFd>,
         patience: Duration,
-    ) -> call::Result<u64>;
+    ) -> call::Result;
 
-    /// Moves everything that [`leave`](Backend::leave) moved back to the same addresses. Returns the number
-    /// of bytes.
+    /// Moves everything that [`leave`](Backend::leave) moved back to the same addresses.
     ///
     /// # Errors
-    /// An error if a device has no room. Everything is then in `store`.
-    fn come_back(&mut self, store: &mut Store) -> call::Result<u64>;
+    /// `OUT_OF_MEMORY` if a device has no room; otherwise what went wrong. Everything that had left is then
+    /// in `store`.
+    fn come_back(&mut self, store: &mut Store) -> call::Result;
 
     /// Whether any memory is in a store.
     fn is_away(&self) -> bool;
+
+    /// Set after an error that could not be undone: memory is neither whole where it belongs nor whole in the
+    /// store. No further command may be executed.
+    fn torn(&self) -> Option<Status>;
 
     /// Releases a store's memory. The store is empty.
     fn clear(&mut self, store: &mut Store);

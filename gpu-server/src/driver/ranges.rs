@@ -73,14 +73,9 @@ impl<V> Ranges<V> {
         self.0.is_empty()
     }
 
-    /// The values of all ranges.
-    pub fn values(&self) -> impl Iterator<Item = &V> {
-        self.0.values().map(|(_, value)| value)
-    }
-
-    /// All ranges: first address, size and mutable value.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = (u64, u64, &mut V)> {
-        self.0.iter_mut().map(|(start, (size, value))| (*start, *size, value))
+    /// All ranges: first address, size and value.
+    pub fn all(&self) -> impl Iterator<Item = (u64, u64, &V)> {
+        self.0.iter().map(|(start, (size, value))| (*start, *size, value))
     }
 
     /// All ranges: first address and size.

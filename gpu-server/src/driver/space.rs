@@ -93,13 +93,11 @@ pub struct Mapping {
     pub read_only: Vec<u32>,
 }
 
-/// Memory that can leave its device, and come back to its address.
+/// Memory that can leave its device, and come back to where it is mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Movable {
     /// Ordinal of its device.
     pub device: u32,
-    /// Where it is mapped.
-    pub address: u64,
     /// Its size in bytes.
     pub size: u64,
 }
@@ -288,24 +286,33 @@ impl<M> Space<M> {
         }
     }
 
-    /// Whether memory can leave its device: no other session has it, and its device reads and writes all of it at
-    /// one address.
+    /// Whether memory can leave its device: no other session can have it.
     pub fn movable(&self, id: u32) -> Option<Movable> {
         let memory = self.memories.get(&id).filter(|memory| memory.shared().is_none())?;
-        let Memory { device, size, ref addresses, .. } = *memory;
-        let address = *addresses.first().filter(|_| addresses.len() == 1)?;
-        let mapping = self.mappings.get(&address)?;
-        let whole = mapping.offset == 0 && mapping.size == size;
-        let own = mapping.access.contains(&device) && !mapping.read_only.contains(&device);
-        (whole && own).then_some(Movable { device, address, size })
+        Some(Movable { device: memory.device, size: memory.size })
     }
 
-    /// All memory that can leave and has not, and all that has left, with the offset in the store.
-    pub fn all_movable(&self) -> impl Iterator<Item = (u32, Movable, Option<u64>)> {
-        self.memories.iter().filter_map(|(id, memory)| {
-            let at = if let Place::Store(at) = memory.place { Some(at) } else { None };
-            Some((*id, self.movable(*id)?, at))
-        })
+    /// An address at which memory's own device reads and writes all of it.
+    pub fn whole(&self, id: u32) -> Option<u64> {
+        let Memory { device, size, ref addresses, .. } = *self.memories.get(&id)?;
+        let is_whole = |address: &&u64| {
+            self.mappings.get(address).is_some_and(|mapping| {
+                let own = mapping.access.contains(&device) && !mapping.read_only.contains(&device);
+                mapping.offset == 0 && mapping.size == size && own
+            })
+        };
+        addresses.iter().find(is_whole).copied()
+    }
+
+    /// All memory that can leave or has left, and where it is.
+    pub fn all_movable(&self) -> impl Iterator<Item = (u32, Movable, Place<()>)> {
+        self.memories.iter().filter_map(|(id, memory)| Some((*id, self.movable(*id)?, memory.place.kind())))
+    }
+
+    /// Where memory is mapped, and how.
+    pub fn mappings_of(&self, id: u32) -> Vec<(u64, Mapping)> {
+        let addresses = self.memories.get(&id).into_iter().flat_map(|memory| &memory.addresses);
+        addresses.filter_map(|address| Some((*address, self.mappings.get(address)?.clone()))).collect()
     }
 
     /// Memory is at another place now. Returns the former one.
@@ -423,30 +430,44 @@ mod tests {
     }
 
     #[test]
-    fn memory_can_leave_while_its_device_reads_and_writes_all_of_it_at_one_address() {
+    fn memory_can_leave_unless_it_is_shared() {
         let quota = unlimited();
         let mut space = space(&quota);
-        let whole = Movable { device: 0, address: SPACE, size: 4 * G };
-        assert_eq!(space.movable(1), None);
+        let movable = Movable { device: 0, size: 4 * G };
+        assert_eq!((space.movable(1), space.movable(2)), (Some(movable), None));
         space.map(1, 0, SPACE, 4 * G);
-        assert_eq!(space.movable(1), None);
-        // Another device, its own one, which then may only read.
-        for (device, flags, movable) in [(1, 3, None), (0, 3, Some(whole)), (0, 1, None), (0, 3, Some(whole))]
-        {
-            space.set_access(SPACE, device, flags);
-            assert_eq!(space.movable(1), movable, "{device} {flags}");
-        }
-        space.map(1, 0, SPACE + 4 * G, G);
-        assert_eq!(space.movable(1), None);
-        space.unmap(SPACE + 4 * G);
-        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, None)]);
+        space.map(1, G, SPACE + 4 * G, G);
+        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, movable, Place::Device(()))]);
         assert!(matches!(space.put(1, Place::Store(7)), Some(Place::Device(()))));
-        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, whole, Some(7))]);
+        assert_eq!(space.all_movable().collect::<Vec<_>>(), [(1, movable, Place::Store(7))]);
         assert_eq!(space.memory(1).unwrap().handle(), Err(Status::UNKNOWN));
         space.put(1, Place::Device(()));
         space.export(1, [1; 16]);
         assert_eq!(space.movable(1), None);
-        assert_eq!(space.movable(2), None);
+        let charge = quota.charge(DEVICE, G).unwrap().into();
+        space.add(2, Memory::imported(0, G, [2; 16], (), charge));
+        assert_eq!(space.all_movable().count(), 0);
+    }
+
+    #[test]
+    fn an_address_where_the_own_device_reads_and_writes_all_of_it_is_found() {
+        let quota = unlimited();
+        let mut space = space(&quota);
+        assert_eq!(space.whole(1), None);
+        // A part; all of it, for another device, its own one, which then may only read.
+        space.map(1, 0, SPACE, G);
+        space.set_access(SPACE, 0, 3);
+        let address = SPACE + 2 * G;
+        space.map(1, 0, address, 4 * G);
+        for (device, flags, whole) in
+            [(1, 3, None), (0, 3, Some(address)), (0, 1, None), (0, 3, Some(address)), (0, 0, None)]
+        {
+            space.set_access(address, device, flags);
+            assert_eq!(space.whole(1), whole, "{device} {flags}");
+        }
+        let mappings: Vec<_> = space.mappings_of(1).into_iter().map(|(at, of)| (at, of.size)).collect();
+        assert_eq!(mappings, [(SPACE, G), (address, 4 * G)]);
+        assert!(space.mappings_of(2).is_empty());
     }
 
     #[test]

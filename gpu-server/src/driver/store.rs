@@ -14,7 +14,7 @@ use protocol::Status;
 use super::call::Result;
 
 /// Size of a chunk, and of each copy to or from a file, in bytes.
-const CHUNK: u64 = 64 << 20;
+const CHUNK: u64 = if cfg!(test) { 2 << 20 } else { 64 << 20 };
 /// Bytes of a huge page.
 const HUGE: usize = 2 << 20;
 /// Threads that fault in the pages of a chunk.
@@ -119,11 +119,22 @@ pub struct Store {
 }
 
 /// Where bytes are that can leave their device. `T` belongs to the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place<T> {
     /// On their device.
     Device(T),
     /// In the store, from this offset on.
     Store(u64),
+}
+
+impl<T> Place<T> {
+    /// The same without what belongs to the GPU.
+    pub fn kind(&self) -> Place<()> {
+        match self {
+            Place::Device(_) => Place::Device(()),
+            Place::Store(at) => Place::Store(*at),
+        }
+    }
 }
 
 /// The direction of a transfer.
@@ -155,11 +166,12 @@ impl Lane {
 }
 
 impl Store {
-    /// Makes room for `bytes`, in the file if there is one. `lock` page-locks chunks.
+    /// Decides where the next `bytes` go: to a file, or to memory. What is in the store now is given up.
     ///
     /// # Errors
-    /// `OUT_OF_MEMORY` if there is no room. Existing contents stay.
-    pub fn reserve(&mut self, bytes: u64, file: Option<OwnedFd>, mut lock: impl FnMut(&mut Chunk)) -> Result {
+    /// `OUT_OF_MEMORY` if the file gets no room.
+    pub fn begin(&mut self, bytes: u64, file: Option<OwnedFd>) -> Result {
+        self.file = None;
         if let Some(file) = file.map(File::from) {
             let made = nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, bytes as i64);
             made.map_err(|e| {
@@ -168,6 +180,20 @@ impl Store {
             })?;
             self.file = Some(file);
         }
+        Ok(())
+    }
+
+    /// Whether bytes go to a file.
+    pub fn has_file(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Makes memory for the first `bytes`, or for what passes through on its way to the file. `lock` page-locks
+    /// chunks.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY` if there is no room. Existing contents stay.
+    pub fn reserve(&mut self, bytes: u64, mut lock: impl FnMut(&mut Chunk)) -> Result {
         let wanted = if self.file.is_some() { 1 } else { bytes.div_ceil(CHUNK) };
         while (self.chunks.len() as u64) < wanted {
             let mut chunk = Chunk::new()?;
@@ -270,7 +296,9 @@ mod tests {
             let mut store = Store::default();
             let chunks = if file.is_some() { 1 } else { 2 };
             let mut locked = 0;
-            store.reserve(size, file, |_| locked += 1).unwrap();
+            store.begin(size, file).unwrap();
+            assert_eq!(store.has_file(), chunks == 1);
+            store.reserve(size, |_| locked += 1).unwrap();
             assert_eq!((locked, store.memory()), (chunks, chunks * CHUNK));
             transfer(&mut store, Way::Out, &mut device, 0, 0, size - 777);
             transfer(&mut store, Way::Out, &mut device, size - 777, size - 777, 777);
@@ -285,10 +313,10 @@ mod tests {
     #[test]
     fn a_store_grows_and_stays_in_bounds() {
         let mut store = Store::default();
-        store.reserve(1, None, |_| ()).unwrap();
+        store.reserve(1, |_| ()).unwrap();
         let beyond = store.transfer(Way::Out, 0, CHUNK - 1, 2, |_| Ok(()), || Ok(()));
         assert_eq!(beyond, Err(Status::UNKNOWN));
-        store.reserve(CHUNK + 1, None, |_| ()).unwrap();
+        store.reserve(CHUNK + 1, |_| ()).unwrap();
         let mut device = [1, 2];
         transfer(&mut store, Way::Out, &mut device, 0, CHUNK - 1, 2);
         transfer(&mut store, Way::In, &mut [0, 0], 0, CHUNK - 1, 2);

@@ -3,7 +3,8 @@
 //! Sessions together may hold more memory than a device has. Each is in one of two states: its movable memory
 //! is **on** its devices, or **away**, in memory of this machine. A session that is away has no movable
 //! memory on any device, and returns only when there is room for all of it. So no session waits for another
-//! while holding half of its memory.
+//! while holding half of its memory. If leaving fails halfway, the session is ordered again to leave with the
+//! rest, also while it waits to return, if others come first.
 //!
 //! Sessions that need room wait in line, and keep their place for a moment after getting some, because
 //! programs allocate in pieces. For the first in line, other sessions are ordered to leave: idle ones before
@@ -156,6 +157,11 @@ fn take(from: &mut Bytes, less: &Bytes) {
         let left = from.entry(*device).or_default();
         *left = left.saturating_sub(*bytes);
     }
+}
+
+/// What a session can still move off its devices.
+fn left(view: &View) -> Bytes {
+    missing(&view.movable, &view.away)
 }
 
 /// How much of `wanted` is missing in `there`.
@@ -328,8 +334,9 @@ impl Residency {
             if short.is_empty() {
                 break;
             }
-            if short.keys().any(|device| other.movable.contains_key(device)) {
-                short = missing(&short, &other.movable);
+            let left = left(other);
+            if short.keys().any(|device| left.contains_key(device)) {
+                short = missing(&short, &left);
                 chosen.push((busy, other));
             }
         }
@@ -387,13 +394,13 @@ impl Residency {
                 && other.swap
                 && known.order.is_none()
                 && !known.slow
-                && (self.place(other).is_none() || other.yields && self.place(other) > self.place(waiting))
-                && !known.away
-                && sum(&other.movable) > 0;
+                && (self.place(other).is_none()
+                    || (other.yields || other.returns) && self.place(other) > self.place(waiting))
+                && !left(other).is_empty();
             if !may {
                 continue;
             }
-            if self.place(other).is_some() {
+            if self.place(other).is_some() && known.not_before <= now {
                 // It can do nothing with what it has.
                 found.push((false, other.principal != waiting.principal, 0, other));
                 continue;
@@ -401,7 +408,7 @@ impl Residency {
             let rested = other.rested.filter(|since| since.saturating_add(IDLE) <= now);
             let residency = self.rules.residency.saturating_mul(if rested.is_none() { BUSY } else { 1 });
             if known.since.saturating_add(residency) > now || known.not_before > now {
-                add(kept, &other.movable);
+                add(kept, &left(other));
                 continue;
             }
             let others = other.principal != waiting.principal;

@@ -19,6 +19,7 @@ use handover::clock;
 use host_bridge::endpoint::Lost;
 use protocol::Status;
 
+use crate::driver::call::is_sticky;
 use crate::driver::store::Store;
 use crate::driver::{Backend, Call};
 use crate::pages::{Page, Terms, gate};
@@ -32,6 +33,9 @@ const BUSY_WITHIN: Duration = Duration::from_secs(1);
 /// While a session waits for room, how often it looks around and asks again, because a new daemon may not
 /// know about it.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How often in a row memory may fail to return, other than for lack of room, until the session is lost. The
+/// daemon pauses before each time, and twice as long as before the previous one.
+const RETURNS: u32 = 5;
 
 /// An order, its number, and its file.
 type Ordered = (u32, MemoryOrder, Option<OwnedFd>);
@@ -77,19 +81,33 @@ pub(super) struct Residence {
     store: Store,
     /// Whether memory is in the store.
     away: bool,
+    /// How often in a row memory has failed to return, other than for lack of room.
+    failed: u32,
+    /// Why memory will never return.
+    gone: Option<Status>,
     /// Whether the server moves device memory at all.
     on: bool,
 }
 
 impl Residence {
     pub(super) fn new(orders: Arc<Orders>, room: Arc<Room>, terms: Arc<Page<Terms>>, on: bool) -> Residence {
-        Residence { orders, room, terms, store: Store::default(), away: false, on }
+        Residence { orders, room, terms, store: Store::default(), away: false, failed: 0, gone: None, on }
     }
 
     /// Whether memory must be brought back before the next command.
     #[inline]
     pub(super) fn is_away(&self) -> bool {
         self.away
+    }
+
+    /// # Errors
+    /// If memory will never return, or the session has ended meanwhile.
+    fn check(&self, over: &impl Fn() -> bool) -> Result<(), Lost> {
+        match self.gone {
+            Some(status) => Err(Lost::new(format!("device memory cannot be brought back: {status}"))),
+            None if over() => Err(Lost::new("the session ended while it waited for device memory")),
+            None => Ok(()),
+        }
     }
 
     /// Called before the dispatcher sleeps: carries out orders.
@@ -107,7 +125,7 @@ impl Residence {
     /// out orders, and waits until the memory is back. `over`: whether the session is over.
     ///
     /// # Errors
-    /// If the session has ended meanwhile.
+    /// If the session has ended meanwhile, or has lost its memory.
     pub(super) fn before(
         &mut self,
         backend: &mut dyn Backend,
@@ -129,15 +147,14 @@ impl Residence {
         memory.returns.store(1, Ordering::Release);
         while self.away {
             self.room.ring();
-            if over() {
-                return Err(Lost::new("the session ended while it waited for device memory"));
-            }
+            self.check(&over)?;
             match self.orders.wait(LOOK_EVERY) {
                 Some((number, MemoryOrder::Return, _)) => {
                     let returned = self.come_back(backend);
                     self.done(number, returned);
                 }
-                Some((number, _, _)) => self.done(number, true),
+                // Part of it may still be there, and another session comes first.
+                Some(ordered) => self.obey(backend, call, ordered, BUSY_WITHIN),
                 None => {}
             }
         }
@@ -152,7 +169,7 @@ impl Residence {
     /// afterwards.
     ///
     /// # Errors
-    /// If the session has ended meanwhile.
+    /// As for [`before`](Residence::before).
     pub(super) fn until_room(
         &mut self,
         backend: &mut dyn Backend,
@@ -166,9 +183,7 @@ impl Residence {
         self.room.meter.memory.yields.store(1, Ordering::Release);
         loop {
             self.room.ring();
-            if over() {
-                return Err(Lost::new("the session ended while it waited for device memory"));
-            }
+            self.check(&over)?;
             let moves = self.terms.moves.load(Ordering::Relaxed);
             let (seen, since) = *patience.0.get_or_insert((moves, Instant::now()));
             if seen != moves {
@@ -206,8 +221,7 @@ impl Residence {
         let (number, order, file) = ordered;
         self.room.meter.memory.begun.store(number, Ordering::Release);
         let obeyed = match order {
-            // The previous daemon may have ordered it, too.
-            MemoryOrder::Leave { .. } if self.away => true,
+            // If the previous daemon ordered it, too, nothing is left to do.
             MemoryOrder::Leave { .. } => self.leave(backend, call, file, patience),
             MemoryOrder::Forget if self.away => false,
             MemoryOrder::Forget => {
@@ -227,12 +241,14 @@ impl Residence {
         file: Option<OwnedFd>,
         patience: Duration,
     ) -> bool {
-        let begun = Instant::now();
+        let (begun, before) = (Instant::now(), self.bytes_away());
         let left = backend.leave(call, &mut self.store, file, patience);
-        self.away = backend.is_away();
+        self.look_at(backend);
+        let bytes = self.bytes_away().saturating_sub(before);
+        // Also after an error: what has left is away, and will be counted when it returns.
+        note(&self.room.meter.memory.left, bytes, begun);
         match left {
-            Ok(bytes) => {
-                note(&self.room.meter.memory.left, bytes, begun);
+            Ok(()) => {
                 tracing::info!(
                     bytes,
                     ms = begun.elapsed().as_millis() as u64,
@@ -245,27 +261,50 @@ impl Residence {
                 false
             }
             Err(status) => {
-                tracing::warn!("device memory stays where it is, at least in part: {status}");
+                tracing::warn!(bytes, "device memory stays where it is, except for these bytes: {status}");
                 false
             }
         }
     }
 
     fn come_back(&mut self, backend: &mut dyn Backend) -> bool {
-        let begun = Instant::now();
+        let (begun, before) = (Instant::now(), self.bytes_away());
         let returned = backend.come_back(&mut self.store);
-        self.away = backend.is_away();
+        self.look_at(backend);
+        let bytes = before.saturating_sub(self.bytes_away());
         match returned {
-            Ok(bytes) => {
+            Ok(()) => {
+                self.failed = 0;
                 note(&self.room.meter.memory.returned, bytes, begun);
                 tracing::info!(bytes, ms = begun.elapsed().as_millis() as u64, "moved device memory back");
                 true
             }
+            Err(Status::OUT_OF_MEMORY) => {
+                tracing::info!("device memory cannot come back yet: there is no room");
+                false
+            }
             Err(status) => {
-                tracing::info!("device memory cannot come back yet: {status}");
+                tracing::warn!("device memory cannot come back: {status}");
+                self.failed += 1;
+                if self.failed >= RETURNS || is_sticky(status) {
+                    self.gone.get_or_insert(status);
+                }
                 false
             }
         }
+    }
+
+    /// Notes the state in which moving memory has left the session.
+    fn look_at(&mut self, backend: &dyn Backend) {
+        self.gone = self.gone.or(backend.torn());
+        // Then a command must not use what is there.
+        self.away = backend.is_away() || self.gone.is_some();
+    }
+
+    /// The session's bytes that are off their devices.
+    fn bytes_away(&self) -> u64 {
+        let all = &self.room.meter.memory.away;
+        all.iter().fold(0, |sum, bytes| sum.saturating_add(bytes.load(Ordering::Relaxed)))
     }
 
     /// Reports that an order was handled.
@@ -278,8 +317,11 @@ impl Residence {
     }
 }
 
-/// Adds to the totals of bytes and ns.
+/// Adds to the totals of bytes and ns, if anything moved.
 fn note([bytes, ns]: &[AtomicU64; 2], moved: u64, begun: Instant) {
+    if moved == 0 {
+        return;
+    }
     bytes.fetch_add(moved, Ordering::Relaxed);
     ns.fetch_add(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
 }

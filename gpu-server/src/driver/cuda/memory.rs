@@ -238,6 +238,38 @@ impl GpuMemory for Cuda {
         unsafe { self.api.memory_access(address, mapping.size as usize, &desc, 1) }
     }
 
+    fn map_whole(&mut self, memory: &u64, device: u32, size: u64) -> Result<u64> {
+        let access = AccessDesc::device(self.device(device)?.handle, true);
+        self.enter_context(ContextId(device))?;
+        let (size, mut at) = (size as usize, 0);
+        // SAFETY: fresh addresses, which nobody else knows, for a live handle of this size.
+        unsafe {
+            self.api.address_reserve(&mut at, size, 0, 0, 0)?;
+            let mapped = self.api.memory_map(at, size, 0, *memory, 0);
+            if let Err(status) = mapped.and_then(|()| self.api.memory_access(at, size, &access, 1)) {
+                if mapped.is_ok() {
+                    let _ = self.api.memory_unmap(at, size);
+                }
+                let _ = self.api.address_free(at, size);
+                return Err(status);
+            }
+        }
+        Ok(at)
+    }
+
+    fn unmap_whole(&mut self, device: u32, address: u64, size: u64) -> Result {
+        self.enter_context(ContextId(device))?;
+        // SAFETY: mapped by `map_whole`, with these addresses; no copy is pending.
+        unsafe {
+            self.api.memory_unmap(address, size as usize)?;
+            // If only this fails, no memory is lost.
+            if let Err(status) = self.api.address_free(address, size as usize) {
+                tracing::warn!(size, "addresses could not be freed: {status}");
+            }
+        }
+        Ok(())
+    }
+
     fn export(&mut self, memory: &u64) -> Result<OwnedFd> {
         let mut fd: i32 = -1;
         // SAFETY: a live handle that was made for it; writes one descriptor.

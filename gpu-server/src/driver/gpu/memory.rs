@@ -38,6 +38,12 @@ pub trait GpuMemory {
     /// thread calls it once nothing uses them.
     fn unback(&mut self, device: u32, address: u64, size: u64) -> impl FnOnce() -> Result + Send + 'static;
 
+    /// Called before each step of moving memory off the devices or back. An error is treated as one of the
+    /// step, which is then not begun: this is for imitating failures.
+    fn before_move(&mut self) -> Result {
+        Ok(())
+    }
+
     /// Takes a piece's memory off its device. Its addresses and the allocations in it stay; nothing uses them
     /// until [`bring_back`](GpuMemory::bring_back) has given them memory again.
     fn set_aside(&mut self, device: u32, address: u64, size: u64) -> Result {
@@ -106,6 +112,13 @@ pub trait GpuMemory {
         device: u32,
         flags: u32,
     ) -> Result;
+
+    /// Maps all of `memory` at addresses that the client does not know, where its own device reads and writes
+    /// it, and returns the first one.
+    fn map_whole(&mut self, memory: &Self::Memory, device: u32, size: u64) -> Result<u64>;
+
+    /// Removes what [`map_whole`](GpuMemory::map_whole) mapped.
+    fn unmap_whole(&mut self, device: u32, address: u64, size: u64) -> Result;
 
     /// A descriptor from which other processes can [import](GpuMemory::import) the memory.
     fn export(&mut self, memory: &Self::Memory) -> Result<OwnedFd>;

@@ -166,18 +166,6 @@ impl<G: Gpu> Session<G> {
         Ok((charge, taken))
     }
 
-    /// Does something with memory without an address that may decide whether it can leave its device.
-    fn change_memory<T>(&mut self, id: u32, change: impl FnOnce(&mut Session<G>) -> T) -> T {
-        let before = self.space.movable(id);
-        let done = change(self);
-        let after = self.space.movable(id);
-        if before != after {
-            before.inspect(|memory| self.quota.less_movable(self.gpu.number(memory.device), memory.size));
-            after.inspect(|memory| self.quota.more_movable(self.gpu.number(memory.device), memory.size));
-        }
-        done
-    }
-
     fn broker(&self) -> Result<&Broker> {
         self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
     }
@@ -364,11 +352,14 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         }
         let (charge, handle) = self.take_memory(op.device, op.size, |gpu| gpu.create(op.device, op.size))?;
         self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, handle, charge));
+        self.quota.more_movable(self.gpu.number(op.device), op.size);
         now(MemoryCreateReply {})
     }
 
     fn memory_release(&mut self, _cx: &mut Call, op: MemoryRelease) -> Reply<MemoryReleaseReply> {
+        let movable = self.space.movable(op.memory.0);
         let memory = self.space.remove(op.memory.0)?;
+        movable.inspect(|memory| self.quota.less_movable(self.gpu.number(memory.device), memory.size));
         if let (Some(token), Some(broker)) = (memory.token, &self.broker) {
             broker.unshare(token);
         }
@@ -381,21 +372,16 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         self.space.may_map(op.memory.0, op.offset, op.address, op.size, self.granule())?;
         let memory = self.space.memory(op.memory.0)?;
         self.gpu.map(memory.handle()?, memory.device, op.offset, op.address, op.size)?;
-        self.change_memory(op.memory.0, |session| {
-            session.space.map(op.memory.0, op.offset, op.address, op.size);
-        });
+        self.space.map(op.memory.0, op.offset, op.address, op.size);
         now(MemoryMapReply {})
     }
 
     fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Reply<MemoryUnmapReply> {
-        let memory = self.space.mapping(op.address, op.size)?.memory;
+        self.space.mapping(op.address, op.size)?;
         self.disown(op.address, op.size);
-        self.change_memory(memory, |session| {
-            let mapping = session.space.mapping_mut(op.address, op.size)?;
-            session.gpu.unmap(op.address, op.size, &mut mapping.access)?;
-            session.space.unmap(op.address);
-            Ok(())
-        })?;
+        let mapping = self.space.mapping_mut(op.address, op.size)?;
+        self.gpu.unmap(op.address, op.size, &mut mapping.access)?;
+        self.space.unmap(op.address);
         now(MemoryUnmapReply {})
     }
 
@@ -406,12 +392,12 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if !matches!(op.flags, 0 | 1 | 3) {
             return Err(Status::INVALID_VALUE);
         }
-        let (id, memory) = (mapping.memory, self.space.memory(mapping.memory)?.handle()?);
+        let memory = self.space.memory(mapping.memory)?.handle()?;
         if op.flags == 0 {
             self.disown(op.address, op.size);
         }
         self.gpu.set_access(memory, mapping, op.address, op.device, op.flags)?;
-        self.change_memory(id, |session| session.space.set_access(op.address, op.device, op.flags));
+        self.space.set_access(op.address, op.device, op.flags);
         now(MemoryAccessReply {})
     }
 
@@ -426,7 +412,9 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         let broker = self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)?;
         let what = Shared::Memory { device: self.gpu.number(memory.device), size: memory.size };
         let token = broker.share(what, Some(&self.gpu.export(memory.handle()?)?))?;
-        self.change_memory(op.memory.0, |session| session.space.export(op.memory.0, token));
+        let movable = self.space.movable(op.memory.0);
+        self.space.export(op.memory.0, token);
+        movable.inspect(|memory| self.quota.less_movable(self.gpu.number(memory.device), memory.size));
         now(MemoryExportReply { token })
     }
 

@@ -72,6 +72,11 @@ pub struct Session<G: Gpu> {
     directs: Option<Arc<Directs>>,
     /// While memory is off the devices, nothing but the dispatcher copies it.
     still: Option<Still>,
+    /// Why memory is neither whole on its device nor whole in the store: moving it failed, and could not be
+    /// undone. No command may use it.
+    torn: Option<Status>,
+    /// Where memory without an address is mapped as a whole while it moves, by its number.
+    whole: HashMap<u32, u64>,
     /// Charges for limits of contexts, by context and limit.
     limits: HashMap<(u32, u32), Charge>,
     /// Devices of the contexts made by the program.
@@ -104,6 +109,8 @@ impl<G: Gpu> Session<G> {
             broker: None,
             directs: None,
             still: None,
+            torn: None,
+            whole: HashMap::new(),
             limits: HashMap::new(),
             made_contexts: HashMap::new(),
             streams: Streams::default(),
@@ -203,16 +210,20 @@ impl<G: Gpu> Backend for Session<G> {
         store: &mut Store,
         file: Option<OwnedFd>,
         patience: Duration,
-    ) -> Result<u64> {
+    ) -> Result {
         self.leave_devices(call, store, file, patience)
     }
 
-    fn come_back(&mut self, store: &mut Store) -> Result<u64> {
+    fn come_back(&mut self, store: &mut Store) -> Result {
         self.come_back_to_devices(store)
     }
 
     fn is_away(&self) -> bool {
         self.has_left()
+    }
+
+    fn torn(&self) -> Option<Status> {
+        self.torn
     }
 
     fn clear(&mut self, store: &mut Store) {

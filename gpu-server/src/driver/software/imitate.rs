@@ -1,4 +1,5 @@
-//! Imitates for tests how NVIDIA's driver makes its caller wait (`--software-imitate`).
+//! Imitates for tests how NVIDIA's driver makes its caller wait, and how it fails while memory moves
+//! (`--software-imitate`).
 //!
 //! Nothing in this backend waits for a device by itself: queues are unlimited, and loading code takes no
 //! longer while kernels run. NVIDIA's driver does wait, and a session must cope with that: while the
@@ -7,10 +8,12 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
+use protocol::Status;
 use protocol::fuzzing::Random;
 use serde::{Deserialize, Serialize};
 use software_gpu::{Event, Stream};
@@ -27,6 +30,8 @@ use software_gpu::{Event, Stream};
 /// | `call-us=N` | commands are delayed by 0 to N microseconds, at random |
 /// | `block-us=N` | a block of a kernel counts as N microseconds of device time in the clients' shares; kernels take no longer |
 /// | `seed=N` | seed of the random numbers for `call-us` |
+/// | `fail-move=N` | the N-th step of moving the session's memory off the devices or back fails |
+/// | `fail-moves=N` | N such steps fail in a row, from that one on (default: 1) |
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Imitate {
     /// Capacity of a stream's queue in operations; 0: unlimited.
@@ -46,6 +51,12 @@ pub struct Imitate {
     pub block_us: u32,
     /// Seed of the random numbers.
     pub seed: u32,
+    /// The first step of moving memory that fails, from 1 on; 0: none does.
+    #[serde(default)]
+    pub fail_move: u32,
+    /// How many steps fail in a row; 0 counts as 1.
+    #[serde(default)]
+    pub fail_moves: u32,
 }
 
 impl FromStr for Imitate {
@@ -70,9 +81,11 @@ impl FromStr for Imitate {
                 "call-us" => imitate.call_us = number()?,
                 "block-us" => imitate.block_us = number()?,
                 "seed" => imitate.seed = number()?,
+                "fail-move" => imitate.fail_move = number()?,
+                "fail-moves" => imitate.fail_moves = number()?,
                 _ => {
                     return Err(format!(
-                        "{item:?} is none of queue=N, hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N"
+                        "{item:?} is none of queue=N, hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N, fail-move=N, fail-moves=N"
                     ));
                 }
             }
@@ -90,6 +103,8 @@ impl fmt::Display for Imitate {
             ("call-us", self.call_us),
             ("block-us", self.block_us),
             ("seed", self.seed),
+            ("fail-move", self.fail_move),
+            ("fail-moves", self.fail_moves),
         ];
         let mut items: Vec<String> =
             numbers.iter().filter(|(_, n)| *n > 0).map(|(name, n)| format!("{name}={n}")).collect();
@@ -109,6 +124,31 @@ impl Imitate {
         if self.context_ms > 0 {
             std::thread::sleep(Duration::from_millis(self.context_ms.into()));
         }
+    }
+}
+
+/// Counts the steps of moving memory, and fails some of them.
+#[derive(Debug)]
+pub(super) struct Moves {
+    begun: u32,
+    failing: Range<u32>,
+}
+
+impl Moves {
+    pub(super) fn new(imitate: &Imitate) -> Moves {
+        let first = imitate.fail_move;
+        let end = if first == 0 { 0 } else { first.saturating_add(imitate.fail_moves.max(1)) };
+        Moves { begun: 0, failing: first..end }
+    }
+
+    /// A step begins.
+    pub(super) fn step(&mut self) -> crate::driver::call::Result {
+        self.begun = self.begun.saturating_add(1);
+        if !self.failing.contains(&self.begun) {
+            return Ok(());
+        }
+        tracing::info!("step {} of moving memory fails, as imitated", self.begun);
+        Err(Status::UNKNOWN)
     }
 }
 
@@ -194,7 +234,7 @@ mod tests {
 
     #[test]
     fn items_are_read_and_written() {
-        let text = "queue=1024,hardware-queues=2,context-ms=250,call-us=30,block-us=5,seed=7,waiting-calls,pageable-memory";
+        let text = "queue=1024,hardware-queues=2,context-ms=250,call-us=30,block-us=5,seed=7,fail-move=12,fail-moves=3,waiting-calls,pageable-memory";
         let imitate: Imitate = text.parse().unwrap();
         let all = Imitate {
             queue: 1024,
@@ -205,6 +245,8 @@ mod tests {
             call_us: 30,
             block_us: 5,
             seed: 7,
+            fail_move: 12,
+            fail_moves: 3,
         };
         assert_eq!(imitate, all);
         assert_eq!(imitate.to_string(), text);
@@ -230,6 +272,19 @@ mod tests {
         assert_eq!(numbers(3), numbers(3));
         assert_ne!(numbers(3), numbers(4));
         assert!(numbers(3).iter().all(|us| *us <= 50));
+    }
+
+    #[test]
+    fn the_steps_of_moving_memory_that_are_named_fail() {
+        let failed = |text: &str| -> Vec<u32> {
+            let mut moves = Moves::new(&text.parse().unwrap());
+            (1..=6).filter(|_| moves.step().is_err()).collect()
+        };
+        assert_eq!(failed("").len(), 0);
+        assert_eq!(failed("fail-moves=3").len(), 0);
+        assert_eq!(failed("fail-move=4"), [4]);
+        assert_eq!(failed("fail-move=1,fail-moves=2"), [1, 2]);
+        assert_eq!(failed("fail-move=5,fail-moves=4294967295"), [5, 6]);
     }
 
     #[test]

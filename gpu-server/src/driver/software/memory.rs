@@ -7,15 +7,30 @@ use crate::driver::call::Result;
 use protocol::Status;
 use software_gpu::{GRANULE, Gpu};
 
+use protocol::ops::memory::{SPACE, SPACE_SIZE, WINDOW_SIZE};
+
 use super::file::file;
 use super::{Software, code};
 use crate::driver::gpu::GpuMemory;
 use crate::driver::space::{Mapping, Space};
 use crate::driver::store::{Lane, Part, Way};
 
+/// Where memory is mapped as a whole while it moves: beyond what clients reserve.
+const WHOLE: u64 = SPACE + SPACE_SIZE;
+
 impl Software {
     fn gpu(&self, device: u32) -> Result<&Gpu> {
         self.device(device).map(|device| &device.gpu)
+    }
+
+    /// Addresses for [`GpuMemory::map_whole`].
+    fn unused(&self, device: u32, size: u64) -> Result<u64> {
+        let used = &self.device(device)?.whole;
+        // A mapping is inside one terabyte.
+        let fits = |at: &u64| at % WINDOW_SIZE + size <= WINDOW_SIZE && !used.touches(*at, size);
+        let ends = used.iter().map(|(address, size)| address + size);
+        let mut places = ends.chain((0..4).map(|n| WHOLE + n * WINDOW_SIZE));
+        places.find(fits).ok_or(Status::OUT_OF_MEMORY)
     }
 
     /// Maps on `fresh`, which replaces device `device`, what that device had mapped of memory without an
@@ -85,6 +100,10 @@ impl GpuMemory for Software {
             gpu.discharge(size);
             Ok(())
         }
+    }
+
+    fn before_move(&mut self) -> Result {
+        self.moves.step()
     }
 
     fn set_aside(&mut self, device: u32, address: u64, size: u64) -> Result {
@@ -184,6 +203,20 @@ impl GpuMemory for Software {
             // Read-only access is not supported.
             _ => Err(Status::NOT_SUPPORTED),
         }
+    }
+
+    fn map_whole(&mut self, memory: &OwnedFd, device: u32, size: u64) -> Result<u64> {
+        let address = self.unused(device, size)?;
+        let gpu = self.gpu(device)?;
+        gpu.map_file(address, size, memory.as_fd(), 0).map_err(|e| code(&e))?;
+        self.device_mut(device)?.whole.insert(address, size, ());
+        Ok(address)
+    }
+
+    fn unmap_whole(&mut self, device: u32, address: u64, size: u64) -> Result {
+        self.gpu(device)?.unmap(address, size).map_err(|e| code(&e))?;
+        self.device_mut(device)?.whole.remove(address);
+        Ok(())
     }
 
     fn export(&mut self, memory: &OwnedFd) -> Result<OwnedFd> {

@@ -4,7 +4,7 @@
 //!   (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with
 //!   [`link`]), [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
 //! - [`activity`]: device activity, for profilers; [`properties`]: what a device reports about itself;
-//!   [`imitate`]: imitates for tests how NVIDIA's driver makes its caller wait.
+//!   [`imitate`]: imitates for tests how NVIDIA's driver makes its caller wait, and fails.
 //!
 //! One [`Gpu`] is one device. Its contexts share its error; nothing else about them differs here.
 
@@ -37,7 +37,7 @@ use protocol::handle::{ContextId, StreamId};
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig, Stream};
 
-use self::imitate::{Delays, HardwareQueues, Imitate};
+use self::imitate::{Delays, HardwareQueues, Imitate, Moves};
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
@@ -45,6 +45,7 @@ use super::activity::Activity;
 use super::call::{Errors, Result};
 use super::gpu::{self as driver, Unavailable};
 use super::output::{self, Output};
+use super::ranges::Ranges;
 use super::space::Space;
 use super::streams::Streams;
 use crate::config::Backing;
@@ -82,6 +83,7 @@ pub struct Software {
     marked: Option<(u64, StreamId)>,
     delays: Delays,
     hardware_queues: HardwareQueues,
+    moves: Moves,
 }
 
 struct Device {
@@ -92,6 +94,8 @@ struct Device {
     /// The streams on which pieces of direct connections are copied to and from its memory, once there are some.
     landing: Option<Stream>,
     sending: Option<Stream>,
+    /// What is mapped as a whole while it moves.
+    whole: Ranges,
     /// Whether something has needed its context. Nothing here does, but NVIDIA's driver takes time to make
     /// one.
     context: AtomicBool,
@@ -173,7 +177,15 @@ impl Software {
             beside
                 .set_device(number, &gpu)
                 .map_err(|status| format!("software device {number}: {status}"))?;
-            devices.push(Device { gpu, number, config, landing: None, sending: None, context });
+            devices.push(Device {
+                gpu,
+                number,
+                config,
+                landing: None,
+                sending: None,
+                whole: Ranges::default(),
+                context,
+            });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         let software = Software {
@@ -191,6 +203,7 @@ impl Software {
             marked: None,
             delays: Delays::new(&backing.software_imitate),
             hardware_queues: HardwareQueues::default(),
+            moves: Moves::new(&backing.software_imitate),
         };
         software.pairs().for_each(|(gpu, peer)| gpu.enable_peer(peer));
         Ok(software)
