@@ -152,7 +152,7 @@ impl Cluster {
             "vhost.log",
         ];
         let logs = names.map(|name| format!("{name}:\n{}\n", tail(read(name)))).concat();
-        let now = ["squeue -a", "sinfo -N -l", "scontrol show node"].map(|command| {
+        let now = ["squeue -a", "sinfo -N -l", "scontrol show node -d"].map(|command| {
             self.run(command)
                 .map_or_else(|e| format!("{command}: {e}\n"), |said| format!("{command}:\n{said}\n"))
         });

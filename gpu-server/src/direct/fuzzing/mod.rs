@@ -315,4 +315,11 @@ mod tests {
         let moved: usize = programs.iter().map(|program| pieces_any(program)).sum();
         assert!(moved > 1000, "{moved} pieces");
     }
+
+    #[test]
+    fn a_peer_may_name_the_queue_pair_of_the_end_itself() {
+        let found: [&[u8]; 2] =
+            [&[0x53, 0, 0, 2], &[0xa2, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0x1b, 0, 0, 0, 0, 0, 0, 0, 0xb4]];
+        found.iter().for_each(|program| _ = pieces_any(program));
+    }
 }

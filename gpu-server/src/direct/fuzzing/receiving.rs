@@ -32,7 +32,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
     let mut moved = 0;
     if let Ok(Some(queue)) = answered {
         let answer = DirectQueue::read_from_bytes(&heard(&ours)[..]).expect("an answer");
-        let pair = software::pairs()[0];
+        let pair = software::every_pair()[0];
         assert_eq!((answer.queue_pair, answer.receives as usize), (pair, software::receives(pair)));
         assert_eq!(software::peer(pair), Some(offered.queue_pair));
         let posted = answer.receives as usize;

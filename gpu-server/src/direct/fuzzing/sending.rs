@@ -49,7 +49,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
         Ok(Ok(queue)) => queue,
     };
     assert_eq!((said.len(), said[OFFER]), (OFFER + 1, 1));
-    let pair = software::pairs()[0];
+    let pair = software::every_pair()[0];
     assert_eq!(software::peer(pair), Some(answer.queue_pair));
     stream.set_nonblocking(true).expect("a socket");
     let (jobs, due) = channel();

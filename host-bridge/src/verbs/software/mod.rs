@@ -88,9 +88,14 @@ pub fn fail(n: Option<u32>) {
 
 /// Numbers of the queue pairs that there are, in ascending order, but for those that are connected to themselves.
 pub fn pairs() -> Vec<u32> {
-    let fabric = fabric();
-    let others = fabric.pairs.iter().filter(|(number, pair)| pair.peer != Some(**number));
-    let mut pairs: Vec<u32> = others.map(|(number, _)| *number).collect();
+    let mut pairs = every_pair();
+    pairs.retain(|pair| peer(*pair) != Some(*pair));
+    pairs
+}
+
+/// Numbers of all queue pairs, in ascending order.
+pub fn every_pair() -> Vec<u32> {
+    let mut pairs: Vec<u32> = fabric().pairs.keys().copied().collect();
     pairs.sort_unstable();
     pairs
 }
