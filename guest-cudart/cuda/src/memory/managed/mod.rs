@@ -37,6 +37,7 @@ pub(crate) mod shared_blocks;
 mod shared_reads;
 mod watch;
 mod watched_pages;
+mod write_turns;
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -50,9 +51,9 @@ use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{BLOCK, Blocks, Run};
 use crate::memory::managed::compared_words::Compared;
 use crate::memory::managed::mirror::Mirrors;
-use crate::memory::managed::publishing::Publishing;
 use crate::memory::managed::shared_blocks::Together;
 use crate::memory::managed::watch::Watch;
+use crate::memory::managed::write_turns::Publishing;
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::{Device, Driver, Tag, driver};
