@@ -102,7 +102,7 @@ fn a_program_waits_when_much_is_queued_behind_it() -> Result<()> {
 }
 
 /// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
-const PROGRAMS: [&str; 30] = [
+const PROGRAMS: [&str; 31] = [
     "alloc_churn",
     "batched_asks",
     "callback_load",
@@ -120,6 +120,7 @@ const PROGRAMS: [&str; 30] = [
     "managed_memory",
     "many_small_copies",
     "mapped_across",
+    "mapped_copies",
     "mapped_fifo",
     "mapped_memory",
     "mapped_order",

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::abi::result::Result;
 use crate::memory::address::{self, is_device};
-use crate::memory::managed::{self, Order, shared_blocks};
+use crate::memory::managed::{self, Order, mirror, shared_blocks};
 use crate::memory::pinned_regions::{self, REGIONS};
 use crate::memory::transfer::{INLINE, MAX_INLINE_ANSWER, Transfer};
 use crate::memory::{pending_writes, pinned};
@@ -243,7 +243,7 @@ impl Copier {
         self.stream.context.settle(received)
     }
 
-    /// Device to device, on one device or two. Never waits.
+    /// Device to device, on one device or two. Waits only for a synchronous copy of [mirrored](mirror) memory.
     pub fn on_device(&self, dst: u64, src: u64, len: usize) -> Result {
         self.on_devices((dst, self.server()), (src, self.server()), len)
     }
@@ -266,7 +266,8 @@ impl Copier {
         let from = address::check_near(self.driver, src_near, src, len as u64)?.context;
         let op = MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 };
         if self.is_own(to) && self.is_own(from) {
-            return self.put(&op, dst, len as u64).map(drop);
+            self.put(&op, dst, len as u64)?;
+            return self.finish_mirrored(&[dst, src]);
         }
         if std::ptr::eq(to.server, from.server) {
             return self.with_other(to, true, move |copier| copier.on_device(dst, src, len));
@@ -293,6 +294,12 @@ impl Copier {
     pub fn finish_managed(&self, ends: &[u64]) -> Result {
         let managed = |end: &u64| address::find(self.driver, *end).is_some_and(|found| found.managed);
         if ends.iter().any(managed) { self.finish() } else { Ok(()) }
+    }
+
+    /// Called after a copy was put on the stream. If either address is mirrored pinned memory, a synchronous copy is
+    /// completed now: the host accesses that memory without waiting for devices.
+    pub fn finish_mirrored(&self, ends: &[u64]) -> Result {
+        if ends.iter().any(|end| mirror::is_here(*end)) { self.finish() } else { Ok(()) }
     }
 
     /// The stream's server.

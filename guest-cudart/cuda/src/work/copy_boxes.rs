@@ -113,7 +113,8 @@ impl Copier {
                         src: src.pitched(),
                         extent: [e.width, e.height, e.depth],
                     };
-                    self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?).map(drop)
+                    self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
+                    self.finish_mirrored(&[dst.address, src.address])
                 }
                 (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
                 (true, false) => self.rows_to_device(dst, src, e),

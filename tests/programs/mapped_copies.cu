@@ -1,0 +1,57 @@
+// Copies and fills of pinned memory that kernels use: a synchronous copy has read its source and written its target when it returns, while the device still has other work.
+#define PROGRAM "mapped_copies"
+#include "common.h"
+
+static const int WORDS = 1 << 20, ROWS = 64, WIDTH = 1000, PITCH = 4096;
+
+// Writes numbers, after a while.
+__global__ void write(int *memory, int first) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < WORDS; i += blockDim.x * gridDim.x) memory[i] = first + i;
+}
+
+static int *mapped(size_t words) {
+    int *memory;
+    CHECK(cudaHostAlloc(&memory, words * sizeof *memory, cudaHostAllocMapped));
+    return memory;
+}
+
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
+    int *device, *other, *source = mapped(WORDS), *target = mapped(WORDS), *rows = mapped(ROWS * PITCH / sizeof(int));
+    const size_t bytes = WORDS * sizeof(int);
+    CHECK(cudaMalloc(&device, bytes));
+    CHECK(cudaMalloc(&other, bytes));
+    for (int round = 0; round < 4; round++) {
+        int first = round * 1000003;
+        // The copy comes behind the kernel.
+        write<<<64, 256>>>(device, first);
+        CHECK(cudaMemcpy(target, device, bytes, cudaMemcpyDeviceToHost));
+        for (int i = 0; i < WORDS; i += 97) REQUIRE(target[i] == first + i, "word %d is %d instead of %d", i, target[i], first + i);
+        write<<<64, 256>>>(device, -first);
+        CHECK(cudaMemcpy2D(rows, PITCH, device, WIDTH * sizeof(int), WIDTH * sizeof(int), ROWS, cudaMemcpyDeviceToHost));
+        for (int y = 0; y < ROWS; y++)
+            for (int x = 0; x < WIDTH; x += 31) {
+                int found = rows[y * (PITCH / sizeof(int)) + x], expected = -first + y * WIDTH + x;
+                REQUIRE(found == expected, "row %d, word %d: %d instead of %d", y, x, found, expected);
+            }
+        // Its source may be changed at once.
+        for (int i = 0; i < WORDS; i++) source[i] = first ^ i;
+        write<<<64, 256>>>(device, 7);
+        CHECK(cudaMemcpy(other, source, bytes, cudaMemcpyHostToDevice));
+        for (int i = 0; i < WORDS; i += 5) source[i] = -1;
+        CHECK(cudaMemcpy(target, other, bytes, cudaMemcpyDefault));
+        for (int i = 0; i < WORDS; i++) REQUIRE(target[i] == (first ^ i), "copied word %d is %d instead of %d", i, target[i], first ^ i);
+        // What is asynchronous is there when the stream is done.
+        CHECK(cudaMemsetAsync(target, round + 1, bytes));
+        CHECK(cudaMemcpyAsync(source, device, bytes, cudaMemcpyDeviceToHost));
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < WORDS; i += 89) {
+            REQUIRE(target[i] == (round + 1) * 0x01010101, "a fill wrote %x", target[i]);
+            REQUIRE(source[i] == 7 + i, "word %d came as %d", i, source[i]);
+        }
+    }
+    for (int *memory : {source, target, rows}) CHECK(cudaFreeHost(memory));
+    CHECK(cudaFree(device));
+    CHECK(cudaFree(other));
+    return pass("in both directions, in rows, filled");
+}
