@@ -21,6 +21,9 @@ int main(int argc, char **argv) {
     const size_t bytes = WORDS * sizeof(int);
     CHECK(cudaMalloc(&device, bytes));
     CHECK(cudaMalloc(&other, bytes));
+    cudaArray_t array;
+    cudaChannelFormatDesc word = cudaCreateChannelDesc<int>();
+    CHECK(cudaMallocArray(&array, &word, WIDTH, ROWS));
     for (int round = 0; round < 4; round++) {
         int first = round * 1000003;
         // The copy comes behind the kernel.
@@ -34,6 +37,21 @@ int main(int argc, char **argv) {
                 int found = rows[y * (PITCH / sizeof(int)) + x], expected = -first + y * WIDTH + x;
                 REQUIRE(found == expected, "row %d, word %d: %d instead of %d", y, x, found, expected);
             }
+        // From an array, and to it.
+        write<<<64, 256>>>(device, first + 5);
+        CHECK(cudaMemcpy2DToArray(array, 0, 0, device, WIDTH * sizeof(int), WIDTH * sizeof(int), ROWS, cudaMemcpyDeviceToDevice));
+        CHECK(cudaMemcpy2DFromArray(rows, PITCH, array, 0, 0, WIDTH * sizeof(int), ROWS, cudaMemcpyDeviceToHost));
+        for (int y = 0; y < ROWS; y++)
+            for (int x = 0; x < WIDTH; x += 31) {
+                int found = rows[y * (PITCH / sizeof(int)) + x], expected = first + 5 + y * WIDTH + x;
+                REQUIRE(found == expected, "row %d of the array, word %d: %d instead of %d", y, x, found, expected);
+                rows[y * (PITCH / sizeof(int)) + x] = -x;
+            }
+        write<<<64, 256>>>(device, 3);
+        CHECK(cudaMemcpy2DToArray(array, 0, 0, rows, PITCH, WIDTH * sizeof(int), ROWS, cudaMemcpyHostToDevice));
+        for (int x = 0; x < WIDTH; x += 31) rows[x] = 12345;
+        CHECK(cudaMemcpy2DFromArray(target, WIDTH * sizeof(int), array, 0, 0, WIDTH * sizeof(int), ROWS, cudaMemcpyDeviceToHost));
+        for (int x = 0; x < WIDTH; x += 31) REQUIRE(target[x] == -x, "word %d came from the array as %d", x, target[x]);
         // Its source may be changed at once.
         for (int i = 0; i < WORDS; i++) source[i] = first ^ i;
         write<<<64, 256>>>(device, 7);
@@ -53,5 +71,6 @@ int main(int argc, char **argv) {
     for (int *memory : {source, target, rows}) CHECK(cudaFreeHost(memory));
     CHECK(cudaFree(device));
     CHECK(cudaFree(other));
-    return pass("in both directions, in rows, filled");
+    CHECK(cudaFreeArray(array));
+    return pass("in both directions, in rows, from and to arrays, filled");
 }

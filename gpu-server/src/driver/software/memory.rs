@@ -5,9 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use crate::driver::call::Result;
 use protocol::Status;
-use software_gpu::{GRANULE, Gpu};
-
 use protocol::ops::memory::{SPACE, SPACE_SIZE, WINDOW_SIZE};
+use software_gpu::{GRANULE, Gpu};
 
 use super::file::file;
 use super::{Software, code};

@@ -24,10 +24,11 @@ impl Copier {
         match dst {
             End::Device(to) => {
                 let [width, height, depth] = extent.map(|n| n.saturating_sub(1));
-                self.put(&op, to.address, depth * to.slice + height * to.pitch + width + 1).map(drop)
+                self.put(&op, to.address, depth * to.slice + height * to.pitch + width + 1)?;
             }
-            End::Array(..) => self.stream.work(&op).map(drop),
+            End::Array(..) => drop(self.stream.work(&op)?),
         }
+        self.finish_mirrored(&[dst, src].map(|end| if let End::Device(at) = end { at.address } else { 0 }))
     }
 
     /// Provides packed device memory to `work`, until the stream has used it.

@@ -296,8 +296,9 @@ impl Copier {
         if ends.iter().any(managed) { self.finish() } else { Ok(()) }
     }
 
-    /// Called after a copy was put on the stream. If either address is mirrored pinned memory, a synchronous copy is
-    /// completed now: the host accesses that memory without waiting for devices.
+    /// Called after a copy was put on the stream of the server that has both ends. If either address is mirrored
+    /// pinned memory, a synchronous copy is completed now: the host accesses that memory without waiting for devices,
+    /// unlike managed memory.
     pub fn finish_mirrored(&self, ends: &[u64]) -> Result {
         if ends.iter().any(|end| mirror::is_here(*end)) { self.finish() } else { Ok(()) }
     }
