@@ -316,8 +316,7 @@ fn a_suspend_ends_channels_but_not_the_device() -> Result<()> {
     let bed = Bed::new()?;
     let process = bed.machine.spawn("rgpu_selftest suspend")?;
     process.wait_for("ready", LONG)?;
-    // The machine never wakes if the alarm comes before it sleeps, so leave a busy host time to suspend it.
-    bed.machine.check("echo +40 > /sys/class/rtc/rtc0/wakealarm && echo mem > /sys/power/state", LONG)?;
+    bed.machine.suspend_and_wake(LONG)?;
     let output = process.wait(LONG)?;
     assert!(output.success(), "{output}");
     bed.selftest("channel 64")?;

@@ -50,6 +50,7 @@ static struct child children[MAX_CHILDREN];
 static int child_count;
 static int port = -1;
 static int greeted;
+static int absent; /* milliseconds since the port's other end was last seen */
 static char payload[MAX_PAYLOAD];
 
 static _Noreturn void die(const char *what)
@@ -76,6 +77,18 @@ static void write_all(const void *data, size_t len)
 	}
 }
 
+/*
+ * Called while the port's other end is not there: before the host connects, for a moment
+ * after a suspend, until the device has told the driver that the host is still there, and
+ * for good when the test's process has ended.
+ */
+static void wait_for_host(void)
+{
+	if (greeted && ++absent == 60000)
+		die("the host is gone");
+	usleep(1000);
+}
+
 static void read_all(void *data, size_t len)
 {
 	char *p = data;
@@ -87,10 +100,10 @@ static void read_all(void *data, size_t len)
 			continue;
 		if (n < 0)
 			die("read from the port");
-		if (n == 0 && greeted)
-			die("the host is gone");
-		if (n == 0) /* It is not connected yet. */
-			usleep(1000);
+		if (n == 0)
+			wait_for_host();
+		else
+			absent = 0;
 		p += n;
 		len -= n;
 	}
@@ -401,7 +414,12 @@ int main(void)
 				;
 			reap();
 		}
-		if (fds[0].revents & (POLLIN | POLLHUP))
+		if (fds[0].revents & POLLHUP) {
+			wait_for_host();
+			continue;
+		}
+		absent = 0;
+		if (fds[0].revents & POLLIN)
 			request();
 	}
 }

@@ -431,36 +431,54 @@ impl Machine {
         self.with_logs(ended.context("the machine did not power off within 180 s"))
     }
 
-    /// Sends QEMU a command of its machine protocol (QMP), without arguments.
-    pub fn qmp(&self, command: &str) -> Result<()> {
+    /// Suspends the guest to memory, and wakes it once it sleeps.
+    pub fn suspend_and_wake(&self, timeout: Duration) -> Result<()> {
+        let asleep = self.spawn("echo mem > /sys/power/state")?;
+        let deadline = Instant::now() + timeout;
+        while self.qmp("query-status")?["status"] != "suspended" {
+            if asleep.has_ended() || Instant::now() >= deadline {
+                return self.with_logs(Err(anyhow::anyhow!("the machine does not sleep")));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.qmp("system_wakeup")?;
+        let output = self.with_logs(asleep.wait(timeout))?;
+        ensure!(output.success(), "the machine did not sleep: {output}");
+        Ok(())
+    }
+
+    /// Sends QEMU a command of its machine protocol (QMP), without arguments, and returns what that returns.
+    pub fn qmp(&self, command: &str) -> Result<serde_json::Value> {
         let path = self.running().dir.path().join("qmp");
         let stream =
             UnixStream::connect(&path).with_context(|| format!("connecting to {}", path.display()))?;
         stream.set_read_timeout(Some(Duration::from_secs(180)))?;
         let mut answers = BufReader::new(stream.try_clone()?).lines();
+        let mut returned = serde_json::Value::Null;
         // It greets first, and reports events as they occur.
         for command in ["qmp_capabilities", command] {
             (&stream).write_all(format!("{{\"execute\":\"{command}\"}}\n").as_bytes())?;
             loop {
                 let line = answers.next().context("QEMU closed its connection")??;
-                let answer: serde_json::Value = serde_json::from_str(&line)?;
-                if answer.get("return").is_some() {
+                let mut answer: serde_json::Value = serde_json::from_str(&line)?;
+                if let Some(value) = answer.get_mut("return") {
+                    returned = value.take();
                     break;
                 }
                 ensure!(answer.get("error").is_none(), "QEMU refuses {command}: {line}");
             }
         }
-        Ok(())
+        Ok(returned)
     }
 
     /// Stops the guest's processors, as `virsh suspend` does.
     pub fn stop(&self) -> Result<()> {
-        self.qmp("stop")
+        self.qmp("stop").map(drop)
     }
 
     /// Resumes them, as `virsh resume` does.
     pub fn cont(&self) -> Result<()> {
-        self.qmp("cont")
+        self.qmp("cont").map(drop)
     }
 
     /// Does something that makes the guest boot, and waits until it accepts commands again. The root file

@@ -115,7 +115,7 @@ fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str
             bed.machine.qmp("system_reset")?;
             bed.machine.booted_after(|| bed.machine.cont())?;
         } else {
-            bed.machine.booted_after(|| bed.machine.qmp("system_reset"))?;
+            bed.machine.booted_after(|| bed.machine.qmp("system_reset").map(drop))?;
         }
         drop((in_copy, in_kernel));
         bed.check_after("a reset of the guest by its VMM", &before)?;
