@@ -11,7 +11,8 @@
 //!
 //! If answers take long, the next chunks are requested while the program still fills the last one: one chunk
 //! at first, and one more each time that the program has to wait for a chunk. The more memory the program
-//! has, the larger these chunks are.
+//! has, the larger these chunks are. Sizes above [`MAX_AHEAD`] are requested early only while the program
+//! needs the same size again and again, as for the layers of a model.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -31,7 +32,10 @@ const MAX_EMPTY: u64 = 256 << 20;
 const MAX_AHEAD: u64 = 128 << 20;
 /// Maximum number of chunks that are requested before they are needed.
 const MOST_AHEAD: usize = 4;
+/// Maximum number of bytes in chunks larger than [`MAX_AHEAD`] that are requested before they are needed.
+const MAX_REPEATED: u64 = 1 << 30;
 /// A chunk that is requested early has at least this fraction of the program's memory, up to [`MAX_AHEAD`].
+/// All larger ones together have at most this fraction.
 const AHEAD_PART: u64 = 8;
 
 /// A request for memory whose answer was not awaited yet.
@@ -83,6 +87,8 @@ pub struct DeviceMemory<T> {
     /// The chunks that were requested early, in this order, and how many there should be.
     ahead: VecDeque<Ahead>,
     depth: usize,
+    /// Size of the chunk that was needed last.
+    last: u64,
     /// Set when the server had no more memory: nothing is requested early until memory is given back.
     full: bool,
     allocations: BTreeMap<u64, Allocation<T>>,
@@ -128,6 +134,7 @@ impl<T> DeviceMemory<T> {
             empty: 0,
             ahead: VecDeque::new(),
             depth: 1,
+            last: 0,
             full: false,
             allocations: BTreeMap::new(),
         }
@@ -207,21 +214,38 @@ impl<T> DeviceMemory<T> {
     /// have more bytes than the program's memory.
     fn ask_ahead(&mut self, wanted: u64, backing: &dyn Backing) {
         let has: u64 = self.chunks.values().map(|chunk| chunk.size).sum();
-        let size = wanted.max(has / AHEAD_PART).clamp(MIN_CHUNK, MAX_AHEAD).next_multiple_of(self.granule);
-        let mut asked: u64 = self.ahead.iter().map(|ahead| ahead.size).sum();
-        while self.ahead.len() < self.depth && !self.full && (asked == 0 || asked + size <= has) {
-            let Some(address) = self.addresses.take_best(size + self.granule) else { return };
-            match backing.grow_ahead(self.device, address, size) {
-                Some(growing) => {
-                    asked += size;
-                    self.ahead.push_back(Ahead { address, size, growing });
-                }
-                None => {
-                    self.addresses.insert(address, size + self.granule);
+        let repeats = std::mem::replace(&mut self.last, wanted) == wanted;
+        if repeats && wanted > MAX_AHEAD {
+            let most = (has / AHEAD_PART).min(MAX_REPEATED);
+            let fitting = |memory: &Self| memory.ahead.iter().filter(|ahead| ahead.size >= wanted).count();
+            while fitting(self) < self.depth && (fitting(self) as u64 + 1) * wanted <= most {
+                if !self.ask(wanted, backing) {
                     return;
                 }
             }
         }
+        let size = wanted.max(has / AHEAD_PART).clamp(MIN_CHUNK, MAX_AHEAD).next_multiple_of(self.granule);
+        let mut asked: u64 = self.ahead.iter().map(|ahead| ahead.size).sum();
+        while self.ahead.len() < self.depth && (asked == 0 || asked + size <= has) {
+            if !self.ask(size, backing) {
+                return;
+            }
+            asked += size;
+        }
+    }
+
+    /// Requests a chunk without waiting. Returns whether it did.
+    fn ask(&mut self, size: u64, backing: &dyn Backing) -> bool {
+        if self.full {
+            return false;
+        }
+        let Some(address) = self.addresses.take_best(size + self.granule) else { return false };
+        let Some(growing) = backing.grow_ahead(self.device, address, size) else {
+            self.addresses.insert(address, size + self.granule);
+            return false;
+        };
+        self.ahead.push_back(Ahead { address, size, growing });
+        true
     }
 
     /// Takes the requested chunks whose answers have come.
@@ -456,6 +480,30 @@ mod tests {
         // The number of bytes outside allocations is known and bounded.
         assert_eq!(memory.free_bytes() + 800 * (1 << 20), fake.backed());
         assert!(memory.free_bytes() < 30 * (12 << 20) + 2 * MAX_AHEAD, "{}", memory.free_bytes());
+    }
+
+    #[test]
+    fn large_sizes_are_requested_early_only_while_they_repeat() {
+        let fake = Fake::far(64 << 30);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut waits = Vec::new();
+        for _ in 0..20 {
+            memory.alloc(256 << 20, (), &fake).unwrap();
+            waits.push(fake.waits.get());
+        }
+        // Once an eighth of what the program has is such a chunk, it waits no more.
+        assert!(waits[19] <= 9 && waits[19] == waits[10], "{waits:?}");
+        assert!(memory.free_bytes() <= 20 * (256 << 20) / AHEAD_PART + MAX_AHEAD, "{}", memory.free_bytes());
+        // The next size waits, and no second chunk of it is requested.
+        let (free, before) = (memory.free_bytes(), fake.waits.get());
+        memory.alloc(512 << 20, (), &fake).unwrap();
+        assert_eq!(fake.waits.get(), before + 1);
+        assert!(memory.free_bytes() <= free + MAX_AHEAD, "{free} {}", memory.free_bytes());
+        // Sizes above the limit always wait.
+        for i in 2..5 {
+            memory.alloc(2 << 30, (), &fake).unwrap();
+            assert_eq!(fake.waits.get(), before + i);
+        }
     }
 
     /// A server whose answers take ten times as long as the program takes from one allocation to the next.
