@@ -144,6 +144,32 @@ fn flags_and_limits_that_concern_more_than_the_session_are_refused() {
 }
 
 #[test]
+fn inputs_of_linkers_are_bounded_in_all_linkers_together() {
+    fn body<S: Session>(s: &mut S) {
+        let input = vec![1; 512 << 10];
+        let range = s.arena(0, &input);
+        let add = |link| LinkAdd {
+            link: LinkId(link),
+            kind: jit_input::LIBRARY,
+            name: "x",
+            options: vec![],
+            data: HostIn::Range(range),
+        };
+        for link in 1..=2 {
+            s.call(&LinkCreate { context: ContextId(0), link: LinkId(link), options: vec![] }).unwrap();
+        }
+        // Drivers keep what they are given, so it counts whether they can use it or not.
+        for i in 0..512 {
+            assert_ne!(s.call(&add(1 + i % 2)).unwrap().result, 0);
+        }
+        assert_eq!(s.call(&add(1)).unwrap_err(), Status::OUT_OF_MEMORY);
+        s.push(&LinkDestroy { link: LinkId(2) });
+        s.call(&add(1)).unwrap();
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
 fn events_beyond_the_maximum_are_refused_and_the_session_goes_on() {
     fn body<S: Session>(s: &mut S) {
         let event = |number| EventCreate { context: ContextId(0), event: EventId(number), flags: 2 };

@@ -49,6 +49,10 @@ fn linger() -> Duration {
 /// Runs of data that a bridge may have asked for ahead of their commands' turn.
 const MAX_ASKED: usize = 1 << 16;
 
+/// Chunks of eager bytes that may be set aside at the same time. Each costs some 200 bytes besides its own, so a bridge that sends single bytes could otherwise make a session
+/// take a hundred times what it may.
+const MAX_ASIDE: usize = 1 << 20;
+
 /// Where a command's incoming bytes go. Called by the connections' reader threads and by threads that grant, at the same time.
 pub trait Landing: Send + Sync {
     /// Room for bytes from `offset` of the data on, at least 1 and at most `len` of them, all of them granted. Never waits. `None`: nobody wants them any more.
@@ -193,6 +197,8 @@ struct InboxState {
     unwanted: HashSet<(u64, u32)>,
     /// Eager bytes that have not found their place.
     eager: u64,
+    /// Chunks of them that are set aside.
+    aside: usize,
     /// Eager bytes that have, of which the bridge has not been told.
     placed: u64,
     over: bool,
@@ -440,6 +446,7 @@ impl Inbox {
         self.changed.notify_all();
         if let Some(early) = early {
             self.waiting.fetch_sub(1, Ordering::SeqCst);
+            self.lock().aside -= early.len();
             self.eager_placed(early.iter().map(|aside| aside.bytes.len() as u64).sum());
         }
         self.tell_grant(key, u64::MAX);
@@ -450,15 +457,17 @@ impl Inbox {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             // Under the lock, so that nobody is between a look and a wait.
             let mut state = self.lock();
-            let mut gone = 0;
+            let (mut gone, mut chunks_gone) = (0, 0);
             let (early, unwanted) = (state.early.len(), state.unwanted.len());
             state.early.retain(|key, chunks| {
                 let keep = key.0 > seq;
                 if !keep {
                     gone += chunks.iter().map(|aside| aside.bytes.len() as u64).sum::<u64>();
+                    chunks_gone += chunks.len();
                 }
                 keep
             });
+            state.aside -= chunks_gone;
             state.unwanted.retain(|key| key.0 > seq);
             let fewer = early + unwanted - state.early.len() - state.unwanted.len();
             self.waiting.fetch_sub(fewer, Ordering::SeqCst);
@@ -594,7 +603,9 @@ impl Inbox {
                 expected.announce(&DataHeader { seq, offset: aside.offset, piece, len: len as u32 })?;
             }
             expected.aside.push(aside);
+            let bounded = state.one_more_aside();
             drop(state);
+            bounded?;
             self.place_aside(key);
             return Ok(());
         }
@@ -610,7 +621,7 @@ impl Inbox {
         // One count for each piece.
         self.waiting.fetch_sub(usize::from(!early.is_empty()), Ordering::SeqCst);
         early.push(aside);
-        Ok(())
+        state.one_more_aside()
     }
 
     /// Places the bytes of a piece that were set aside and have room now.
@@ -622,10 +633,12 @@ impl Inbox {
             let Some(at) = expected.aside.iter().position(|aside| aside.offset < granted) else { return };
             let Aside { offset, bytes, keep } = expected.aside.swap_remove(at);
             let now = ((granted - offset) as usize).min(bytes.len());
-            if now < bytes.len() {
+            let rest = now < bytes.len();
+            if rest {
                 expected.aside.push(Aside { offset: offset + now as u64, bytes: bytes[now..].into(), keep });
             }
             let landing = Arc::clone(&expected.landing);
+            state.aside -= usize::from(!rest);
             drop(state);
             copy_in(&*landing, offset, now, |at, n, room| {
                 // SAFETY: the landing has just given this thread `n` writable bytes of its own; `at + n <= now`.
@@ -648,6 +661,18 @@ impl Inbox {
                 state.expected.remove(&key);
             }
         }
+    }
+}
+
+impl InboxState {
+    /// A chunk was set aside.
+    fn one_more_aside(&mut self) -> io::Result<()> {
+        self.aside += 1;
+        if self.aside <= MAX_ASIDE {
+            return Ok(());
+        }
+        let text = format!("more than {MAX_ASIDE} chunks of eager bytes wait for room");
+        Err(io::Error::new(io::ErrorKind::InvalidData, text))
     }
 }
 

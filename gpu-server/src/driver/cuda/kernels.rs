@@ -132,11 +132,12 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>)
 }
 
 /// The driver's options for the compiler and linker: integers only. Options that point to the client's memory
-/// are left out: wall time, logs, symbols.
+/// are left out: wall time, logs. Names of symbols, and the numbers of names (the driver would read as many
+/// from a null pointer), are refused.
 pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c_void>)> {
     let (mut numbers, mut values) = (Vec::new(), Vec::new());
     for option in options {
-        if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 26 | 28 | 30..=33)
+        if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 30..=33)
         {
             numbers.push(option.option);
             values.push(option.value as *mut c_void);
@@ -568,6 +569,17 @@ fn config(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn options_that_point_to_memory_or_count_what_others_point_to_are_refused() {
+        for option in [17, 18, 19, 25, 26, 27, 28, 29, 34, u32::MAX] {
+            let refused = jit_options(&[JitOption { option, value: 1 }]).err();
+            assert_eq!(refused, Some(Status::NOT_SUPPORTED), "{option}");
+        }
+        let logs: Vec<JitOption> = (2..=6).map(|option| JitOption { option, value: 1 }).collect();
+        assert_eq!(jit_options(&logs).unwrap(), (vec![], vec![]));
+        assert_eq!(jit_options(&[JitOption { option: 7, value: 3 }]).unwrap().0, [7]);
+    }
 
     #[test]
     fn an_image_shorter_than_it_claims_is_refused() {

@@ -17,6 +17,8 @@ use crate::driver::ranges::Ranges;
 
 /// Maximum number of linkers in a session.
 const MOST_LINKS: usize = 256;
+/// Maximum number of bytes in the inputs of all linkers of a session.
+const MOST_LINK_BYTES: u64 = 256 << 20;
 /// Maximum number of failed loads that a session keeps for the commands that follow them.
 const MOST_REFUSED: usize = 4096;
 
@@ -50,6 +52,8 @@ struct Function<F> {
 struct Link<L> {
     context: ContextId,
     native: L,
+    /// Bytes of its inputs.
+    bytes: u64,
 }
 
 /// Why a module doesn't exist. If its load failed, the call's context becomes the one it should have been
@@ -267,7 +271,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         }
         self.gpu.enter(op.context)?;
         let native = self.gpu.make_link(op.context, &op.options)?;
-        self.modules.links.insert(op.link.0, Link { context: op.context, native });
+        self.modules.links.insert(op.link.0, Link { context: op.context, native, bytes: 0 });
         now(LinkCreateReply {})
     }
 
@@ -275,7 +279,16 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         if op.kind > jit_input::LAST {
             return Err(Status::INVALID_VALUE);
         }
-        let mut data = cx.input(op.data)?.collect(G::MAX_IMAGE)?;
+        // Drivers keep the inputs until the linker is destroyed.
+        let kept: u64 = self.modules.links.values().map(|link| link.bytes).sum();
+        let input = cx.input(op.data)?;
+        if kept.saturating_add(input.len()) > MOST_LINK_BYTES {
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        let mut data = input.collect(MOST_LINK_BYTES)?;
+        if let Some(link) = self.modules.links.get_mut(&op.link.0) {
+            link.bytes += data.len() as u64;
+        }
         if op.kind == jit_input::PTX && data.last() != Some(&0) {
             data.push(0);
         }

@@ -188,6 +188,30 @@ fn late_data_is_granted_when_it_is_asked_for_and_short_data_only_if_its_bridge_a
 }
 
 #[test]
+fn chunks_set_aside_are_bounded_as_well_as_their_bytes() {
+    let inbox = Inbox::new(0);
+    let told = told(&inbox);
+    let set_aside = |seq: u64| {
+        let header = DataHeader { seq, offset: 0, piece: 0, len: 1 };
+        let noted = inbox.announce(&header, true)?;
+        inbox.set_aside((seq, 0), noted, Aside { offset: 0, bytes: [7].into(), keep: false })
+    };
+    for seq in 1..=MAX_ASIDE as u64 {
+        set_aside(seq).unwrap();
+    }
+    let last = MAX_ASIDE as u64 + 1;
+    assert_eq!(set_aside(last).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    // However a chunk goes, there is room for others again: it is taken, or nobody wants it.
+    assert_eq!(inbox.incoming(1, 0, 1).collect().unwrap(), [7]);
+    inbox.unwanted((2, 0));
+    assert_eq!(inbox.lock().aside, MAX_ASIDE - 1);
+    inbox.executed(last);
+    let state = inbox.lock();
+    assert_eq!((state.aside, state.eager, state.early.len()), (0, 0, 0));
+    assert_eq!(told.placed.load(Ordering::SeqCst) + state.placed, last);
+}
+
+#[test]
 fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
     let inbox = Inbox::new(0);
     let told = told(&inbox);
