@@ -151,7 +151,8 @@ impl Calls {
                 .files()
                 // A device node accepts whatever ioctls its driver handles; none of the worker's other
                 // descriptors has ioctls that reach further.
-                .allow(&[SYS_ioctl, SYS_set_mempolicy, SYS_mbind, SYS_migrate_pages, SYS_move_pages])
+                .device_ioctls()
+                .allow(&[SYS_set_mempolicy, SYS_mbind, SYS_migrate_pages, SYS_move_pages])
                 .allow(&[
                     SYS_sched_setscheduler,
                     SYS_sched_getattr,

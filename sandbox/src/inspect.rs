@@ -1,6 +1,7 @@
 //! The real state of a running process's sandbox, according to the kernel.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -26,6 +27,9 @@ pub struct Inspected {
     pub task_limit: Option<u64>,
     /// Maximum bytes of a core dump.
     pub core_limit: Option<u64>,
+    /// Whether other processes of its user may trace it and read its memory, and it may dump core. Unknown
+    /// (`None`) for root and in a user namespace.
+    pub dumpable: Option<bool>,
 }
 
 /// Reads the state of a process.
@@ -43,7 +47,7 @@ pub fn inspect(pid: u32) -> Inspected {
         let ours = fs::read_link(Path::new("/proc/self/ns").join(name)).ok()?;
         Some((name, theirs != ours))
     });
-    let namespaces = namespaces.collect::<Option<Vec<_>>>().map(|all| {
+    let namespaces: Option<Vec<String>> = namespaces.collect::<Option<Vec<_>>>().map(|all| {
         all.into_iter().filter(|(_, differs)| *differs).map(|(name, _)| name.to_owned()).collect()
     });
     let group_of = |text: String| text.lines().find_map(|line| line.strip_prefix("0::").map(str::to_owned));
@@ -61,8 +65,14 @@ pub fn inspect(pid: u32) -> Inspected {
         let line = text.lines().find(|line| line.starts_with("Max core file size"))?;
         line.split_whitespace().nth(4)?.parse().ok()
     });
+    // The kernel gives the files of processes that are not dumpable to root (proc(5)).
+    let dumpable = namespaces.as_ref().zip(user).and_then(|(namespaces, user)| {
+        let owner = fs::metadata(folder.join("limits")).ok()?.uid();
+        (user != 0 && !namespaces.iter().any(|name| name == "user")).then_some(owner == user)
+    });
     Inspected {
         user,
+        dumpable,
         namespaces,
         filters: first("Seccomp_filters").and_then(|count| count.parse().ok()),
         no_new_privileges: first("NoNewPrivs").map(|value| value == "1"),

@@ -650,6 +650,9 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
                 fail();
             }
         }
+        // The daemon's terminal, if there is one, is not this process's: it gets none of its signals, and
+        // cannot type into it.
+        libc::setsid();
         // The standard library starts programs with the same defaults.
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut none);

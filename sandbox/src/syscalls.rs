@@ -32,25 +32,39 @@ pub enum OtherCalls {
 #[derive(Debug, Clone, Copy)]
 pub struct Argument {
     index: u8,
-    mask: u64,
+    comparison: Comparison,
     value: u64,
+}
+
+/// How an argument is compared with a value.
+#[derive(Debug, Clone, Copy)]
+enum Comparison {
+    /// These bits of the argument are those of the value.
+    Masked(u64),
+    /// The lower 32 bits differ.
+    Differs,
 }
 
 impl Argument {
     /// The argument with this index, starting at 0, has this value. Only the lower 32 bits are compared, as
     /// the kernel only uses these for arguments of type `int`.
     pub const fn is(index: u8, value: u32) -> Argument {
-        Argument { index, mask: 0xffff_ffff, value: value as u64 }
+        Argument { index, comparison: Comparison::Masked(0xffff_ffff), value: value as u64 }
+    }
+
+    /// The argument has another value than this one; the lower 32 bits are compared.
+    pub const fn is_not(index: u8, value: u32) -> Argument {
+        Argument { index, comparison: Comparison::Differs, value: value as u64 }
     }
 
     /// The argument has all of these bits.
     pub const fn has(index: u8, bits: u32) -> Argument {
-        Argument { index, mask: bits as u64, value: bits as u64 }
+        Argument { index, comparison: Comparison::Masked(bits as u64), value: bits as u64 }
     }
 
     /// The argument has none of these bits.
     pub const fn lacks(index: u8, bits: u32) -> Argument {
-        Argument { index, mask: bits as u64, value: 0 }
+        Argument { index, comparison: Comparison::Masked(bits as u64), value: 0 }
     }
 }
 
@@ -238,7 +252,14 @@ impl Syscalls {
     /// Adds the calls for RDMA: libibverbs finds its devices through netlink, and uses ioctl.
     pub fn rdma(self) -> Syscalls {
         use libc::*;
-        self.allow_if(SYS_socket, &[Argument::is(0, AF_NETLINK as u32)]).allow(&[SYS_bind, SYS_ioctl])
+        self.allow_if(SYS_socket, &[Argument::is(0, AF_NETLINK as u32)]).allow(&[SYS_bind]).device_ioctls()
+    }
+
+    /// The ioctls of any driver, but none that types into a terminal: a daemon that somebody started in one
+    /// gives it to its processes as their log.
+    pub fn device_ioctls(self) -> Syscalls {
+        let others = [libc::TIOCSTI, libc::TIOCLINUX].map(|request| Argument::is_not(1, request as u32));
+        self.allow_if(libc::SYS_ioctl, &others)
     }
 
     /// Allows calls.
@@ -268,8 +289,12 @@ impl Syscalls {
     fn rules(&self) -> Result<BTreeMap<i64, Vec<SeccompRule>>, seccompiler::BackendError> {
         let rule = |conditions: &Vec<Argument>| {
             let conditions = conditions.iter().map(|argument| {
-                let Argument { index, mask, value } = *argument;
-                SeccompCondition::new(index, SeccompCmpArgLen::Qword, SeccompCmpOp::MaskedEq(mask), value)
+                let Argument { index, comparison, value } = *argument;
+                let (len, operator) = match comparison {
+                    Comparison::Masked(mask) => (SeccompCmpArgLen::Qword, SeccompCmpOp::MaskedEq(mask)),
+                    Comparison::Differs => (SeccompCmpArgLen::Dword, SeccompCmpOp::Ne),
+                };
+                SeccompCondition::new(index, len, operator, value)
             });
             SeccompRule::new(conditions.collect::<Result<_, _>>()?)
         };

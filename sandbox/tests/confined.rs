@@ -52,6 +52,9 @@ enum Task {
     /// Create sockets of these families, and a thread. The answer is what works. The list only allows Unix
     /// sockets.
     Conditions(Vec<i32>),
+    /// Make these requests of a descriptor by ioctl. The answers are the errors' numbers. The list has the
+    /// ioctls of devices.
+    Ioctls(Vec<u64>),
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -71,6 +74,7 @@ fn list(task: &Task) -> Syscalls {
     match task {
         Task::LeaveBehind => list.allow(&[libc::SYS_clone, libc::SYS_fork]),
         Task::Conditions(_) => list.allow_if(libc::SYS_socket, &[Argument::is(0, libc::AF_UNIX as u32)]),
+        Task::Ioctls(_) => list.device_ioctls(),
         // Calls that a real list would not contain, which test the other layers.
         _ => list.allow(&[libc::SYS_socket, libc::SYS_connect, libc::SYS_ptrace, libc::SYS_process_vm_readv]),
     }
@@ -183,6 +187,16 @@ fn confined(fd: RawFd) {
             }
             answer(Vec::new());
         }
+        Task::Ioctls(requests) => {
+            let request = |request: &u64| {
+                let mut byte = b'x';
+                // SAFETY: the requests read at most one byte, or do not exist.
+                let done = unsafe { libc::ioctl(stream.as_raw_fd(), *request, &raw mut byte) };
+                let error = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+                if done == 0 { "0".to_owned() } else { error.to_string() }
+            };
+            answer(requests.iter().map(request).collect());
+        }
         Task::Conditions(families) => {
             let socket = |family: &i32| {
                 // SAFETY: a plain system call.
@@ -294,9 +308,12 @@ fn the_kernel_confirms_every_layer() {
     assert_eq!(inspected.namespaces.unwrap(), ["mnt", "pid", "ipc", "net"]);
     assert!(inspected.filters >= Some(2));
     assert_eq!(
-        (inspected.capabilities, inspected.no_new_privileges, inspected.core_limit),
-        (Some(0), Some(true), Some(0))
+        (inspected.capabilities, inspected.no_new_privileges, inspected.core_limit, inspected.dumpable),
+        (Some(0), Some(true), Some(0), Some(false))
     );
+    // Its session is its own, so it has no terminal.
+    let pid = nix::unistd::Pid::from_raw(sandboxed.process.pid().cast_signed());
+    assert_eq!(nix::unistd::getsid(Some(pid)).unwrap(), pid);
     assert!(sandboxed.end().0.success());
 }
 
@@ -416,6 +433,15 @@ fn a_list_may_depend_on_arguments() {
     let families = vec![libc::AF_UNIX, libc::AF_INET, libc::AF_NETLINK];
     let sandboxed = run(Task::Conditions(families), Vec::new(), OtherCalls::Refuse);
     assert_eq!(sandboxed.answer().results, ["true", "false", "false", "true"]);
+}
+
+fn devices_have_all_ioctls_but_those_that_type_into_a_terminal() {
+    // A socket has none of them: it answers what the list lets through.
+    let nvidia = 0xc020_462a;
+    let requests = vec![libc::TIOCSTI, nvidia, libc::TIOCLINUX, libc::TIOCSTI | 1 << 32];
+    let sandboxed = run(Task::Ioctls(requests), Vec::new(), OtherCalls::Refuse);
+    let numbers = [libc::EPERM, libc::ENOTTY, libc::EPERM, libc::EPERM].map(|number| number.to_string());
+    assert_eq!(sandboxed.answer().results, numbers);
 }
 
 fn two_processes_have_different_users() {
@@ -547,7 +573,7 @@ fn main() {
         _ => {}
     }
     let root = nix::unistd::geteuid().is_root();
-    let tests: [(&str, fn()); 17] = [
+    let tests: [(&str, fn()); 18] = [
         ("the_kernel_confirms_every_layer", the_kernel_confirms_every_layer),
         ("only_visible_files_can_be_opened", only_visible_files_can_be_opened),
         (
@@ -568,6 +594,10 @@ fn main() {
             a_call_outside_the_list_is_executed_and_named_when_calls_are_only_reported,
         ),
         ("a_list_may_depend_on_arguments", a_list_may_depend_on_arguments),
+        (
+            "devices_have_all_ioctls_but_those_that_type_into_a_terminal",
+            devices_have_all_ioctls_but_those_that_type_into_a_terminal,
+        ),
         ("a_container_runtime_may_hide_clone3", a_container_runtime_may_hide_clone3),
         ("two_processes_have_different_users", two_processes_have_different_users),
         ("signals_end_a_process_as_they_end_any_other", signals_end_a_process_as_they_end_any_other),

@@ -137,8 +137,7 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>)
 pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c_void>)> {
     let (mut numbers, mut values) = (Vec::new(), Vec::new());
     for option in options {
-        if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 30..=33)
-        {
+        if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 30..=33) {
             numbers.push(option.option);
             values.push(option.value as *mut c_void);
         } else if !matches!(option.option, 2..=6) {
