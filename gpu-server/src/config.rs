@@ -207,9 +207,10 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub client_pinned_limit: Option<u64>,
     /// Maximum number of sessions of one client, including those waiting for a worker. Sessions that only
-    /// query NVML are counted separately. 0 means no limit
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub client_sessions: u32,
+    /// query NVML are counted separately. 0 means no limit. By default all but an eighth of --max-sessions,
+    /// so that one client leaves room for others
+    #[arg(long, value_name = "N")]
+    pub client_sessions: Option<u32>,
     /// Number of devices that a session gets: the least used ones. 0 means all
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub session_devices: u32,
@@ -490,6 +491,7 @@ pub fn parts() -> [Part; 1] {
             ("mps", "\"/run/rgpu/mps\""),
             ("pinned_limit", "\"16G\""),
             ("client_pinned_limit", "\"64G\""),
+            ("client_sessions", "16"),
             ("first_workers", "2"),
             ("sandbox.files", "[\"/opt/driver/lib\"]"),
             ("poll_us", "50"),

@@ -22,8 +22,9 @@ pub struct Limits {
     pub session: Amounts,
     /// What all sessions of the principal together may hold.
     pub total: Amounts,
-    /// How many sessions of each kind the principal may have, including waiting ones. 0: no limit.
-    pub sessions: u32,
+    /// How many sessions of each kind the principal may have, including waiting ones. 0: no limit. `None`:
+    /// all but an eighth of the server's.
+    pub sessions: Option<u32>,
     /// Its share of a GPU's time while others want it, too, in proportion to the weights. At least 1; the
     /// default is 100.
     pub weight: u32,
@@ -50,7 +51,7 @@ impl Default for Limits {
             exclusive: false,
             session: Amounts::default(),
             total: Amounts::default(),
-            sessions: 0,
+            sessions: None,
             weight: Limits::WEIGHT,
             priority: 0,
             kernel_seconds: 0,

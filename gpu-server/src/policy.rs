@@ -346,7 +346,7 @@ impl Policy {
         limits.swappable = first(&places, |rule| rule.swappable).unwrap_or(limits.swappable);
         let mut sessions_rule = "--client-sessions".to_owned();
         if let Some(written) = places.iter().find(|written| written.rule.client_sessions.is_some()) {
-            limits.sessions = written.rule.client_sessions.unwrap_or_default();
+            limits.sessions = written.rule.client_sessions;
             sessions_rule = rule("client_sessions", written);
         }
         let paced =
@@ -550,9 +550,9 @@ allow = false
         };
         assert_eq!((memory(&host1), memory(&host2), memory(&other)), ((3, 10), (2, 10), (1, 10)));
         let sessions = |grant: &Grant| (grant.limits.sessions, grant.rules.sessions.clone());
-        assert_eq!(sessions(&host1), (2, "clients.toml, line 21: client_sessions".into()));
-        assert_eq!(sessions(&host2), (8, "clients.toml, line 7: client_sessions".into()));
-        assert_eq!(sessions(&other), (77, "--client-sessions".into()));
+        assert_eq!(sessions(&host1), (Some(2), "clients.toml, line 21: client_sessions".into()));
+        assert_eq!(sessions(&host2), (Some(8), "clients.toml, line 7: client_sessions".into()));
+        assert_eq!(sessions(&other), (Some(77), "--client-sessions".into()));
         assert_eq!((host1.limits.devices, other.limits.devices), (vec![2, 3], vec![]));
         assert_eq!(
             (host1.rules.devices, other.rules.devices),
@@ -584,7 +584,7 @@ allow = false
         assert_eq!(refusal, "host2 may not use this server (clients.toml, line 1: allow = false)");
         // Without a file, everybody may use what the options allow.
         let none = Policy::default().grant("uid:0", &share(&["--client-sessions=3"])).unwrap();
-        assert_eq!((none.limits.sessions, none.data_connections), (3, None));
+        assert_eq!((none.limits.sessions, none.data_connections), (Some(3), None));
         assert_eq!(none.rules, Rules { sessions: "--client-sessions".into(), ..Rules::default() });
     }
 

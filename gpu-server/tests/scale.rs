@@ -24,7 +24,8 @@ fn work<S: Session>(mut session: S) -> S {
 fn measure<S: Session>(name: &str, connect: impl Fn(&Server) -> S) -> [test_kit::resources::Resources; 2] {
     raise_descriptors();
     let count = scale(16);
-    let server = Server::start(&["--log=warn", "--workers=1", &format!("--max-sessions={count}")]);
+    let most = format!("--max-sessions={count}");
+    let server = Server::start(&["--log=warn", "--workers=1", &most, "--client-sessions=0"]);
     let daemon = || vec![server.pid()];
     let others = || family(server.pid()).split_off(1);
     let settled = || {

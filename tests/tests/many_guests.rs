@@ -80,7 +80,8 @@ fn every_program_of_many_guests_is_served() -> Result<()> {
     let address = format!("unix:{}", path("server.sock".into()));
     let most = (guests * PROGRAMS).to_string();
     let arguments = ["--listen", &address, "--backend", "software", "--software-memory", "256M"];
-    let arguments = [&arguments[..], &["--workers", "2", "--max-sessions", &most]].concat();
+    let arguments =
+        [&arguments[..], &["--workers", "2", "--max-sessions", &most, "--client-sessions", "0"]].concat();
     let status = folder.path().join("server.status");
     let server = Daemon::start("rgpu-server", arguments, &logs.join("rgpu-server.log"), &status)?;
     let mut config = String::new();

@@ -1,4 +1,5 @@
-//! The queue of clients that wait for a worker, served in order of arrival.
+//! The queue of clients that wait for a worker. A principal's sessions are served in order of arrival, and
+//! whoever has fewer sessions comes first, so that one with many does not make others wait.
 //!
 //! ```text
 //!  handshake ── join ──▶ queue ── serve ──▶ worker          (on the thread that adds a client or a worker)
@@ -12,7 +13,7 @@
 
 pub(super) mod parked;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,7 +41,7 @@ use crate::worker_protocol::{Counters, Kind, ToWorker, Transport, Visitor};
 /// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
-/// Adds a client to the end of the queue, and serves it if a worker is ready.
+/// Adds a client to the queue, and serves it if a worker is ready.
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {
     {
         let mut state = server.lock();
@@ -66,8 +67,8 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             let reason = format!("the server has its maximum of {most} sessions (--max-sessions)");
             return Err(Refused(Reason::ServerFull, reason));
         }
-        let limit = parked.limits.sessions;
-        if limit > 0 && state.sessions_of(&parked.limits.principal, kind) >= limit as usize {
+        let limit = parked.limits.sessions.map_or(most - most / 8, |limit| limit as usize);
+        if limit > 0 && state.sessions_of(&parked.limits.principal, kind) >= limit {
             let rule = &parked.rules.sessions;
             let reason = format!("this client has its maximum of {limit} sessions ({rule})");
             return Err(Refused(Reason::ClientFull, reason));
@@ -81,9 +82,9 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             );
             return Err(Refused(Reason::Pace, reason));
         }
+        let before = state.place_in_queue(&parked.limits.principal, kind);
         let pool = state.pool_mut(kind);
         parked.failures = pool.failed;
-        let before = pool.queue.len();
         if before > 0 || pool.idle.is_empty() {
             tracing::info!(
                 client = parked.client,
@@ -92,7 +93,7 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
                 "a session waits for a worker"
             );
         }
-        pool.queue.push_back(parked);
+        pool.queue.insert(before, parked);
     }
     serve(server, kind);
     server.changed.notify_all();
@@ -101,11 +102,35 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
 }
 
 impl State {
+    /// Number of sessions of a kind that each principal has, without waiting ones.
+    fn running_of_each(&self, kind: Kind) -> HashMap<&str, usize> {
+        let mut running = HashMap::new();
+        for session in self.sessions.values().filter(|session| session.kind == kind && !session.ended) {
+            *running.entry(session.limits.principal.as_str()).or_default() += 1;
+        }
+        running
+    }
+
     /// Number of a principal's sessions of a kind, including waiting ones.
     fn sessions_of(&self, principal: &str, kind: Kind) -> usize {
-        let running = self.sessions.values().filter(|session| session.kind == kind && !session.ended);
-        let running = running.filter(|session| session.limits.principal == principal).count();
-        running + self.pool(kind).queue.iter().filter(|parked| parked.limits.principal == principal).count()
+        let waiting = self.pool(kind).queue.iter().filter(|parked| parked.limits.principal == principal);
+        self.running_of_each(kind).get(principal).copied().unwrap_or_default() + waiting.count()
+    }
+
+    /// The place of a principal's next session in the queue: behind all that would be no more than that for
+    /// their principals, if the queue were served.
+    fn place_in_queue(&self, principal: &str, kind: Kind) -> usize {
+        let nth = self.sessions_of(principal, kind);
+        let mut counted = self.running_of_each(kind);
+        let mut place = 0;
+        for (at, parked) in self.pool(kind).queue.iter().enumerate() {
+            let count = counted.entry(parked.limits.principal.as_str()).or_default();
+            if *count <= nth {
+                place = at + 1;
+            }
+            *count += 1;
+        }
+        place
     }
 }
 
@@ -139,7 +164,7 @@ fn first_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(us
     }
 }
 
-/// Gives ready workers to waiting clients: first come, first served, except for those whose devices others
+/// Gives ready workers to waiting clients in the order of the queue, except for those whose devices others
 /// have.
 pub(super) fn serve(server: &Server, kind: Kind) {
     loop {
@@ -494,6 +519,47 @@ pub(super) mod tests {
             assert_eq!(server.lock().sessions[&(100 + number)].pid, number);
         }
         assert!(server.lock().gpu.queue.is_empty() && server.lock().gpu.idle.is_empty());
+    }
+
+    #[test]
+    fn who_has_fewer_sessions_comes_first() {
+        let server = server(&["--max-sessions", "20"]);
+        let mut clients = Vec::new();
+        let mut join = |number: u32, principal: &str| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            clients.push(ours);
+            let limits = Limits { principal: principal.into(), ..Limits::default() };
+            let connection = Arc::new(Control::Local(theirs));
+            let parked = Parked { connection, pid: number, limits, ..Parked::fake() };
+            super::join(&server, Kind::Gpu, parked).map_err(|Refused(_, reason)| reason)
+        };
+        let order = || server.lock().gpu.queue.iter().map(|parked| parked.pid).collect::<Vec<_>>();
+        for number in 0..5 {
+            join(number, "many").unwrap();
+        }
+        // Behind the first of the others, which would be the first of its principal, too.
+        join(10, "few").unwrap();
+        join(11, "few").unwrap();
+        join(20, "one").unwrap();
+        assert_eq!(order(), [0, 10, 20, 1, 11, 2, 3, 4]);
+        // Running ones count.
+        for pid in 100..103 {
+            ready(&server, pid);
+        }
+        assert_eq!(order(), [1, 11, 2, 3, 4]);
+        join(30, "new").unwrap();
+        join(12, "few").unwrap();
+        assert_eq!(order(), [30, 1, 11, 2, 12, 3, 4]);
+    }
+
+    #[test]
+    fn one_client_leaves_room_for_others() {
+        let server = server(&["--max-sessions", "16"]);
+        let _clients: Vec<UnixStream> = (0..14).map(|number| client(&server, number).unwrap()).collect();
+        let refused = client(&server, 14).unwrap_err();
+        assert!(refused.contains("its maximum of 14 sessions (--client-sessions)"), "{refused}");
+        let limits = Limits { principal: "another".into(), ..Limits::default() };
+        join(&server, Kind::Gpu, Parked { limits, ..Parked::fake() }).map_err(|r| r.1).unwrap();
     }
 
     #[test]
