@@ -1,11 +1,10 @@
 //! Questions of clients that need no session: arbitrary JSON. A question that is understood is within its
 //! limits, and means the same when it is encoded again.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
 use host_bridge::ask::{MAX_GPUS, MAX_NAME, Question};
-use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| {
+rgpu_fuzz::target!(|bytes: &[u8]| {
     let Ok(question) = Question::parse(bytes) else { return };
     if let Question::Lease(wish) = &question {
         assert!((1..=MAX_GPUS).contains(&(wish.gpus as usize)) && wish.devices.len() <= MAX_GPUS);

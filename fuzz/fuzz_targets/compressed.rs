@@ -1,12 +1,11 @@
 //! Arbitrary bytes in place of compressed data, as a server may receive them in a session: the decoder, and
 //! the claimed lengths.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
 use host_bridge::endpoint::receive_compressed;
-use libfuzzer_sys::fuzz_target;
 use protocol::link::DATA_FLAGS;
 
-fuzz_target!(|input: (u8, u32, bool, u32, &[u8])| {
+rgpu_fuzz::target!(|input: (u8, u32, bool, u32, &[u8])| {
     let (step, len, honest, says, bytes) = input;
     let says = if honest { bytes.len() as u32 } else { says };
     // Chunks of a length that inputs can stand for, mostly.

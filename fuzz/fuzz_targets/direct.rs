@@ -1,13 +1,12 @@
 //! The data of a direct connection: headers followed by their bytes, until a correct peer would not send
 //! them.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
-use libfuzzer_sys::fuzz_target;
 use protocol::link::DirectHeader;
 use protocol::ops::direct::MAX_PIECE;
 use zerocopy::FromBytes;
 
-fuzz_target!(|stream: &[u8]| {
+rgpu_fuzz::target!(|stream: &[u8]| {
     let (mut rest, mut last) = (stream, 0);
     while let Ok((header, behind)) = DirectHeader::read_from_prefix(rest) {
         match header.check(last) {

@@ -1,8 +1,7 @@
 //! The byte stream of a link, cut anywhere: a greeting, or frames.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
 use host_bridge::framing::FrameReader;
-use libfuzzer_sys::fuzz_target;
 use protocol::link::{Greeting, Hello, Welcome, greeting};
 use protocol::version::OURS;
 
@@ -20,7 +19,7 @@ fn greet<T: Greeting>(stream: &[u8], step: usize) {
     }
 }
 
-fuzz_target!(|input: (u8, &[u8])| {
+rgpu_fuzz::target!(|input: (u8, &[u8])| {
     let (step, stream) = input;
     greet::<Hello>(stream, usize::from(step) + 1);
     greet::<Welcome>(stream, usize::from(step) + 1);

@@ -1,9 +1,8 @@
 //! An image that the guest library reads in the program's process: a cubin or a fat binary. Reading ends, and
 //! returns only numbers that a kernel can have.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
 use device_code::{cubin, fatbin};
-use libfuzzer_sys::fuzz_target;
 
 fn read(code: &[u8]) {
     let Ok(cubin) = cubin::read(code) else { return };
@@ -14,7 +13,7 @@ fn read(code: &[u8]) {
     }
 }
 
-fuzz_target!(|image: &[u8]| {
+rgpu_fuzz::target!(|image: &[u8]| {
     read(image);
     for entry in fatbin::containers(image).flatten().flatten() {
         if let Ok(code) = entry.code(1 << 20) {

@@ -1,12 +1,11 @@
 //! Kernels put together from the words of PTX, loaded and run: whatever is accepted ends, well or in a fault.
 //!
 //! Words come from what nvcc wrote for the crate's tests. There are no branches, so that each kernel ends.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
 use std::fmt::Write;
 use std::sync::LazyLock;
 
-use libfuzzer_sys::fuzz_target;
 use software_gpu::{GRANULE, Gpu, GpuConfig, LaunchConfig};
 
 const SOURCES: [&str; 2] = [
@@ -124,7 +123,7 @@ thread_local! {
     static GPU: std::cell::RefCell<Gpu> = std::cell::RefCell::new(gpu());
 }
 
-fuzz_target!(|bytes: &[u8]| {
+rgpu_fuzz::target!(|bytes: &[u8]| {
     let text = text(bytes);
     GPU.with_borrow_mut(|device| {
         let Ok(module) = device.load_module(text.as_bytes()) else { return };

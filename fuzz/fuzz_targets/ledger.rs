@@ -1,14 +1,13 @@
 //! The ledger of a device process that a guest may have compromised: the process's successor reads it and
 //! continues with it.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
 use host_bridge::bridge::take_over_any;
-use libfuzzer_sys::fuzz_target;
 
 /// The first cells of a ledger's lists, as far as their entries are likely to be found.
 const FIRST: [u32; 9] = [0, 64, 256, 262_400, 327_936, 409_856, 1_589_504, 2_375_936, 2_404_608];
 
-fuzz_target!(|input: &[u8]| {
+rgpu_fuzz::target!(|input: &[u8]| {
     let Some(([slots, lanes], words)) = input.split_first_chunk() else { return };
     let (words, _) = words.as_chunks::<11>();
     let word = |bytes: &[u8; 11]| {

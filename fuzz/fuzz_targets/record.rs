@@ -1,7 +1,6 @@
 //! A record as a guest may write it: opcode and body. Decoding ends in an operation or in `Malformed`.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
-use libfuzzer_sys::fuzz_target;
 use protocol::ops;
 
 struct Nothing;
@@ -21,7 +20,7 @@ impl ops::green::GreenOps<()> for Nothing {}
 impl ops::direct::DirectOps<()> for Nothing {}
 impl ops::activity::ActivityOps<()> for Nothing {}
 
-fuzz_target!(|input: (u16, &[u8])| {
+rgpu_fuzz::target!(|input: (u16, &[u8])| {
     let (opcode, body) = input;
     let mut reply = Vec::new();
     let _ = ops::dispatch(&mut Nothing, &mut (), opcode, body, &mut reply);

@@ -1,10 +1,9 @@
 //! Replies and tables as a server may send them.
-#![no_main]
+#![cfg_attr(not(standalone), no_main)]
 
-use libfuzzer_sys::fuzz_target;
 use protocol::ops::{self, activity, copy, device, module, nvml};
 
-fuzz_target!(|body: &[u8]| {
+rgpu_fuzz::target!(|body: &[u8]| {
     let _ = ops::decode_reply::<device::SessionInfoReply>(body);
     let _ = ops::decode_reply::<device::DeviceInfoReply>(body);
     let _ = ops::decode_reply::<device::PeerInfoReply>(body);

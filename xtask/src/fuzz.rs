@@ -1,14 +1,16 @@
-//! Fuzzing: every target in `fuzz/fuzz_targets/` for a while, with the workspace's own compiler.
+//! Fuzzing: every target in `fuzz/fuzz_targets/` for a while, with the workspace's own compiler; and without
+//! libFuzzer on a few inputs, which CI has the time for.
 //!
 //! Coverage and the address sanitizer are features of nightly compilers. `RUSTC_BOOTSTRAP` enables them in
 //! any compiler, so only cargo-fuzz has to be installed.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use rgpu_tests::tree;
 
+use crate::progress::Step;
 use crate::{debian, process, toolchain};
 
 /// Default duration of each target in seconds; `RGPU_FUZZ_SECONDS` overrides it. For longer runs of one
@@ -17,6 +19,40 @@ const SECONDS: u32 = 30;
 /// Targets that start threads. The leak checker does not see a thread that is just starting or ending, and takes its
 /// memory for lost.
 const WITH_THREADS: [&str; 5] = ["control", "handshake", "kernel", "module", "session"];
+
+/// Inputs of each target in [`briefly`].
+const INPUTS: u32 = 10_000;
+/// The same for targets whose inputs are programs that take milliseconds.
+const PROGRAMS: u32 = 1000;
+
+/// Runs every target on its seeds and some other inputs, the same each time, without libFuzzer. The targets are a
+/// workspace of their own: without this, a change elsewhere would break them unnoticed.
+pub fn briefly(log: &Path) -> Result<()> {
+    let step = Step::spinner("running the fuzz targets briefly");
+    let (manifest, folder) = (tree::root().join("fuzz/Cargo.toml"), tree::target().join("fuzz"));
+    let mut build = process::cargo();
+    build.args(["build", "--quiet", "--locked", "--manifest-path"]).arg(manifest);
+    build.arg("--target-dir").arg(&folder).env("RUSTFLAGS", "--cfg fuzzing --cfg standalone -D warnings");
+    build.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
+    process::watch(&mut build, log, &step)?;
+    for target in targets()? {
+        let few = WITH_THREADS.contains(&target.as_str()) || target == "pieces";
+        let mut command = Command::new(folder.join("debug").join(&target));
+        command.arg(if few { PROGRAMS } else { INPUTS }.to_string());
+        let seeds = seeds(&target);
+        if seeds.is_dir() {
+            command.arg(seeds);
+        }
+        process::watch(&mut command, log, &step).with_context(|| format!("fuzz target {target}"))?;
+    }
+    step.done("");
+    Ok(())
+}
+
+/// The folder of a target's seeds; not all have some.
+fn seeds(target: &str) -> PathBuf {
+    tree::root().join("fuzz/seeds").join(target)
+}
 
 /// Runs every fuzz target for a while, starting from its corpus and its seeds. Returns how many targets
 /// passed, and how many found an error.
@@ -38,7 +74,7 @@ pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
     process::run(&mut cargo_fuzz("build"), log)?;
     let mut found = (0, 0);
     for target in targets()? {
-        let (corpus, seeds) = (folder.join("corpus").join(&target), folder.join("seeds").join(&target));
+        let (corpus, seeds) = (folder.join("corpus").join(&target), seeds(&target));
         std::fs::create_dir_all(&corpus).with_context(|| format!("cannot create {}", corpus.display()))?;
         let mut command = cargo_fuzz("run");
         command.arg(&target).arg(&corpus);

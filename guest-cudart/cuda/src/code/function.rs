@@ -95,6 +95,16 @@ pub(crate) struct Function {
 
 pub(crate) static FUNCTIONS: Slab<Function> = Slab::new(5);
 
+/// Maximum bytes of a kernel's parameters (CUDA C++ Programming Guide, "Function Parameters").
+const MOST_PARAMS: u64 = 32_764;
+
+/// Bytes of a kernel's parameters as the server describes them. A launch reads as many from the program, so a server
+/// that names more than any kernel has is not believed.
+fn params_size(params: &[Param]) -> Result<usize> {
+    let end = params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
+    if end > MOST_PARAMS { Err(Status::UNKNOWN) } else { Ok(end as usize) }
+}
+
 impl Function {
     /// A function that has neither an ID nor code yet.
     fn of(
@@ -133,9 +143,7 @@ impl Function {
         error_log: &str,
     ) -> Result<Function> {
         let name = CString::new(info.name).map_err(|_| Status::UNKNOWN)?;
-        let end = info.params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
-        // The limit of a launch record; the toolkit's own limit is 32764.
-        let params_size = usize::try_from(end).ok().filter(|end| *end <= 40 << 10).ok_or(Status::UNKNOWN)?;
+        let params_size = params_size(&info.params)?;
         let unsupported = (info.attributes.get(func::BINARY_VERSION as usize) == Some(&0)).then(|| {
             let name = name.to_str().unwrap_or_default();
             let line = error_log.lines().find(|line| line.contains(name));
@@ -448,5 +456,20 @@ impl Function {
     /// `cuFuncGetParamInfo`.
     pub fn param(&self, index: usize) -> Result<&Param> {
         self.params.get(index).ok_or(Status::INVALID_VALUE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_names_more_parameters_than_a_kernel_may_have_is_not_believed() {
+        let size = |offset, size| params_size(&[Param { offset: 0, size: 8 }, Param { offset, size }]);
+        assert_eq!((size(8, 4), size(4, 32_760)), (Ok(12), Ok(32_764)));
+        for (offset, bytes) in [(8, 32_757), (40 << 10, 0), (u32::MAX, u32::MAX)] {
+            assert_eq!(size(offset, bytes), Err(Status::UNKNOWN));
+        }
+        assert_eq!(params_size(&[]), Ok(0));
     }
 }

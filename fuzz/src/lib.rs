@@ -1,0 +1,93 @@
+//! What the fuzz targets share: each is a function of any input, with one of two `main`s.
+//!
+//! - With libFuzzer, which finds inputs by coverage (`cargo xtask test fuzz`, `cargo fuzz run TARGET`).
+//! - With `--cfg standalone`, [`run`] below: all seeds, inputs made from them, and random ones, the same each time.
+//!   CI runs every target so, because libFuzzer takes another compilation of everything with its sanitizer.
+
+pub use arbitrary;
+#[cfg(not(standalone))]
+pub use libfuzzer_sys;
+
+/// A fuzz target: `target!(|input: &[u8]| { … })`, or with any other type that can be made from bytes
+/// ([`arbitrary::Arbitrary`]). It panics if it finds a fault.
+#[macro_export]
+macro_rules! target {
+    (|$input:ident: $type:ty| $body:block) => {
+        #[cfg(not(standalone))]
+        $crate::libfuzzer_sys::fuzz_target!(|$input: $type| $body);
+
+        #[cfg(standalone)]
+        fn main() {
+            $crate::run(|bytes| {
+                let data = $crate::arbitrary::Unstructured::new(bytes);
+                // Too short an input is none, as with libFuzzer.
+                let Ok($input) = <$type as $crate::arbitrary::Arbitrary>::arbitrary_take_rest(data) else {
+                    return;
+                };
+                $body
+            });
+        }
+    };
+}
+
+/// Runs a target on what `arguments` of this process say: how many inputs, and the folder of its seeds, if there is
+/// one. If it panics, its input is written to a file and the process ends with status 1.
+#[cfg(standalone)]
+pub fn run(target: impl Fn(&[u8])) {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    let mut arguments = std::env::args().skip(1);
+    let count: u32 = arguments.next().and_then(|text| text.parse().ok()).expect("the number of inputs");
+    let mut seeds = Vec::new();
+    if let Some(folder) = arguments.next() {
+        let files = std::fs::read_dir(&folder).expect("the folder of seeds");
+        let mut files: Vec<_> = files.map(|file| file.expect("a seed").path()).collect();
+        files.sort();
+        seeds.extend(files.iter().map(|file| std::fs::read(file).expect("a seed")));
+    }
+    let mut random = fastrand::Rng::with_seed(1);
+    for number in 0..count.max(seeds.len() as u32) {
+        let input = match seeds.get(number as usize) {
+            Some(seed) => seed.clone(),
+            None => next(&mut random, &seeds),
+        };
+        if catch_unwind(AssertUnwindSafe(|| target(&input))).is_err() {
+            let file = std::env::temp_dir().join(format!("fuzz-{}-{number}", std::process::id()));
+            std::fs::write(&file, &input).expect("a file for the input");
+            eprintln!("input {number} fails; it is in {}", file.display());
+            std::process::exit(1);
+        }
+    }
+}
+
+/// A random input, or one of the seeds with some changes.
+#[cfg(standalone)]
+fn next(random: &mut fastrand::Rng, seeds: &[Vec<u8>]) -> Vec<u8> {
+    const LONGEST: usize = 2048;
+    let changed = random.choice(seeds).filter(|_| random.bool()).cloned();
+    let Some(mut bytes) = changed else {
+        // Most random bytes are small numbers, so that many are valid kinds, counts and lengths.
+        let few = random.bool();
+        let length = random.usize(..LONGEST);
+        return (0..length).map(|_| if few { random.u8(..16) } else { random.u8(..) }).collect();
+    };
+    for _ in 0..random.usize(1..8) {
+        let at = random.usize(..=bytes.len());
+        let end = (at + random.usize(..32)).min(bytes.len());
+        match random.u8(..5) {
+            0 => bytes.truncate(at),
+            1 => drop(bytes.drain(at..end)),
+            2 => bytes.insert(at, random.u8(..)),
+            3 => {
+                let repeated = bytes[at..end].to_vec();
+                bytes.splice(at..at, repeated);
+            }
+            _ => {
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte ^= 1 << random.u8(..8);
+                }
+            }
+        }
+    }
+    bytes
+}
