@@ -6,8 +6,10 @@ mod support;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 
 use host_bridge::framing::{recv_frame, send_frame};
 use nix::sys::signal::{Signal, kill};
@@ -333,9 +335,14 @@ fn without_a_gpu_cuda_fails_in_one_line_and_auto_uses_software() {
 
 /// Runs a server that should not start. Returns its output.
 fn refused(flags: &[&str]) -> String {
+    refused_by(std::process::Command::new(binary()), flags)
+}
+
+/// The same, with this command.
+fn refused_by(mut command: std::process::Command, flags: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
     let listen = format!("--listen=unix:{}", folder.path().join("s").display());
-    let mut command = std::process::Command::new(binary());
     let output = command.args([&listen, "--backend=software", "--workers=1"]).args(flags).output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success(), "{text}");
@@ -357,6 +364,16 @@ fn a_gpu_that_reaches_pageable_memory_is_not_served_without_a_sandbox() {
 fn a_required_sandbox_that_is_not_there_keeps_the_server_from_starting() {
     let text = refused(&["--require-sandbox", "--sandbox=off"]);
     assert!(text.contains("--require-sandbox") && text.contains("--sandbox is off"), "{text}");
+    // Of an ordinary user: without the right to give workers users, and limits, of their own.
+    let file = std::fs::File::open(binary()).unwrap();
+    nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+    let mut command = std::process::Command::new(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    command.current_dir("/");
+    if nix::unistd::geteuid().is_root() {
+        command.uid(65534).gid(65534);
+    }
+    let text = refused_by(command, &["--require-sandbox"]);
+    assert!(text.contains("--require-sandbox") && text.contains("it would run without"), "{text}");
 }
 
 #[test]

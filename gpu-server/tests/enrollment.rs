@@ -728,6 +728,9 @@ fn no_worker_has_the_servers_key() {
 #[test]
 fn insecure_on_one_side_alone_says_what_to_do() {
     let server = Server::start(&[]);
+    assert!(
+        server.log().contains("--insecure: connections over tcp are neither encrypted nor authenticated")
+    );
     let machine = Machine::new();
     machine.pin(server.port, machine.identity().fingerprint());
     let refusal = machine.try_connect(server.port).err().unwrap();
@@ -739,6 +742,7 @@ fn insecure_on_one_side_alone_says_what_to_do() {
     assert!(refusal.contains("without --insecure"), "{refusal}");
     // The other way round.
     let server = Server::start_protected(&[]);
+    assert!(!server.log().contains("--insecure"));
     let config = SessionConfig { security: Security::Insecure, ..machine.config(server.port) };
     let refusal = with_causes(&Client::try_connect(&config).err().unwrap());
     assert!(refusal.contains("rgpuctl join") && refusal.contains("--insecure"), "{refusal}");

@@ -322,6 +322,7 @@ fn over_tls(machine: &Machine) -> Result<()> {
 /// The processes that handle clients' data have their own cgroups with limits.
 fn groups(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "groups")?;
+    let doctor = machine.check("rgpuctl doctor", LONG)?;
     for (daemon, unit, list, tasks) in [
         ("server", "rgpu-server", "workers", "4096"),
         ("vhost-rgpu", "vhost-rgpu", "device_processes", "65536"),
@@ -344,6 +345,11 @@ fn groups(machine: &Machine) -> Result<()> {
             let memory = read("memory.max")?;
             ensure!((memory == "max") == (unit == "vhost-rgpu"), "{group} has memory.max {memory}");
             let user = machine.check(&format!("stat -c %u /proc/{pid}"), LONG)?;
+            let name = if daemon == "server" { "worker" } else { "device process" };
+            let line = doctor.lines().find(|line| line.contains(&format!("{name} {pid} (")));
+            let line = line.with_context(|| format!("the doctor does not show {name} {pid}: {doctor}"))?;
+            let says = format!("user {user}, its own mnt, pid, ipc, net namespaces");
+            ensure!(line.contains(&says), "the doctor says of a process of user {user}: {line}");
             ensure!(user.parse::<u32>()? >= 1 << 30, "process {pid} of {unit} has user {user}");
             let seccomp = machine
                 .check(&format!("grep -E '^(Seccomp|NoNewPrivs|CapEff):' /proc/{pid}/status"), LONG)?;

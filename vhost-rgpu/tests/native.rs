@@ -495,6 +495,16 @@ fn a_device_process_accesses_only_what_it_was_given() {
 }
 
 #[test]
+fn the_log_names_servers_whose_connections_are_not_protected() {
+    let daemon = Daemon::start(&["--server", "tcp:127.0.0.1:1"]);
+    let said = "insecure: connections to tcp:127.0.0.1:1 are neither encrypted nor authenticated";
+    eventually(|| daemon.log().contains(said));
+    let daemon = Daemon::start(&["--server", "unix:/nowhere"]);
+    daemon.status();
+    assert!(!daemon.log().contains("insecure"), "{}", daemon.log());
+}
+
+#[test]
 fn the_daemon_does_not_start_without_a_required_sandbox() {
     let folder = tempfile::tempdir().unwrap();
     let run = |flags: &[&str]| {
