@@ -333,6 +333,24 @@ fn without_a_gpu_cuda_fails_in_one_line_and_auto_uses_software() {
     assert!(output.status.success() && text.contains("would serve with software"), "{text}");
 }
 
+#[test]
+fn a_worker_that_stays_when_its_client_is_gone_is_killed() {
+    let server = Server::start(&["--workers=1"]);
+    let mut client = LocalBridge::connect(&server.socket());
+    client.call(&SessionInfo {}).unwrap();
+    let worker = Pid::from_raw(server.status()["sessions"][0]["worker"].as_i64().unwrap() as i32);
+    // It does not notice that its session is over, and nobody else may decide that it is: the client lives.
+    kill(worker, Signal::SIGSTOP).unwrap();
+    let other = LocalBridge::connect(&server.socket());
+    drop(client);
+    until("its session is over", || server.sessions() == 1);
+    assert_eq!(kill(worker, None), Err(nix::errno::Errno::ESRCH));
+    assert!(server.log().contains("does not end; killed"), "{}", server.log());
+    drop(other);
+    until("the other's session is over", || server.sessions() == 0);
+    assert_eq!(server.log().matches("does not end; killed").count(), 1);
+}
+
 /// Runs a server that should not start. Returns its output.
 fn refused(flags: &[&str]) -> String {
     refused_by(std::process::Command::new(binary()), flags)

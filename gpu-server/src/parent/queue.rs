@@ -8,6 +8,8 @@
 //!                                and refuses clients when nothing has happened for too long
 //! ```
 //!
+//! The same thread sees when the client of a session over `local` is gone, and kills a worker that stays.
+//!
 //! A waiting connection costs a descriptor but no thread. Only its worker reads from it. Messages to it are
 //! sent under the state's lock without blocking, so a position is never sent after the welcome.
 
@@ -31,7 +33,7 @@ use super::control::{Control, Refused, welcome};
 use super::leases::table::UNKNOWN;
 use super::placement::NoDevice;
 use super::refusals::Reason;
-use super::session::Session;
+use super::session::{Leaving, Session};
 use super::state::{Server, State};
 use super::takeover::kept;
 use super::workers::{GIVE_UP, Stage, Worker};
@@ -40,6 +42,10 @@ use crate::worker_protocol::{Counters, Kind, ToWorker, Transport, Visitor};
 
 /// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);
+/// How long the worker of a session over `local` may stay when the client is gone. It ends by itself within 5 seconds,
+/// whatever its driver does (decision 14), unless it is stopped, hangs, or does not want to. The client's host waits
+/// for it for 10 seconds before it lets a guest reuse the memory that it shares with the worker.
+const LEAVES_WITHIN: Duration = Duration::from_secs(8);
 
 /// Adds a client to the queue, and serves it if a worker is ready.
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {
@@ -291,6 +297,7 @@ fn session_of(
         encrypted: parked.connection.is_encrypted(),
         control: Some(Arc::clone(&parked.connection)),
         parked: None,
+        leaving: Leaving::No,
         attempt: 0,
         resumed: 0,
         begun: false,
@@ -346,25 +353,27 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sleeps until a waiting connection is closed, clients' positions must be sent, or another thread nudges.
-/// Returns the closed connections.
+/// Sleeps until a connection is closed that waits or whose session shares memory with its worker, clients' positions
+/// must be sent, a worker's time to leave is over, or another thread nudges. Returns the closed connections.
 fn wait(server: &Server) -> Vec<Arc<Control>> {
-    let parked: Vec<Arc<Control>> = {
+    let (parked, timed): (Vec<Arc<Control>>, bool) = {
         let state = server.lock();
-        Kind::ALL
-            .iter()
-            .flat_map(|kind| &state.pool(*kind).queue)
-            .map(|p| Arc::clone(&p.connection))
-            .collect()
+        let waiting = Kind::ALL.iter().flat_map(|kind| &state.pool(*kind).queue).map(|p| &p.connection);
+        let leaving = |session: &Session| matches!(session.leaving, Leaving::Since(_));
+        let timed = waiting.clone().next().is_some() || state.sessions.values().any(leaving);
+        let shared = state.sessions.values().filter(|session| session.leaving == Leaving::No);
+        let shared = shared.filter_map(|session| session.control.as_ref());
+        let shared = shared.filter(|control| matches!(***control, Control::Local(_)));
+        (waiting.chain(shared).map(Arc::clone).collect(), timed)
     };
     let mut watched = vec![PollFd::new(server.nudge.0.as_fd(), PollFlags::POLLIN)];
     // Not POLLIN: what a client sends early is for its worker to read. nix has no name for this event.
     let hung_up = PollFlags::from_bits_retain(libc::POLLRDHUP);
     watched.extend(parked.iter().map(|c| PollFd::new(c.as_fd(), hung_up)));
-    let limit = if parked.is_empty() {
-        PollTimeout::NONE
-    } else {
+    let limit = if timed {
         PollTimeout::from(u16::try_from(TELL_EVERY.as_millis()).unwrap_or(u16::MAX))
+    } else {
+        PollTimeout::NONE
     };
     match poll(&mut watched, limit) {
         Ok(_) | Err(Errno::EINTR) => {}
@@ -381,9 +390,35 @@ fn wait(server: &Server) -> Vec<Arc<Control>> {
     parked.into_iter().zip(closed).filter(|(_, closed)| *closed).map(|(parked, _)| parked).collect()
 }
 
+/// Kills the workers of sessions whose clients have been gone for too long.
+fn part(state: &mut State, gone: &[Arc<Control>], now: Instant) {
+    let State { sessions, workers, .. } = state;
+    for (pid, session) in sessions {
+        let closed = |control: &Arc<Control>| gone.iter().any(|gone| Arc::ptr_eq(gone, control));
+        match session.leaving {
+            Leaving::No if session.control.as_ref().is_some_and(closed) => {
+                session.leaving = Leaving::Since(now);
+            }
+            Leaving::Since(since) if now.saturating_duration_since(since) >= LEAVES_WITHIN => {
+                let (client, program) = (&session.client, &session.program);
+                tracing::error!(
+                    worker = pid,
+                    client,
+                    program,
+                    "the worker of a session that is over does not end; killed"
+                );
+                session.leaving = Leaving::Killed;
+                workers.get(pid).inspect(|managed| managed.worker.kill());
+            }
+            _ => {}
+        }
+    }
+}
+
 /// Drops clients that are gone, refuses those that have waited too long, and tells the others their position.
 fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
     let mut state = server.lock();
+    part(&mut state, gone, now);
     let draining = state.draining();
     let waited = state.gpu.queue.len() + state.nvml.queue.len();
     for kind in Kind::ALL {

@@ -12,6 +12,17 @@ use super::trust::Principal;
 use crate::limits::Limits;
 use crate::worker_protocol::{Counters, Kind, Token};
 
+/// What is left of a session over `local` whose client is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Leaving {
+    /// The client is there, as far as the daemon knows.
+    No,
+    /// Its worker should end by itself, since then.
+    Since(Instant),
+    /// The daemon has killed the worker.
+    Killed,
+}
+
 /// See the module's documentation.
 pub(super) struct Session {
     pub(super) kind: Kind,
@@ -42,6 +53,8 @@ pub(super) struct Session {
     pub(super) control: Option<Arc<Control>>,
     /// Since when it has no link.
     pub(super) parked: Option<Instant>,
+    /// Whether its client, which shares memory with the worker, is gone.
+    pub(super) leaving: Leaving,
     /// The latest of its links, and how often it resumed over new connections.
     pub(super) attempt: u32,
     pub(super) resumed: u64,

@@ -36,7 +36,7 @@ use self::kept::{PARTS, Saved, SavedDaemon, name, parse_share};
 use super::accounts::account::Account;
 use super::host::host_name;
 use super::record::{Record, Succession};
-use super::session::Session;
+use super::session::{Leaving, Session};
 use super::state::{Server, State};
 use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
@@ -228,6 +228,7 @@ fn session_of(server: &Server, saved: Saved, account: Account) -> Session {
         data_connections: saved.data_connections,
         control: None,
         parked: saved.parked.map(clock::from_ns),
+        leaving: Leaving::No,
         attempt: saved.attempt,
         resumed: saved.resumed,
         begun: true,
