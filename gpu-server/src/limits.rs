@@ -35,6 +35,8 @@ pub struct Limits {
     pub kernel_seconds: u32,
     /// Whether its device memory may be moved to the server's memory while it is idle.
     pub swappable: bool,
+    /// Seconds to keep it when its connections are lost. `None`: as long as the server keeps others.
+    pub grace_seconds: Option<u32>,
 }
 
 impl Limits {
@@ -56,6 +58,7 @@ impl Default for Limits {
             priority: 0,
             kernel_seconds: 0,
             swappable: true,
+            grace_seconds: None,
         }
     }
 }

@@ -78,6 +78,10 @@ struct Rule {
     /// Maximum run time in seconds of a kernel, or of a graph launched as a whole. 0 means no limit
     #[arg(long, value_name = "N")]
     kernel_seconds: Option<u32>,
+    /// Seconds to keep a session over TCP or verbs whose connections are lost, with everything it has on the devices.
+    /// 0 ends it with its connections. The default is the server's
+    #[arg(long, value_name = "N")]
+    grace_seconds: Option<u32>,
     /// Maximum number of leases that one client may hold. 0 means none. The default is 16
     #[arg(long, value_name = "N")]
     leases: Option<u32>,
@@ -344,6 +348,7 @@ impl Policy {
         limits.priority = first(&places, |rule| rule.priority).unwrap_or(limits.priority);
         limits.kernel_seconds = first(&places, |rule| rule.kernel_seconds).unwrap_or(limits.kernel_seconds);
         limits.swappable = first(&places, |rule| rule.swappable).unwrap_or(limits.swappable);
+        limits.grace_seconds = first(&places, |rule| rule.grace_seconds);
         let mut sessions_rule = "--client-sessions".to_owned();
         if let Some(written) = places.iter().find(|written| written.rule.client_sessions.is_some()) {
             limits.sessions = written.rule.client_sessions;
@@ -424,6 +429,7 @@ fn parts() -> [Part; 3] {
                 ("weight", "100"),
                 ("priority", "0"),
                 ("kernel_seconds", "0"),
+                ("grace_seconds", "600"),
                 ("leases", "16"),
                 ("exclusive_leases", "false"),
                 ("lease_minutes", "1440"),

@@ -14,8 +14,8 @@ use protocol::link::{Welcome, purpose};
 use protocol::ops::device::SessionInfo;
 use serde_json::Value;
 use support::*;
-use test_kit::link::{LocalBridge, Session as _, greet, hello};
-use test_kit::until;
+use test_kit::link::{LocalBridge, Session as _, TcpSession, greet, hello};
+use test_kit::{free_port, until};
 
 fn uid() -> nix::unistd::Uid {
     nix::unistd::geteuid()
@@ -139,4 +139,18 @@ fn rules_are_checked_before_a_server_starts() {
     let right = check();
     let said = String::from_utf8_lossy(&right.stdout).into_owned();
     assert!(right.status.success() && said.contains("rules for 1 groups and 1 clients"), "{said}");
+}
+
+#[test]
+fn a_client_may_have_a_grace_period_of_its_own() {
+    let text = "[[client]]\nname = \"insecure:127.0.0.1\"\ngrace_seconds = 1\n";
+    let (_folder, _, flag) = rules(text);
+    let folder = std::sync::Arc::new(tempfile::tempdir().unwrap());
+    let server = Command::new(binary());
+    let server = Server::start_by(server, &folder, free_port(), &[&flag, "--grace-seconds=100000"]).ready();
+    let mut session = TcpSession::connect(server.port);
+    session.call(&SessionInfo {}).unwrap();
+    // It does not say that it ends: as if the network were gone.
+    drop(session);
+    until("the session is over", || server.sessions() == 0);
 }

@@ -281,6 +281,7 @@ fn open_session(
         }
     };
     let is_tcp = matches!(transport, Transport::Tcp { .. });
+    let grace = grant.limits.grace_seconds.unwrap_or(server.options.worker.grace_seconds);
     let resumes = is_tcp || matches!(transport, Transport::Verbs { resumes: true, .. });
     join(
         server,
@@ -300,7 +301,7 @@ fn open_session(
             rules: grant.rules,
             secret,
             principal,
-            grace: if resumes { server.options.worker.grace_seconds } else { 0 },
+            grace: if resumes { grace } else { 0 },
             eager: if is_tcp { server.options.worker.eager_mib() } else { 0 },
             may_wait: hello.wishes & wish::MAY_WAIT != 0,
             since: Instant::now(),

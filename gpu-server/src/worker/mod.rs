@@ -263,6 +263,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     let broker = Broker::new(Arc::clone(&daemon));
     let devices = limits.devices.clone();
     let kernel_seconds = limits.kernel_seconds;
+    let grace = Duration::from_secs(limits.grace_seconds.unwrap_or(options.grace_seconds).into());
     quota.begin(limits, terms, meter, Arc::clone(&broker), swaps.then_some(room));
     let rdma = options.direct_verbs.then(|| options.rdma.clone());
     let directs = Directs::new(Arc::clone(&identity), Arc::clone(&broker), rdma);
@@ -272,7 +273,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     }
     let connected = connect(&daemon, &told, &identity, visitor, transport, connection);
     let begun = connected.and_then(|(connection, door)| {
-        let begun = begin(transport, (connection, door.is_some()), &options, polling, cache)?;
+        let begun = begin(transport, (connection, door.is_some()), &options, polling, cache, grace)?;
         if !devices.is_empty() {
             driver::restrict(&mut *backend, &options.backing, quota, &devices)
                 .map_err(|status| Lost::new(format!("preparing devices {devices:?}: {status}")))?;
@@ -361,8 +362,8 @@ fn begin(
     options: &WorkerOptions,
     polling: Polling,
     cache: Option<Remote>,
+    grace: Duration,
 ) -> Result<Begun, Lost> {
-    let grace = Duration::from_secs(options.grace_seconds.into());
     match transport {
         Transport::Tcp { slot_count, data_connections, takes_compressed } => {
             let (replay, eager) = (options.replay_memory, u64::from(options.eager_mib()) << 20);

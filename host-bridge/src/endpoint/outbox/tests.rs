@@ -251,7 +251,8 @@ fn nothing_is_compressed_while_the_link_is_not_known_or_once_it_is_known_as_fast
     };
     let plain = (HEADER + LEN) as u64;
     assert_eq!([kept_of(None), kept_of(Some(1 << 30)), kept_of(Some(u64::MAX))], [plain; 3]);
-    assert!(kept_of(Some(1_000_000)) < plain / 100);
+    // So slow that compressing pays however busy this machine is.
+    assert!(kept_of(Some(1000)) < plain / 100);
     assert_eq!([kept_of(None), kept_of(Some(1 << 30))], [plain; 2]);
     let never = Outbox::new(1, 64 << 20, CompressUse::Never);
     outgoing(&never, LEN as u64).write(&bytes).unwrap();
