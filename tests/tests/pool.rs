@@ -279,36 +279,86 @@ fn cut(process: i32, port: u16) -> Result<()> {
     Ok(())
 }
 
+/// What fails in the middle of copies between servers. Numbers are the servers'.
+#[derive(Clone, Copy, Debug)]
+enum Failure {
+    Program,
+    Worker(usize),
+    Daemon(usize),
+    /// The direct connection that this server's worker has made, or accepted.
+    Connection(usize),
+}
+
+/// How often something fails with each transport: each kind once, or as often as `RGPU_POOL_KILLS` says.
+fn failures(transport: Transport) -> Result<Vec<Failure>> {
+    use Failure::{Connection, Daemon, Program, Worker};
+    let mut kinds = vec![Program, Worker(0), Worker(1), Daemon(0), Daemon(1)];
+    if transport == Transport::Tcp {
+        kinds.extend([Connection(0), Connection(1)]);
+    }
+    let count = std::env::var("RGPU_POOL_KILLS").map_or(Ok(kinds.len()), |text| text.parse())?;
+    Ok(kinds.into_iter().cycle().take(count).collect())
+}
+
 #[test]
-fn a_program_or_worker_killed_in_the_middle_of_copies_leaves_nothing_behind() -> Result<()> {
-    for round in 0..4 {
-        let transport = support::TRANSPORTS[round % 2];
+fn whatever_fails_in_the_middle_of_copies_leaves_nothing_behind() -> Result<()> {
+    for transport in support::TRANSPORTS {
         let mut rigs = connected("pool-killed", &[transport])?;
-        let before: Vec<_> = rigs.iter().map(Rig::idle_holdings).collect::<Result<_>>()?;
-        let mut command = with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?;
-        command.arg("copies").env("RGPU_LOST_AFTER", "2").stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut program = command.spawn()?;
-        for _ in 0..2 {
-            let copied = line(&mut program)?;
-            ensure!(copied == "COPIED\n", "{copied:?}");
-        }
-        // The program, or a server's worker, at some moment of its copies.
-        if round < 2 {
-            program.kill()?;
-        } else {
-            nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker(&rigs[round % 2])?), Signal::SIGKILL)?;
-        }
-        let (mut stdout, mut stderr) = (String::new(), String::new());
-        program.stdout.take().context("stdout")?.read_to_string(&mut stdout)?;
-        program.stderr.take().context("stderr")?.read_to_string(&mut stderr)?;
-        let status = program.wait()?;
-        ensure!(!stdout.contains("wrong words"), "bytes that did not come: {stdout}");
-        ensure!(!status.success(), "round {round}: {stdout}{stderr}");
-        for (rig, before) in rigs.iter_mut().zip(&before) {
-            rig.check_left_nothing(before).with_context(|| format!("round {round}, {transport:?}"))?;
-            rig.check_healthy()?;
+        let mut before: Vec<_> = rigs.iter().map(Rig::idle_holdings).collect::<Result<_>>()?;
+        for (round, failure) in failures(transport)?.into_iter().enumerate() {
+            let lost = fails(&mut rigs, transport, round, failure);
+            lost.with_context(|| format!("{transport:?}, round {round}: {failure:?}"))?;
+            for (number, rig) in rigs.iter_mut().enumerate() {
+                if matches!(failure, Failure::Daemon(killed) if killed == number) {
+                    rig.restart_server()?;
+                    before[number] = rig.idle_holdings()?;
+                }
+                let left = rig.check_left_nothing(&before[number]).and_then(|()| rig.check_healthy());
+                left.with_context(|| format!("{transport:?}, round {round}: {failure:?}, server {number}"))?;
+            }
         }
     }
+    Ok(())
+}
+
+/// Something fails while a program copies between servers. No copy has wrong bytes, and the program learns of it,
+/// unless copies can go on in another way.
+fn fails(rigs: &mut [Rig; 2], transport: Transport, round: usize, failure: Failure) -> Result<()> {
+    let kill = |pid| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
+    let mut command = with_servers(&servers(rigs, [transport, transport]), PROGRAM)?;
+    command.arg("copies").env("RGPU_LOST_AFTER", "2").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut program = command.spawn()?;
+    let copied = |program: &mut Child| -> Result<()> {
+        let copied = line(program)?;
+        ensure!(copied == "COPIED\n", "{copied:?}");
+        Ok(())
+    };
+    for _ in 0..2 {
+        copied(&mut program)?;
+    }
+    // At another moment of its copies each time.
+    std::thread::sleep(std::time::Duration::from_millis(round as u64 * 37 % 200));
+    match failure {
+        Failure::Program => program.kill()?,
+        Failure::Worker(number) => kill(worker(&rigs[number])?)?,
+        Failure::Daemon(number) => {
+            rigs[number].server.signal(Signal::SIGKILL)?;
+            rigs[number].server.wait(support::PATIENCE)?;
+        }
+        Failure::Connection(number) => {
+            cut(worker(&rigs[number])?, rigs[1 - number].port)?;
+            for _ in 0..2 {
+                copied(&mut program)?;
+            }
+            program.kill()?;
+        }
+    }
+    let (mut stdout, mut stderr) = (String::new(), String::new());
+    program.stdout.take().context("stdout")?.read_to_string(&mut stdout)?;
+    program.stderr.take().context("stderr")?.read_to_string(&mut stderr)?;
+    let status = program.wait()?;
+    ensure!(!stdout.contains("wrong words"), "bytes that did not come: {stdout}");
+    ensure!(!status.success(), "the program passes: {stdout}{stderr}");
     Ok(())
 }
 
