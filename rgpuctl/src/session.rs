@@ -15,8 +15,9 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use host_bridge::server::Server;
 use nix::fcntl::{Flock, FlockArg};
+use serde_json::Value;
 
-use crate::daemon::{Daemon, option};
+use crate::daemon::{Daemon, option, read_status};
 use crate::installation::{find, libraries};
 use crate::lease::{Renewed, SERVERS};
 use crate::pool::{Place, Wanted};
@@ -99,7 +100,7 @@ pub struct Session {
     named: Option<String>,
     /// Released after the daemons' end.
     _leases: Option<Renewed>,
-    _folder: RuntimeFolder,
+    folder: RuntimeFolder,
 }
 
 impl Session {
@@ -141,7 +142,7 @@ impl Session {
             if insecure { vec!["--insecure".into()] } else { option("--identity", identity).to_vec() };
         let bridge = start_bridge(&addresses, transport, protection, &socket, &folder.path, &logs)?;
         let daemons = [Some(bridge), server].into_iter().flatten().collect();
-        Ok(Self { libraries, socket, daemons, several, named, _leases: leases, _folder: folder })
+        Ok(Self { libraries, socket, daemons, several, named, _leases: leases, folder })
     }
 
     /// Sets the environment that makes the command a client of this session.
@@ -160,6 +161,11 @@ impl Session {
             command.envs(NCCL.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()));
         }
         Ok(())
+    }
+
+    /// The status of `vhost-rgpu`, as `rgpuctl status --json` shows it.
+    pub fn status(&self) -> Result<Value> {
+        read_status(&bridge_status(&self.folder.path))
     }
 
     /// Reports each daemon that has ended by itself, once.
@@ -219,7 +225,7 @@ fn start_bridge(
     logs: &Path,
 ) -> Result<Daemon> {
     let binary = find("vhost-rgpu")?;
-    let status = folder.join("vhost-rgpu.status");
+    let status = bridge_status(folder);
     let mut arguments: Vec<OsString> =
         [option("--native-socket", socket), option("--status-socket", &status)].concat();
     arguments.extend(addresses.iter().flat_map(|address| option("--server", address)));
@@ -227,6 +233,11 @@ fn start_bridge(
     arguments
         .extend(transport.map(|transport| option("--transport", transport.name())).into_iter().flatten());
     Daemon::start("vhost-rgpu", &binary, &arguments, &logs.join("vhost-rgpu.log"), &status)
+}
+
+/// The status socket of the private `vhost-rgpu` in this folder.
+fn bridge_status(folder: &Path) -> PathBuf {
+    folder.join("vhost-rgpu.status")
 }
 
 /// A port that was free a moment ago. If another process takes it first, the server cannot listen there and

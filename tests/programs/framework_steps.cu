@@ -1,12 +1,15 @@
-// One step of twelve programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
+// One step of each of several programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
 // training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
-// Thrust's, and of loops that copy results, in the order and number in which they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+// Thrust's, and of loops that copy results, in the order and number in which they were traced; and of a training step of torch.compile, as it is and with graphs, of a step of OpenMM with PME and of its iterations for
+// constraints, and of BabelStream's dot product, as these programs' sources make them. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
 #include "common.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <cuda.h>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #define OK(call)                                                                                                         \
@@ -24,9 +27,20 @@ __global__ void add(float *p, int n) {
     if (i < n) p[i] = s[threadIdx.x] + 1;
 }
 
+// What a block has found goes to memory of the host.
+__global__ void partial_sums(const float *p, double *sums) {
+    if (threadIdx.x == 0) sums[blockIdx.x] = p[0] + blockIdx.x;
+}
+
+// Tells the host whether so much is reached, by memory that it shares with the host.
+__global__ void converged(const float *p, float enough, int *flag) {
+    if (p[0] >= enough) *flag = 1;
+}
+
 static const int N = 128;
-static CUkernel kernel;
+static CUkernel kernel, sums_kernel, converged_kernel;
 static CUdevice device;
+// Two arrays: what the steps count in, and one that nothing is read from.
 static CUdeviceptr data;
 static int launches = 0;
 
@@ -196,6 +210,151 @@ static void graph(CUstream stream, int) {
     check(value);
 }
 
+// The same kernel on the array that nothing is read from.
+static void launch_elsewhere(CUstream stream) {
+    CUdeviceptr other = data + 4 * N;
+    int n = N;
+    void *arguments[] = {&other, &n};
+    OK(cuLaunchKernel((CUfunction)kernel, 4, 1, 1, 32, 1, 1, 128, stream, arguments, nullptr));
+}
+
+// How Inductor launches a kernel of Triton's: it looks for a context, and at every tensor's address.
+static void triton(CUstream stream) {
+    CUcontext context;
+    OK(cuCtxGetCurrent(&context));
+    REQUIRE(context, "there is no context");
+    for (CUdeviceptr tensor : {data, data + 4 * N, data + 8}) {
+        CUdeviceptr there = 0;
+        OK(cuPointerGetAttribute(&there, CU_POINTER_ATTRIBUTE_DEVICE_POINTER, tensor));
+        REQUIRE(there == tensor, "another address");
+    }
+    launch(stream, 256, false);
+}
+
+// A training step of torch.compile: kernels of Triton's between matrix products of cuBLASLt, forwards and backwards, one of the optimizer, and the loss.
+static void compiled(CUstream stream, int step) {
+    for (int layer = 0; layer < 8; layer++) {
+        CUdevice now;
+        OK(cuCtxGetDevice(&now));
+        CUstreamCaptureStatus capturing;
+        OK(cuStreamIsCapturing(stream, &capturing));
+        OK(cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 1024 * (1 + (layer + step) % 4), kernel, device));
+        launch(stream, 1024, true);
+        triton(stream);
+    }
+    OK(cuMemsetD8Async(data + 4 * N, 0, 4 * N, stream));
+    triton(stream);
+    float loss = 0;
+    OK(cuMemcpyDtoHAsync(&loss, data, sizeof loss, stream));
+    OK(cuStreamSynchronize(stream));
+    check(loss);
+}
+
+// The same with mode="reduce-overhead": the inputs are copied to where two graphs, forwards and backwards, expect them.
+static void compiled_graphs(CUstream stream, int) {
+    static Graph forwards(6), backwards(9);
+    CUstreamCaptureStatus capturing;
+    OK(cuStreamIsCapturing(stream, &capturing));
+    OK(cuMemcpyDtoDAsync(data + 4 * N, data, 2 * N, stream));
+    forwards.launch(stream);
+    OK(cuMemcpyDtoDAsync(data + 4 * N, data, 4 * N, stream));
+    backwards.launch(stream);
+    triton(stream);
+    float loss = 0;
+    OK(cuMemcpyDtoHAsync(&loss, data, sizeof loss, stream));
+    OK(cuStreamSynchronize(stream));
+    check(loss);
+}
+
+// A step of OpenMM. The number of interactions comes back from the neighbor list and is looked at when all forces are on their way; PME has a stream of its own. Now and then the atoms are put in another order.
+static void openmm(CUstream, int step) {
+    static CUstream pme = nullptr;
+    static CUevent counted, begun, done;
+    static float *count = nullptr;
+    static CUcontext context;
+    if (!pme) {
+        OK(cuStreamCreate(&pme, CU_STREAM_NON_BLOCKING));
+        for (CUevent *event : {&counted, &begun, &done}) OK(cuEventCreate(event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC));
+        OK(cuMemHostAlloc((void **)&count, 8, CU_MEMHOSTALLOC_PORTABLE));
+        OK(cuCtxGetCurrent(&context));
+    }
+    OK(cuCtxPushCurrent(context));
+    // Buffers are cleared, and PME waits for the positions.
+    launch(nullptr, 128, false);
+    OK(cuEventRecord(begun, nullptr));
+    OK(cuStreamWaitEvent(pme, begun, 0));
+    // The neighbor list, with a sort of its blocks.
+    for (int i = 0; i < 7; i++) launch(nullptr, 128, false);
+    OK(cuMemcpyDtoHAsync(count, data, 8, nullptr));
+    OK(cuEventRecord(counted, nullptr));
+    float expected = launches;
+    // Grid indices and their sort at times, charges, two transforms with a convolution between them, forces.
+    for (int i = step % 4 ? 4 : 0; i < 12; i++) launch_elsewhere(pme);
+    OK(cuEventRecord(done, pme));
+    // Bonded and nonbonded forces.
+    launch(nullptr, 128, false);
+    launch(nullptr, 1024, false);
+    OK(cuEventSynchronize(counted));
+    REQUIRE(count[0] == expected, "%f after %f launches", count[0], expected);
+    OK(cuStreamWaitEvent(nullptr, done, 0));
+    for (int i = 0; i < 5; i++) launch(nullptr, 128, false);
+    if (step % 50 == 49) {
+        std::vector<float> positions(N), velocities(N);
+        OK(cuMemcpyDtoH(positions.data(), data, 4 * N));
+        OK(cuMemcpyDtoH(velocities.data(), data + 4 * N, 4 * N));
+        check(positions[N - 1]);
+        OK(cuMemcpyHtoD(data, positions.data(), 4 * N));
+        OK(cuMemcpyHtoD(data + 4 * N, velocities.data(), 4 * N));
+    }
+    CUcontext popped;
+    OK(cuCtxPopCurrent(&popped));
+}
+
+static void launch_with(CUkernel which, unsigned blocks, CUstream stream, void **arguments) {
+    OK(cuLaunchKernel((CUfunction)which, blocks, 1, 1, 32, 1, 1, 0, stream, arguments, nullptr));
+}
+
+// OpenMM's iterations for constraints: a kernel sets a flag in memory that it shares with the host, which looks at it after every fourth iteration. These are done after eight.
+static void constraints(CUstream, int) {
+    static int *flag = nullptr;
+    static CUdeviceptr there;
+    static CUevent event;
+    if (!flag) {
+        OK(cuMemHostAlloc((void **)&flag, sizeof *flag, CU_MEMHOSTALLOC_DEVICEMAP));
+        OK(cuMemHostGetDevicePointer(&there, flag, 0));
+        OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+    }
+    float enough = launches + 8;
+    int i = 0;
+    *flag = 0;
+    for (; i < 150; i++) {
+        void *arguments[] = {&data, &enough, &there};
+        launch(nullptr, 128, false);
+        launch_with(converged_kernel, 1, nullptr, arguments);
+        if (i % 4 == 3) OK(cuEventRecord(event, nullptr));
+        launch_elsewhere(nullptr);
+        launch_elsewhere(nullptr);
+        if (i % 4 < 3) continue;
+        OK(cuEventSynchronize(event));
+        if (*(volatile int *)flag) break;
+    }
+    REQUIRE(i == 7, "converged after %d iterations", i);
+}
+
+// BabelStream's dot product: each block writes its sum to page-locked memory, and the host adds them up. There are four for each multiprocessor of a H100.
+static void dot(CUstream stream, int) {
+    static const int blocks = 4 * 132;
+    static double *sums = (double *)pinned_bytes(sizeof(double) * blocks);
+    launch(stream, 128, false);
+    void *arguments[] = {&data, &sums};
+    launch_with(sums_kernel, blocks, stream, arguments);
+    OK(cuStreamSynchronize(stream));
+    double sum = 0;
+    for (int i = 0; i < blocks; i++) sum += sums[i];
+    double expected = (double)launches * blocks + blocks * (blocks - 1) / 2;
+    REQUIRE(sum == expected, "%f is not %f", sum, expected);
+}
+
 struct Done {
     std::mutex mutex;
     std::condition_variable changed;
@@ -355,17 +514,48 @@ static void freed(CUstream, int step) {
     OK(cuCtxSynchronize());
 }
 
+static void CUDA_CB until_set(void *flag) {
+    while (!*(std::atomic<bool> *)flag) std::this_thread::yield();
+}
+
+// The program has waited for one stream and reads what a kernel on another one will change, which it has destroyed meanwhile in every second step.
+static void ended(CUstream stream, int step) {
+    static int *flag = (int *)pinned_bytes(sizeof(int));
+    static std::atomic<bool> goes_on;
+    CUstream other;
+    float enough = 0;
+    void *arguments[] = {&data, &enough, &flag};
+    OK(cuStreamCreate(&other, CU_STREAM_NON_BLOCKING));
+    *flag = 0;
+    goes_on = false;
+    OK(cuLaunchHostFunc(other, until_set, &goes_on));
+    launch_with(converged_kernel, 1, other, arguments);
+    if (step % 2) OK(cuStreamDestroy(other));
+    launch(stream, 128, false);
+    OK(cuStreamSynchronize(stream));
+    REQUIRE(*(volatile int *)flag == 0, "the flag is %d before its kernel", *flag);
+    goes_on = true;
+    while (*(volatile int *)flag == 0) {}
+    if (step % 2) OK(cuCtxSynchronize());
+    else {
+        OK(cuStreamSynchronize(other));
+        OK(cuStreamDestroy(other));
+    }
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));
     // The stream of the steps does not wait for the default stream.
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaGetKernel((cudaKernel_t *)&kernel, (const void *)add));
+    CHECK(cudaGetKernel((cudaKernel_t *)&sums_kernel, (const void *)partial_sums));
+    CHECK(cudaGetKernel((cudaKernel_t *)&converged_kernel, (const void *)converged));
     OK(cuCtxGetDevice(&device));
     CUstream stream;
     OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));

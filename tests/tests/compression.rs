@@ -7,7 +7,7 @@ mod support;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -24,27 +24,17 @@ use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{LIMIT, run};
 use rgpu_tests::tree;
 use support::client::Client;
-use support::{Rig, Transport, eventually, on_this_host};
-
-/// `delay-relay`, ended when this is dropped.
-struct Relay(Child);
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+use support::{Ended, Rig, Transport, eventually, on_this_host};
 
 /// Starts a relay that carries so many Mb/s to `port`. Gives its port.
-fn slow_link(port: u16, mbit: u32) -> Result<(Relay, u16)> {
+fn slow_link(port: u16, mbit: u32) -> Result<(Ended, u16)> {
     let listen = free_port()?;
     let relay = Command::new(env!("CARGO_BIN_EXE_delay-relay"))
         .args(["--listen", &format!("127.0.0.1:{listen}"), "--to", &format!("127.0.0.1:{port}")])
         .args(["--rtt-us", "1000", "--mbit", &mbit.to_string()])
         .spawn()
         .context("cannot start delay-relay")?;
-    let relay = Relay(relay);
+    let relay = Ended(relay);
     eventually(|| TcpStream::connect(("127.0.0.1", listen)).map(drop).map_err(Into::into))?;
     Ok((relay, listen))
 }
@@ -129,7 +119,7 @@ impl Daemons {
 struct Setup {
     daemons: Daemons,
     carried: Arc<Carried>,
-    _relay: Option<Relay>,
+    _relay: Option<Ended>,
 }
 
 /// Bytes of one copy: the client's arena.
@@ -222,7 +212,7 @@ fn refused(status: protocol::Status) -> anyhow::Error {
 }
 
 /// A link of so many Mb/s to a server at `port`, which is counted; 0 is any number.
-fn link(port: u16, mbit: u32) -> Result<(Arc<Carried>, Option<Relay>, u16)> {
+fn link(port: u16, mbit: u32) -> Result<(Arc<Carried>, Option<Ended>, u16)> {
     let carried = Arc::<Carried>::default();
     if mbit == 0 {
         let here = count(port, &carried)?;

@@ -1,5 +1,8 @@
 //! The operator's command, used as an operator would.
 
+mod support;
+
+use std::net::TcpStream;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -8,23 +11,30 @@ use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{LIMIT, Outcome, built, run};
 use rgpu_tests::tree;
 use serde_json::Value;
+use support::eventually;
 
-/// The output of `rgpuctl bench --json` for a private server with a software GPU.
-fn bench(transport: &str) -> Result<Value> {
+/// The output of `rgpuctl bench --json` with these arguments.
+fn bench(arguments: &[&str]) -> Result<Value> {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
-    command
-        .args(["bench", "--json", "--largest", "1", "--backend", "software", "--transport", transport])
-        .env("RGPU_LIB_DIR", tree::guest_libraries());
+    command.args(["bench", "--json"]).args(arguments).env("RGPU_LIB_DIR", tree::guest_libraries());
     let outcome = run(&mut command, LIMIT)?;
-    ensure!(outcome.status == Some(0), "bench over {transport}: {outcome:?}");
+    ensure!(outcome.status == Some(0), "bench {arguments:?}: {outcome:?}");
     serde_json::from_str(&outcome.stdout).with_context(|| format!("no JSON: {:?}", outcome.stdout))
 }
 
 #[test]
 fn bench_measures_calls_and_copies_over_both_transports() -> Result<()> {
     for transport in ["local", "tcp"] {
-        let figures = bench(transport)?;
+        let figures = bench(&["--largest", "1", "--backend", "software", "--transport", transport])?;
+        let link = &figures["link"];
+        ensure!(link["transport"] == transport, "{figures}");
+        // The kernel knows the round trip of a connection, and shared memory has none.
+        let round_trip = link["tcp_round_trip_us"].as_f64();
+        ensure!(round_trip.is_some_and(|time| time > 0.0) == (transport == "tcp"), "{figures}");
         for name in [
+            "round trip",
+            "in a row to device",
+            "in a row to host",
             "launch",
             "launch and synchronize",
             "64 B to host",
@@ -34,6 +44,45 @@ fn bench_measures_calls_and_copies_over_both_transports() -> Result<()> {
             let median = figures["rgpu"][name]["median"].as_f64();
             assert!(median.is_some_and(|figure| figure > 0.0), "{name} over {transport}: {figures}");
         }
+    }
+    Ok(())
+}
+
+/// Of a link that is slower than everything else, `rgpuctl bench` shows the link's own figures, even if the server
+/// could do without the bytes.
+#[test]
+fn bench_shows_how_long_and_how_wide_the_link_is() -> Result<()> {
+    const MBIT: f64 = 200.0;
+    const ROUND_TRIP_US: f64 = 20_000.0;
+    let folder = tempfile::tempdir()?;
+    let (port, near) = (free_port()?, free_port()?);
+    let cache = folder.path().join("cache").display().to_string();
+    let listen = format!("tcp:127.0.0.1:{port}");
+    let arguments = ["--insecure", "--backend", "software", "--listen", &listen, "--cache", &cache];
+    let log = tree::logs().join("rgpuctl-bench").join("rgpu-server.log");
+    let server = Daemon::start("rgpu-server", arguments, &log, &folder.path().join("status"))?;
+    let relay = Command::new(env!("CARGO_BIN_EXE_delay-relay"))
+        .args(["--listen", &format!("127.0.0.1:{near}"), "--to", &format!("127.0.0.1:{port}")])
+        .args(["--rtt-us", &ROUND_TRIP_US.to_string(), "--mbit", &MBIT.to_string()])
+        .spawn()
+        .context("cannot start delay-relay")?;
+    let relay = support::Ended(relay);
+    eventually(|| TcpStream::connect(("127.0.0.1", near)).map(drop).map_err(Into::into))?;
+    let figures = bench(&["--largest", "8", "--insecure", "--server", &format!("127.0.0.1:{near}")])?;
+    drop((relay, server));
+    let figure = |name: &str, which: &str| {
+        figures["rgpu"][name][which].as_f64().with_context(|| format!("no {name}: {figures}"))
+    };
+    // A busy machine makes waits longer and copies slower, and never the other way round.
+    let wait = figure("round trip", "p10")?;
+    ensure!(wait >= ROUND_TRIP_US, "a round trip takes {wait} µs: {figures}");
+    for name in
+        ["in a row to device", "in a row to host", "pinned to device, 8 MiB", "pageable to device, 8 MiB"]
+    {
+        // Twice as much, because after a pause the data that has waited comes at once. From the cache, it would be five
+        // times as much.
+        let rate = figure(name, "median")?;
+        ensure!(rate > 0.0 && rate <= 2.0 * MBIT / 8e3, "{name} at {rate} GB/s: {figures}");
     }
     Ok(())
 }
@@ -79,6 +128,55 @@ fn trace_shows_the_stages_of_commands_in_every_process() -> Result<()> {
         assert!((parts - times[0].unwrap_or(0.0)).abs() < 1.0, "over {transport}: {times:?}");
         let (count, times) = traced(transport, "launch")?;
         assert!(count == 101 && times[4].is_some() && times[5].is_none(), "over {transport}: {times:?}");
+    }
+    Ok(())
+}
+
+/// Functions that waited, by `rgpuctl trace`'s second table: for each its calls, the answers that it waited for, and
+/// the milliseconds.
+fn waits(transport: &str, program: &str, arguments: &[&str]) -> Result<Vec<(String, [f64; 3])>> {
+    let mut command = Command::new(tree::binaries().join("rgpuctl"));
+    command
+        .args(["trace", "--backend", "software", "--transport", transport, "--"])
+        .arg(built(program)?)
+        .args(arguments)
+        .env("RGPU_LIB_DIR", tree::guest_libraries());
+    let outcome = run(&mut command, LIMIT)?;
+    ensure!(outcome.verdict(program).is_ok(), "{outcome:?}");
+    let lines =
+        outcome.stderr.lines().skip_while(|line| !line.contains("functions that waited for the server"));
+    let mut rows = lines.skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let heads = rows.next().with_context(|| format!("no table over {transport}:\n{}", outcome.stderr))?;
+    ensure!(heads[..3] == ["function", "calls", "answers"], "{heads:?}");
+    rows.take_while(|words| words.len() == 4)
+        .map(|words| {
+            let numbers = [words[1].parse()?, words[2].parse()?, words[3].parse()?];
+            Ok((words[0].to_owned(), numbers))
+        })
+        .collect()
+}
+
+#[test]
+fn trace_lists_the_functions_that_waited_for_the_server() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        // Each step has 64 launches and waits once.
+        let rows = waits(transport, "framework_steps", &["training", "7"])?;
+        let of = |name: &str| rows.iter().find(|(function, _)| function == name).map(|(_, numbers)| *numbers);
+        let [calls, answers, _] =
+            of("cuStreamSynchronize").with_context(|| format!("over {transport}: {rows:?}"))?;
+        ensure!((calls, answers) == (7.0, 7.0), "over {transport}: {rows:?}");
+        ensure!(
+            of("cuMemAlloc_v2").is_some_and(|[calls, answers, _]| calls >= 1.0 && answers >= 1.0),
+            "{rows:?}"
+        );
+        ensure!(
+            rows.iter().all(|(function, [.., waited])| function.starts_with("cu") && *waited >= 0.0),
+            "{rows:?}"
+        );
+        // The runtime's functions call these and are not counted again, nor is what only sends.
+        ensure!(of("cudaMalloc").is_none() && of("cuGetProcAddress_v2").is_none(), "{rows:?}");
+        let times: Vec<f64> = rows.iter().map(|(_, [.., waited])| *waited).collect();
+        ensure!(times.is_sorted_by(|one, next| one >= next), "the longest wait is not first: {rows:?}");
     }
     Ok(())
 }

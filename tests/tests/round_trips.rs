@@ -194,6 +194,63 @@ fn four_streams_of_cupy_are_waited_for_once() -> Result<()> {
 }
 
 #[test]
+fn a_training_step_of_torch_compile_waits_once() -> Result<()> {
+    waits_of_a_step("compiled", 1)?;
+    waits_of_a_step("compiled_graphs", 1)
+}
+
+/// It waits for an event, unless that has come by then, and reads a number that comes with it. After every fiftieth step
+/// two arrays come back.
+#[test]
+fn a_step_of_openmm_waits_once() -> Result<()> {
+    /// All round trips, and those of waits for events.
+    fn counts(transport: &str, steps: u64) -> Result<[u64; 2]> {
+        let lines = stats_of(transport, "framework_steps", &["openmm", &steps.to_string()])?;
+        let all = counter_of(lines.first().context("no counters")?, "round_trips")?;
+        let waits = lines.iter().find(|line| line.starts_with("cuEventSynchronize "));
+        Ok([all, counter_of(waits.context("no line for cuEventSynchronize")?, "round_trips")?])
+    }
+    for transport in ["local", "tcp"] {
+        let (few, many) = (20, 120);
+        let (begun, ended) = (counts(transport, few)?, counts(transport, many)?);
+        assert!(begun[1] <= few && ended[1] <= many, "over {transport}: {begun:?} {ended:?}");
+        let others = (begun[0] - begun[1], ended[0] - ended[1]);
+        assert_eq!(others.1 - others.0, 2 * 2, "over {transport}: {begun:?} {ended:?}");
+    }
+    Ok(())
+}
+
+/// BabelStream's dot product waits for its kernel, and then the program's first access gets both pages of sums that the
+/// kernel has written to page-locked memory. The program has waited for its only stream, so nothing is watched.
+#[test]
+fn sums_that_a_kernel_writes_to_page_locked_memory_come_at_once() -> Result<()> {
+    waits_of_a_step("dot", 2)
+}
+
+/// If another stream is not waited for, the program sees what its kernels write, even once it is destroyed.
+#[test]
+fn memory_that_an_ended_stream_changes_is_not_taken_for_settled() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        stats_of(transport, "framework_steps", &["ended", "12"])?;
+    }
+    Ok(())
+}
+
+/// A step of OpenMM's constraints makes two waits for an event, and looks at a flag that a kernel sets: it writes it once
+/// and reads it twice. Meanwhile the device works, so the server also watches the page. The limit leaves room for a
+/// busy machine.
+#[test]
+fn a_flag_in_page_locked_memory_takes_few_round_trips() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let (few, many) = (20, 120);
+        let [begun, ended] = waits(transport, "framework_steps", &["constraints"], few, many)?;
+        let (steps, waits) = (u64::from(many - few), ended - begun);
+        assert!(waits <= 8 * steps, "{steps} steps over {transport} waited {waits} times");
+    }
+    Ok(())
+}
+
+#[test]
 fn the_time_of_a_call_is_counted_for_its_function() -> Result<()> {
     let lines = stats("local", "launches", 300)?;
     let launches = lines

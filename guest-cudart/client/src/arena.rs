@@ -319,6 +319,8 @@ impl Drop for Block<'_> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use protocol::ops::memory::MemGetInfo;
+    use test_kit::native_host::{NativeHost, Next};
 
     #[test]
     fn a_block_is_freed_when_its_command_is_released() {
@@ -385,6 +387,132 @@ mod tests {
         assert_eq!(again.range(1).place, Place::Arena, "the channel's part is preferred");
         assert_eq!(arena.try_alloc(8192, 1).unwrap().range(1).place, Place::Region(7));
         assert!(lock(&arena.state).used && lock(&arena.state).in_use_for.is_some());
+    }
+
+    /// A session with a host that takes `distance` for each answer, which the session knows by then, or nothing if
+    /// that is zero.
+    fn session(distance: Duration) -> (&'static Session, NativeHost) {
+        let answer = protocol::device::Response::new(protocol::device::Answer::Ok, "");
+        let host = NativeHost::start(answer, move |host, record, _| {
+            std::thread::sleep(distance);
+            host.reply(&record, Status::SUCCESS, &[0; 16]);
+            Next::GoOn
+        });
+        let geometry = protocol::channel::Geometry::with_arena(1 << 20);
+        let port = crate::port::at_socket(&host.socket, geometry.size).unwrap();
+        let session = Session::over(port, geometry, session::Purpose::Compute).unwrap();
+        if !distance.is_zero() {
+            session.call(&MemGetInfo { device: 0 }).unwrap();
+            assert!(session.is_far());
+        }
+        (session, host)
+    }
+
+    /// How long a far host takes.
+    const FAR_AWAY: Duration = Duration::from_millis(1);
+    /// Bytes of an arena's first part.
+    const FIRST: usize = 4096;
+
+    fn arena(pieces: usize) -> Arena {
+        Arena::new(std::ptr::null_mut(), FIRST, FIRST + pieces * PIECE)
+    }
+
+    fn parts(arena: &Arena) -> usize {
+        lock(&arena.state).parts.len()
+    }
+
+    fn registered(host: &NativeHost) -> Vec<u64> {
+        host.regions.lock().unwrap().registered.values().copied().collect()
+    }
+
+    #[test]
+    fn far_away_the_arena_grows_by_pieces_up_to_its_limit() {
+        let (session, host) = session(FAR_AWAY);
+        let arena = arena(2);
+        let (before, piece) = (COUNTERS.arena_pieces.get(), PIECE as u64);
+        for pieces in [1, 2, 2] {
+            assert_eq!(arena.try_alloc(FIRST + 1, 0).is_some(), parts(&arena) > 1);
+            arena.grow(session, Some(session.round_trip()));
+            assert_eq!((parts(&arena), registered(&host)), (1 + pieces, vec![piece; pieces]));
+        }
+        assert!(COUNTERS.arena_pieces.get() >= before + 2);
+        let block = arena.try_alloc(FIRST + 1, 0).unwrap();
+        assert!(matches!(block.range(1).place, Place::Region(_)), "{block:?}");
+        // The memory is there.
+        // SAFETY: the block's first byte, which nothing else uses.
+        unsafe { block.ptr().write(7) };
+        assert_eq!(arena.largest(), FIRST / 4, "copies are cut as before");
+    }
+
+    #[test]
+    fn the_arena_does_not_grow_if_the_distance_is_not_what_a_copy_waited_for() {
+        let (far, host) = session(FAR_AWAY);
+        let arena = arena(2);
+        // The link is full, or a stream is blocked; and no block was in use.
+        for time in [Some(far.round_trip() * (ROUND_TRIPS + 1)), None] {
+            arena.grow(far, time);
+        }
+        let (near, _near_host) = session(Duration::ZERO);
+        arena.grow(near, Some(Duration::ZERO));
+        assert_eq!((parts(&arena), registered(&host)), (1, vec![]));
+        arena.grow(far, Some(far.round_trip()));
+        assert_eq!(parts(&arena), 2);
+    }
+
+    #[test]
+    fn a_host_that_has_no_memory_for_a_piece_is_asked_once() {
+        let (session, host) = session(FAR_AWAY);
+        let arena = arena(3);
+        arena.grow(session, Some(session.round_trip()));
+        host.regions.lock().unwrap().most = PIECE as u64;
+        arena.grow(session, Some(session.round_trip()));
+        host.regions.lock().unwrap().most = u64::MAX;
+        arena.grow(session, Some(session.round_trip()));
+        assert_eq!((parts(&arena), registered(&host).len()), (2, 1));
+        assert!(arena.try_alloc(PIECE, 0).is_some(), "what it has is used");
+    }
+
+    #[test]
+    fn pieces_that_were_not_used_are_given_back() {
+        let (session, host) = session(FAR_AWAY);
+        let arena = arena(3);
+        for _ in 0..3 {
+            arena.grow(session, Some(session.round_trip()));
+        }
+        let first = arena.try_alloc(PIECE, 0).unwrap();
+        assert!(arena.free_unused(session), "one was used");
+        assert_eq!((parts(&arena), registered(&host).len()), (4, 3));
+        // Nothing was used since, but the first piece still is in use.
+        assert!(arena.free_unused(session));
+        assert_eq!((parts(&arena), registered(&host).len()), (2, 1));
+        // A piece that the host may still read stays.
+        first.release_after(Seq::new(0, 5), 1);
+        assert!(arena.free_unused(session));
+        assert_eq!(registered(&host).len(), 1);
+        drop(arena.try_alloc(FIRST, 5).unwrap());
+        assert!(!arena.free_unused(session), "none is left");
+        assert_eq!((parts(&arena), registered(&host)), (1, vec![]));
+        // It grows again when that is needed.
+        arena.grow(session, Some(session.round_trip()));
+        assert_eq!((parts(&arena), registered(&host).len()), (2, 1));
+    }
+
+    #[test]
+    fn pieces_before_one_that_is_in_use_stay() {
+        let (session, host) = session(FAR_AWAY);
+        let arena = arena(2);
+        for _ in 0..2 {
+            arena.grow(session, Some(session.round_trip()));
+        }
+        let [first, second] = [(); 2].map(|()| arena.try_alloc(PIECE, 0).unwrap());
+        drop(first);
+        for _ in 0..2 {
+            assert!(arena.free_unused(session));
+            assert_eq!((parts(&arena), registered(&host).len()), (3, 2));
+        }
+        drop(second);
+        assert!(!arena.free_unused(session));
+        assert_eq!((parts(&arena), registered(&host).len()), (1, 0));
     }
 
     proptest! {

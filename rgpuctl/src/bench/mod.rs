@@ -6,7 +6,10 @@
 //!                └─▶ rgpuctl bench --measure   with --native: the libcuda that this machine has
 //! ```
 //!
-//! The measuring process is an ordinary program of the driver API ([`measure`]), and the same for both.
+//! The measuring process is an ordinary program of the driver API ([`measure`]), and the same for both. So it measures
+//! the link as a program uses it: the wire has nothing that only carries bytes to the server, and every figure
+//! includes what the GPU needs. What the network alone takes for a round trip is the kernel's figure, which
+//! `vhost-rgpu` reports ([`Link`]).
 
 mod measure;
 
@@ -21,13 +24,22 @@ use serde_json::{Map, Value, json};
 
 use crate::daemon::{describe, end_with_parent};
 use crate::session::{Session, Target};
+use measure::{IN_A_ROW, ROUND_TRIP};
 
 /// Measure the latency of calls and the bandwidth of copies on this installation.
 ///
 /// Prints latencies in microseconds and copies in GB/s: the median, and the 10th and 90th percentile. Copies
-/// carry random data, which is compared with what comes back; a difference fails the run. Below the table are
-/// the consequences for programs: how long each wait for the GPU takes, and how long it takes to copy a
-/// model's data.
+/// carry random data, which is compared with what comes back; a difference fails the run. A server with a cache is
+/// sent other data each time.
+///
+/// The link's figures are "round trip", the time until the program knows that an event has come which it has just
+/// recorded, and "in a row": copies of pinned memory that are not waited for one by one, a quarter of --largest
+/// each. They end in the GPU's memory, and so show the link's bandwidth if the server's bus carries more. At most
+/// --largest bytes are on their way, so a link that carries more in a round trip is not filled.
+///
+/// Below the table is what programs notice: the network's share of a round trip, as the kernel measures it for
+/// TCP; how much longer a step takes that ends with a value for the program; how long the start of PyTorch waits;
+/// and how long it takes to copy a model's data.
 ///
 /// Without --server, a private server is started that uses this machine's GPU or a GPU in software.
 #[derive(Args)]
@@ -68,40 +80,71 @@ struct Measurement {
     high: f64,
 }
 
+/// The way to the server, by the status of `vhost-rgpu`.
+#[derive(Debug, PartialEq)]
+struct Link {
+    /// By its name: `local`, `tcp` or `verbs`.
+    transport: String,
+    server: String,
+    /// The kernel's smoothed round-trip time in microseconds, of TCP.
+    round_trip: Option<f64>,
+}
+
+impl Link {
+    /// The link of the session that a process has begun first. `None`: the process has none.
+    fn of(status: &Value, process: u32) -> Option<Link> {
+        let sessions = status["sessions"].as_array()?;
+        let session = sessions.iter().find(|session| session["pid"] == process)?;
+        Some(Link {
+            transport: session["transport"].as_str()?.to_owned(),
+            server: session["server"].as_str()?.to_owned(),
+            round_trip: session["round_trip_us"].as_f64(),
+        })
+    }
+}
+
 /// Measures and prints.
 pub fn bench(arguments: &Arguments) -> Result<ExitCode> {
     if arguments.measure {
         measure::measure(arguments.largest << 20)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut ways = Vec::new();
+    let (mut ways, mut link) = (Vec::new(), None);
     if arguments.installed {
-        ways.push(("here", run(arguments.largest, "here", |_| Ok(()))?));
+        ways.push(("here", run(arguments.largest, "here", |_| Ok(()), |_, _| ())?));
     } else {
         let mut session = Session::start(&arguments.target)?;
-        let outcome = run(arguments.largest, "rgpu", |command| session.environment(command));
+        let begin = |command: &mut Command| session.environment(command);
+        let outcome = run(arguments.largest, "rgpu", begin, |name, process| {
+            // The connection was just used for this figure, and for nothing else.
+            if name == ROUND_TRIP {
+                link = session.status().ok().and_then(|status| Link::of(&status, process));
+            }
+        });
         session.report_ended();
         ways.push(("rgpu", outcome?));
     }
     if arguments.native {
-        ways.push(("native", run(arguments.largest, "native", |_| Ok(()))?));
+        ways.push(("native", run(arguments.largest, "native", |_| Ok(()), |_, _| ())?));
     }
     if arguments.json {
-        println!("{}", object(&ways));
+        println!("{}", object(&ways, link.as_ref()));
     } else {
         print!("{}", table(&ways));
         if let Some((_, measurements)) = ways.first() {
-            print!("{}", consequences(measurements));
+            print!("{}", consequences(measurements, link.as_ref()));
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs the measuring process to its end. Shows progress on stderr.
+/// Runs the measuring process to its end. Shows progress on stderr. `measured` is told each figure's name when it has
+/// been measured, and the process's ID.
 fn run(
     largest: u64,
     way: &str,
     environment: impl FnOnce(&mut Command) -> Result<()>,
+    mut measured: impl FnMut(&str, u32),
 ) -> Result<Vec<Measurement>> {
     let own = std::env::current_exe().context("cannot find rgpuctl's own path")?;
     let mut command = Command::new(own);
@@ -116,6 +159,7 @@ fn run(
         if terminal {
             eprint!("{ERASE}{way}: {}", measurement.name);
         }
+        measured(&measurement.name, child.id());
         measurements.push(measurement);
     }
     if terminal {
@@ -141,13 +185,19 @@ fn parse(line: &str) -> Result<Measurement> {
     })
 }
 
-fn object(ways: &[(&str, Vec<Measurement>)]) -> Value {
+/// A member for each way, and `link` if it is known.
+fn object(ways: &[(&str, Vec<Measurement>)], link: Option<&Link>) -> Value {
     let way = |measurements: &[Measurement]| {
         let figure =
             |m: &Measurement| json!({ "unit": m.unit, "median": m.median, "p10": m.low, "p90": m.high });
         Value::Object(measurements.iter().map(|m| (m.name.clone(), figure(m))).collect::<Map<_, _>>())
     };
-    Value::Object(ways.iter().map(|(name, all)| ((*name).to_owned(), way(all))).collect())
+    let link = link.map(|link| {
+        let fields =
+            json!({ "transport": link.transport, "server": link.server, "tcp_round_trip_us": link.round_trip });
+        ("link".to_owned(), fields)
+    });
+    Value::Object(ways.iter().map(|(name, all)| ((*name).to_owned(), way(all))).chain(link).collect())
 }
 
 /// A line for each measurement: the figures of the first way, and those of each other way with the ratio
@@ -174,18 +224,41 @@ fn table(ways: &[(&str, Vec<Measurement>)]) -> String {
     text
 }
 
-/// What these figures mean for a program: the duration of waits, and the time to copy a model's data.
-fn consequences(measurements: &[Measurement]) -> String {
+/// Round trips that PyTorch's start waits for, at most: where the server is near, and elsewhere, where device code is
+/// read in the process (docs/benchmarks/distance.md).
+const START: (f64, f64) = (370.0, 40.0);
+/// A server with shorter round trips than this, in seconds, is near: `NEAR` of the client's `reading.rs`.
+const NEAR: f64 = 150e-6;
+
+/// What these figures mean for a program: the link, the duration of waits, and the time to copy a model's data.
+fn consequences(measurements: &[Measurement], link: Option<&Link>) -> String {
     let median = |name: &str| {
         measurements.iter().rfind(|measurement| measurement.name.starts_with(name)).map(|m| m.median)
     };
     let mut text = String::new();
-    if let Some(wait) = median("launch and synchronize") {
-        // Writing to a string does not fail.
+    // Writing to a string does not fail.
+    if let (Some(wait), [Some(up), Some(down)]) = (median(ROUND_TRIP), IN_A_ROW.map(median)) {
+        let wait = wait / 1e6;
+        let way = match link {
+            Some(link) if link.transport == "local" => "Memory shared with the server, no network".to_owned(),
+            Some(link) => format!("The link ({} to {})", link.transport, link.server),
+            None => "The link".to_owned(),
+        };
+        let network = link.and_then(|link| link.round_trip).map(|network| {
+            format!(" (by the kernel's measure, the network takes {} of it)", time(network / 1e6))
+        });
         let _ = writeln!(
             text,
-            "\nEach wait for the GPU takes {}. A step of training in PyTorch waits once, a generated token about twice;\nprograms that copy small results back after every kernel wait each time.",
-            time(wait / 1e6)
+            "\n{way}: a round trip takes {}{}.\nCopies of pinned memory in a row carry {up:.2} GB/s to the GPU and {down:.2} GB/s back: what the link carries,\nunless the GPU's bus or the processors at either end are slower.",
+            time(wait),
+            network.unwrap_or_default(),
+        );
+        let (start, how) = if wait < NEAR { (START.0, "at most") } else { (START.1, "about") };
+        let _ = writeln!(
+            text,
+            "A step that ends with a value for the program, like a training step or a generated token of PyTorch, waits for one round trip:\nat most {:.0} steps a second. Programs that copy small results back after every kernel wait each time.\nThe start of PyTorch waits {how} {start:.0} times, {} in all, and for its code and data to be sent.",
+            1.0 / wait,
+            time(start * wait),
         );
     }
     if let (Some(up), Some(down)) = (median("pageable to device"), median("pageable to host")) {
@@ -246,23 +319,61 @@ mod tests {
         assert_eq!(words, ["launch", "2.00", "(1.00–4.00)", "4.00", "(2.00–8.00)", "0.50", "µs"]);
     }
 
-    #[test]
-    fn consequences_follow_from_waits_and_from_the_largest_copies() {
-        let figure = |name: &str, median| Measurement { name: name.into(), median, ..one(1.0).remove(0) };
-        let text = consequences(&[
-            figure("launch and synchronize", 10_040.0),
-            figure("pageable to device, 4 KiB", 0.1),
-            figure("pageable to device, 64 MiB", 5.0),
-            figure("pageable to host, 64 MiB", 20.0),
-        ]);
-        assert!(text.contains("takes 10.0 ms."), "{text}");
-        assert!(text.contains("take 2.0 s to the GPU and 500.0 ms back"), "{text}");
+    fn figure(name: &str, median: f64) -> Measurement {
+        Measurement { name: name.into(), median, ..one(1.0).remove(0) }
+    }
+
+    fn far() -> Link {
+        Link { transport: "tcp".into(), server: "tcp:gpu7:9700".into(), round_trip: Some(9_000.0) }
     }
 
     #[test]
-    fn the_object_has_a_member_for_each_way() {
-        let all = object(&[("rgpu", one(2.0)), ("native", one(4.0))]);
+    fn consequences_follow_from_the_link_and_from_the_largest_copies() {
+        let all = [
+            figure("round trip", 10_040.0),
+            figure("in a row to device", 1.25),
+            figure("in a row to host", 0.5),
+            figure("pageable to device, 4 KiB", 0.1),
+            figure("pageable to device, 64 MiB", 5.0),
+            figure("pageable to host, 64 MiB", 20.0),
+        ];
+        let text = consequences(&all, Some(&far()));
+        assert!(text.contains("(tcp to tcp:gpu7:9700): a round trip takes 10.0 ms"), "{text}");
+        assert!(text.contains("the network takes 9.0 ms of it"), "{text}");
+        assert!(text.contains("1.25 GB/s to the GPU and 0.50 GB/s back"), "{text}");
+        assert!(text.contains("at most 100 steps a second"), "{text}");
+        assert!(text.contains("waits about 40 times, 401.6 ms in all"), "{text}");
+        assert!(text.contains("take 2.0 s to the GPU and 500.0 ms back"), "{text}");
+        // In a guest, only what a program sees is known.
+        let text = consequences(&all, None);
+        assert!(
+            text.contains("The link: a round trip takes 10.0 ms.") && !text.contains("network"),
+            "{text}"
+        );
+        assert_eq!(consequences(&all[..2], None), "", "a figure is missing");
+    }
+
+    #[test]
+    fn the_link_is_that_of_the_measuring_process() {
+        let status = json!({ "sessions": [
+            { "pid": 6, "transport": "tcp", "server": "tcp:elsewhere:1", "round_trip_us": 7 },
+            { "pid": 7, "transport": "tcp", "server": "tcp:gpu7:9700", "round_trip_us": 9000 },
+            { "pid": 8, "transport": "local", "server": "unix:/run/a" },
+        ]});
+        assert_eq!(Link::of(&status, 7), Some(far()));
+        assert_eq!(Link::of(&status, 8).unwrap().round_trip, None);
+        assert_eq!(Link::of(&status, 9), None);
+        assert_eq!(Link::of(&json!({ "sessions": "none" }), 7), None);
+    }
+
+    #[test]
+    fn the_object_has_a_member_for_each_way_and_for_the_link() {
+        let ways = [("rgpu", one(2.0)), ("native", one(4.0))];
+        let all = object(&ways, Some(&far()));
         assert_eq!(all["native"]["launch"]["median"], 4.0);
         assert_eq!(all["rgpu"]["launch"]["unit"], "µs");
+        assert_eq!(all["link"]["transport"], "tcp");
+        assert_eq!(all["link"]["tcp_round_trip_us"], 9_000.0);
+        assert!(object(&ways, None).get("link").is_none());
     }
 }

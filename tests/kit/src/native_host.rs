@@ -1,7 +1,9 @@
 //! The host's end of the native socket: one connection, served by a thread that does with each record what a test says.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use host_bridge::framing::recv_some;
@@ -81,16 +83,48 @@ pub enum Next {
     Die,
 }
 
+/// The memory that a client has registered.
+pub struct Regions {
+    /// Bytes of each region, by its number.
+    pub registered: BTreeMap<u32, u64>,
+    /// Bytes of all regions at most; more are refused. No limit at first.
+    pub most: u64,
+}
+
+impl Regions {
+    /// Does what a request asks for.
+    fn take(&mut self, request: &Request) -> Answer {
+        match request.kind {
+            request::REGISTER_MEMORY => {
+                if self.registered.values().sum::<u64>() + request.size > self.most {
+                    return Answer::NoResources;
+                }
+                assert!(
+                    self.registered.insert(request.region, request.size).is_none(),
+                    "a region of this number"
+                );
+            }
+            request::UNREGISTER_MEMORY => {
+                assert!(self.registered.remove(&request.region).is_some(), "no region of this number");
+            }
+            _ => {}
+        }
+        Answer::Ok
+    }
+}
+
 /// A host at a socket of its own.
 pub struct NativeHost {
     /// The socket.
     pub socket: PathBuf,
+    /// What the client has registered now.
+    pub regions: Arc<Mutex<Regions>>,
     _folder: tempfile::TempDir,
     thread: Option<JoinHandle<()>>,
 }
 
 impl NativeHost {
-    /// A host that answers every request with `answer` and gives each record and its body to `each` until the client disconnects.
+    /// A host that answers the request for a channel with `answer` and gives each record and its body to `each` until the client disconnects.
     pub fn start(
         answer: Response,
         each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
@@ -110,12 +144,14 @@ impl NativeHost {
             socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
         bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
         listen(&listener, Backlog::new(4).unwrap()).unwrap();
+        let regions = Arc::new(Mutex::new(Regions { registered: BTreeMap::new(), most: u64::MAX }));
+        let of_thread = regions.clone();
         let thread = std::thread::spawn(move || {
             let connection = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC).unwrap();
             // SAFETY: `accept4` has just made this descriptor; nothing else owns it.
-            serve(&unsafe { OwnedFd::from_raw_fd(connection) }, speaks, &answer, each);
+            serve(&unsafe { OwnedFd::from_raw_fd(connection) }, speaks, &answer, &of_thread, each);
         });
-        NativeHost { socket: path, _folder: folder, thread: Some(thread) }
+        NativeHost { socket: path, regions, _folder: folder, thread: Some(thread) }
     }
 }
 
@@ -144,6 +180,7 @@ fn serve(
     connection: &OwnedFd,
     speaks: Speaks<'static>,
     answer: &Response,
+    regions: &Mutex<Regions>,
     mut each: impl FnMut(&Host, Record, &[u8]) -> Next,
 ) {
     let (request, file) = receive(connection).expect("a request");
@@ -188,10 +225,9 @@ fn serve(
         // Nothing to read: the connection woke this thread.
         let _ = doorbell.read();
         if closed_or_asked {
-            if receive(connection).is_none() {
-                return;
-            }
-            send_packet(connection, Response::new(Answer::Ok, "").as_bytes(), &[]).unwrap();
+            let Some((request, _)) = receive(connection) else { return };
+            let answer = regions.lock().unwrap().take(&request);
+            send_packet(connection, Response::new(answer, "").as_bytes(), &[]).unwrap();
         }
     }
 }

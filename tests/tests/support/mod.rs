@@ -50,6 +50,16 @@ pub fn eventually(mut condition: impl FnMut() -> Result<()>) -> Result<()> {
     }
 }
 
+/// A process that ends when this is dropped.
+pub struct Ended(pub Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// One `rgpu-server` that listens on a Unix socket and on TCP, and a `vhost-rgpu` for each transport.
 pub struct Rig {
     pub server: Daemon,

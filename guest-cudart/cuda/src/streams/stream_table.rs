@@ -206,13 +206,25 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
     all
 }
 
+/// The same, and those that were destroyed and still have work.
+fn all_of(context: &'static Context) -> Vec<Arc<Stream>> {
+    let mut all = of_context(context, None);
+    all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
+    all
+}
+
 /// Whether all work of a context is known to be done, except work behind a running host function. Does not
 /// wait.
 pub(crate) fn is_stopped(context: &'static Context) -> bool {
     let stopped = host_calls::stopped();
-    let mut all = of_context(context, None);
-    all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
-    all.iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle())
+    all_of(context).iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle())
+}
+
+/// Whether all work of all contexts is known to be done, without asking: the program has waited for the contexts, or
+/// for each of their streams that has had work. No work may come meanwhile.
+pub(crate) fn all_are_known_done() -> bool {
+    let done = |stream: &Arc<Stream>| stream.last_work.get().is_none_or(|last| stream.is_known_done(last));
+    context::busy().all(|context| all_of(context).iter().all(done))
 }
 
 /// Destroys the streams of a green context that is being destroyed.

@@ -71,7 +71,7 @@ fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
 
 /// If no work is pending, keeps it that way until the guard is dropped.
 pub(super) fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
-    no_work_comes().filter(|_| !context::any_busy())
+    no_work_comes().filter(|_| stream_table::all_are_known_done())
 }
 
 /// Answers an access immediately while the device waits for this process. Other work of the device may change

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+/// A sequence that needed so few blocks gets all of them at once: the second fault would cost more than they do.
+const FEW: u64 = 2;
 /// Number of earlier sequences that are remembered.
 const REMEMBERED: usize = 32;
 
@@ -39,10 +41,14 @@ pub(super) struct Stretch {
 impl Streak {
     /// What to give at block `at`, at most `most` blocks. If the faults continue each other: twice as
     /// many as last time, or the rest of what an earlier sequence needed. Otherwise one, or half of what an
-    /// earlier sequence needed that began here: the next fault shows whether this one is as long.
+    /// earlier sequence needed that began here: the next fault shows whether this one is as long. If it needed few,
+    /// all of them.
     pub fn longest(&self, at: u64, most: u64) -> Stretch {
         let (blocks, down) = match (self.continues(at), self.expected) {
-            (None, _) => self.earlier(at).map_or((1, false), |earlier| (earlier.needed / 2, earlier.down)),
+            (None, _) => self.earlier(at).map_or((1, false), |earlier| {
+                let few = earlier.needed <= FEW;
+                (if few { earlier.needed } else { earlier.needed / 2 }, earlier.down)
+            }),
             (Some(down), Some(needed)) if needed > self.total => (needed - self.total, down),
             (Some(down), Some(_)) => (self.total / 2, down),
             (Some(down), None) => (self.len * 2, down),
@@ -162,12 +168,12 @@ mod tests {
     #[test]
     fn what_turns_round_begins_anew() {
         let mut streak = Streak::default();
-        for (at, len, down) in [(50, 1, false), (51, 2, false), (49, 1, false), (48, 2, true), (50, 1, false)]
+        for (at, len, down) in [(50, 1, false), (51, 2, false), (49, 1, false), (48, 2, true), (50, 2, false)]
         {
             assert_eq!(streak.longest(at, 256), Stretch { len, down }, "at {at}");
             streak.answered(if down { at + 1 - len } else { at }, len);
         }
-        assert!(streak.contains(50) && !streak.contains(49) && !streak.contains(51));
+        assert!(streak.contains(50) && streak.contains(51) && !streak.contains(49) && !streak.contains(52));
     }
 
     #[test]
@@ -177,6 +183,18 @@ mod tests {
         assert_eq!(read(&mut streak, 300, 301), [1]);
         assert_eq!(read(&mut streak, 10, 138), [64, 64]);
         assert_eq!(read(&mut streak, 10, 138), [64, 64]);
+    }
+
+    #[test]
+    fn a_sequence_of_few_blocks_that_is_repeated_is_given_at_once() {
+        let mut streak = Streak::default();
+        assert_eq!(read(&mut streak, 10, 12), [1, 2]);
+        assert_eq!(read_down(&mut streak, 20, 21), [1, 2]);
+        for _ in 0..3 {
+            assert_eq!(read(&mut streak, 10, 12), [2]);
+            assert_eq!(read_down(&mut streak, 20, 21), [2]);
+        }
+        assert_eq!(read(&mut streak, 10, 15), [2, 1, 1, 2], "it was longer this time");
     }
 
     #[test]
@@ -204,6 +222,6 @@ mod tests {
         let mut streak = Streak::default();
         read(&mut streak, 0, 16);
         let answers: Vec<_> = (0..5).map(|_| read(&mut streak, 0, 1)).collect();
-        assert_eq!(answers, [[8], [4], [2], [1], [1]]);
+        assert_eq!(answers, [[8], [4], [2], [2], [2]], "down to few");
     }
 }
