@@ -230,6 +230,71 @@ fn take_again<S: Session>(s: &mut S) {
     check_works(s);
 }
 
+/// Host memory for the device memory of one session, and no folder. It is taken in chunks of 64 MiB.
+const ONE: [&str; 2] = ["--swap-memory=192M", SWAP[1]];
+
+/// Two sessions of [`SIZE`]: the first one's memory is away and fills the host memory, the second one's is on the
+/// device.
+fn two_sessions_that_fill_the_host_memory(server: &Server) -> [LocalBridge; 2] {
+    let mut sessions = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
+    for (number, s) in (0..).zip(&mut sessions) {
+        take(s, SIZE).unwrap();
+        fill(s, number, 0, SIZE);
+    }
+    is_away(server, SIZE);
+    sessions
+}
+
+#[test]
+fn a_newcomer_is_refused_if_the_host_memory_is_full_as_well_and_nothing_is_lost() {
+    let server = Server::start(&ONE);
+    let [mut first, mut second] = two_sessions_that_fill_the_host_memory(&server);
+    let mut newcomer = LocalBridge::connect(&server.socket());
+    assert_eq!(take(&mut newcomer, SIZE), Err(Status::OUT_OF_MEMORY));
+    // An ordinary error: it goes on with what it has got.
+    assert_eq!((newcomer.error(0), newcomer.lost()), (None, None));
+    newcomer.push(&MemAlloc { address: window(0), size: PIECE });
+    fill(&mut newcomer, 2, 0, PIECE);
+    assert_eq!(
+        (swap(&server, "bytes_left"), swap(&server, "bytes_returned")),
+        (SIZE, 0),
+        "nobody moved for it"
+    );
+    // The first waits, because the second cannot leave either. That one is as fast as ever.
+    let slot = 1;
+    let seq = first.send(slot, &StreamSynchronize { stream: STREAM });
+    check(&mut second, 1, 0, SIZE);
+    check(&mut newcomer, 2, 0, PIECE);
+    assert_eq!((swap(&server, "away"), swap(&server, "bytes_returned")), (SIZE, 0));
+    until("the log says why both wait", || server.log().matches("--swap-memory has no room").count() == 2);
+    drop(second);
+    assert_eq!(first.wait(slot, seq).0, Status::SUCCESS);
+    check(&mut first, 0, 0, SIZE);
+    check(&mut newcomer, 2, 0, PIECE);
+}
+
+#[test]
+fn a_newcomer_waits_while_the_host_memory_is_full_and_is_served_when_a_session_ends() {
+    let server = Server::start(&ONE);
+    let [mut first, mut second] = two_sessions_that_fill_the_host_memory(&server);
+    let mut newcomer = LocalBridge::connect(&server.socket());
+    take(&mut newcomer, 2 * PIECE).unwrap();
+    let slot = 1;
+    let rest = MemGrow { device: 0, address: window(0) + 2 * PIECE, size: SIZE - 2 * PIECE };
+    let seq = newcomer.send(slot, &rest);
+    until("it waits, and the log says why", || server.log().contains("--swap-memory has no room"));
+    check(&mut second, 1, 0, SIZE);
+    assert_eq!(swap(&server, "bytes_left"), SIZE);
+    drop(second);
+    assert_eq!(newcomer.wait(slot, seq).0, Status::SUCCESS);
+    newcomer.push(&MemAlloc { address: window(0) + 2 * PIECE, size: SIZE - 2 * PIECE });
+    fill(&mut newcomer, 2, 0, SIZE);
+    check(&mut newcomer, 2, 0, SIZE);
+    assert_eq!(swap(&server, "away"), SIZE);
+    drop(newcomer);
+    check(&mut first, 0, 0, SIZE);
+}
+
 #[test]
 fn a_policy_keeps_a_clients_memory_on_the_device() {
     let folder = tempfile::tempdir().unwrap();
@@ -475,9 +540,8 @@ impl Tenant {
     fn new(server: &Server, without_address: bool, workers: &mut Vec<Pid>) -> Tenant {
         let mut session = LocalBridge::connect(&server.socket());
         let rows = server.status()["sessions"].clone();
-        let pids =
-            rows.as_array().unwrap().iter().map(|row| Pid::from_raw(row["worker"].as_i64().unwrap() as i32));
-        let worker = pids.filter(|pid| !workers.contains(pid)).last().unwrap();
+        let pid = |row: &serde_json::Value| Pid::from_raw(row["worker"].as_i64().unwrap() as i32);
+        let worker = rows.as_array().unwrap().iter().map(pid).find(|pid| !workers.contains(pid)).unwrap();
         workers.push(worker);
         if without_address {
             take_without_address(&mut session, Self::SIZE, Self::PIECE);
