@@ -28,9 +28,13 @@ const SWAP: [&str; 2] = ["--swap-memory=2G", "--swap-residency-ms=0"];
 
 /// Takes memory on device 0.
 fn take<S: Session>(s: &mut S, size: u64) -> Result<(), Status> {
+    take_in_pieces(s, size, PIECE)
+}
+
+fn take_in_pieces<S: Session>(s: &mut S, size: u64, piece: u64) -> Result<(), Status> {
     let mut at = 0;
     while at < size {
-        let piece = PIECE.min(size - at);
+        let piece = piece.min(size - at);
         s.call(&MemGrow { device: 0, address: window(0) + at, size: piece })?;
         at += piece;
     }
@@ -226,6 +230,71 @@ fn take_again<S: Session>(s: &mut S) {
     check_works(s);
 }
 
+/// Host memory for the device memory of one session, and no folder. It is taken in chunks of 64 MiB.
+const ONE: [&str; 2] = ["--swap-memory=192M", SWAP[1]];
+
+/// Two sessions of [`SIZE`]: the first one's memory is away and fills the host memory, the second one's is on the
+/// device.
+fn two_sessions_that_fill_the_host_memory(server: &Server) -> [LocalBridge; 2] {
+    let mut sessions = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
+    for (number, s) in (0..).zip(&mut sessions) {
+        take(s, SIZE).unwrap();
+        fill(s, number, 0, SIZE);
+    }
+    is_away(server, SIZE);
+    sessions
+}
+
+#[test]
+fn a_newcomer_is_refused_if_the_host_memory_is_full_as_well_and_nothing_is_lost() {
+    let server = Server::start(&ONE);
+    let [mut first, mut second] = two_sessions_that_fill_the_host_memory(&server);
+    let mut newcomer = LocalBridge::connect(&server.socket());
+    assert_eq!(take(&mut newcomer, SIZE), Err(Status::OUT_OF_MEMORY));
+    // An ordinary error: it goes on with what it has got.
+    assert_eq!((newcomer.error(0), newcomer.lost()), (None, None));
+    newcomer.push(&MemAlloc { address: window(0), size: PIECE });
+    fill(&mut newcomer, 2, 0, PIECE);
+    assert_eq!(
+        (swap(&server, "bytes_left"), swap(&server, "bytes_returned")),
+        (SIZE, 0),
+        "nobody moved for it"
+    );
+    // The first waits, because the second cannot leave either. That one is as fast as ever.
+    let slot = 1;
+    let seq = first.send(slot, &StreamSynchronize { stream: STREAM });
+    check(&mut second, 1, 0, SIZE);
+    check(&mut newcomer, 2, 0, PIECE);
+    assert_eq!((swap(&server, "away"), swap(&server, "bytes_returned")), (SIZE, 0));
+    until("the log says why both wait", || server.log().matches("--swap-memory has no room").count() == 2);
+    drop(second);
+    assert_eq!(first.wait(slot, seq).0, Status::SUCCESS);
+    check(&mut first, 0, 0, SIZE);
+    check(&mut newcomer, 2, 0, PIECE);
+}
+
+#[test]
+fn a_newcomer_waits_while_the_host_memory_is_full_and_is_served_when_a_session_ends() {
+    let server = Server::start(&ONE);
+    let [mut first, mut second] = two_sessions_that_fill_the_host_memory(&server);
+    let mut newcomer = LocalBridge::connect(&server.socket());
+    take(&mut newcomer, 2 * PIECE).unwrap();
+    let slot = 1;
+    let rest = MemGrow { device: 0, address: window(0) + 2 * PIECE, size: SIZE - 2 * PIECE };
+    let seq = newcomer.send(slot, &rest);
+    until("it waits, and the log says why", || server.log().contains("--swap-memory has no room"));
+    check(&mut second, 1, 0, SIZE);
+    assert_eq!(swap(&server, "bytes_left"), SIZE);
+    drop(second);
+    assert_eq!(newcomer.wait(slot, seq).0, Status::SUCCESS);
+    newcomer.push(&MemAlloc { address: window(0) + 2 * PIECE, size: SIZE - 2 * PIECE });
+    fill(&mut newcomer, 2, 0, SIZE);
+    check(&mut newcomer, 2, 0, SIZE);
+    assert_eq!(swap(&server, "away"), SIZE);
+    drop(newcomer);
+    check(&mut first, 0, 0, SIZE);
+}
+
 #[test]
 fn a_policy_keeps_a_clients_memory_on_the_device() {
     let folder = tempfile::tempdir().unwrap();
@@ -277,17 +346,22 @@ fn map(s: &mut LocalBridge, memory: MemoryId, offset: u64, address: u64, size: u
     s.call(&MemoryAccess { address, size, device: 0, flags: 3 }).unwrap();
 }
 
+/// Takes memory without an address, in pieces, and maps it from [`SPACE`] on.
+fn take_without_address(s: &mut LocalBridge, size: u64, piece: u64) {
+    reserve(s);
+    for (number, at) in (1..).zip((0..size).step_by(piece as usize)) {
+        let piece = piece.min(size - at);
+        let memory = create(s, number, piece).unwrap();
+        map(s, memory, 0, SPACE + at, piece);
+    }
+}
+
 #[test]
 fn memory_without_an_address_leaves_and_comes_back_to_where_it_is_mapped() {
     let server = Server::start(&SWAP);
     four_sessions_with(&server, SPACE, || {
         let mut s = LocalBridge::connect(&server.socket());
-        reserve(&mut s);
-        for (number, at) in (1..).zip((0..SIZE).step_by(PIECE as usize)) {
-            let size = PIECE.min(SIZE - at);
-            let memory = create(&mut s, number, size).unwrap();
-            map(&mut s, memory, 0, SPACE + at, size);
-        }
+        take_without_address(&mut s, SIZE, PIECE);
         s
     });
 }
@@ -450,64 +524,161 @@ fn copies_that_wait_for_their_client_keep_memory_where_it_is() {
     assert!(first.read_arena(0, 4 << 20) == bytes);
 }
 
+/// A session whose worker can be killed, with memory of one of both kinds.
+struct Tenant {
+    session: LocalBridge,
+    worker: Pid,
+    base: u64,
+}
+
+impl Tenant {
+    /// Small enough for one session to be on the device at a time, in many pieces.
+    const SIZE: u64 = 38 * MIB;
+    const PIECE: u64 = 2 * MIB;
+
+    /// `workers`: those of all sessions so far.
+    fn new(server: &Server, without_address: bool, workers: &mut Vec<Pid>) -> Tenant {
+        let mut session = LocalBridge::connect(&server.socket());
+        let rows = server.status()["sessions"].clone();
+        let pid = |row: &serde_json::Value| Pid::from_raw(row["worker"].as_i64().unwrap() as i32);
+        let worker = rows.as_array().unwrap().iter().map(pid).find(|pid| !workers.contains(pid)).unwrap();
+        workers.push(worker);
+        if without_address {
+            take_without_address(&mut session, Self::SIZE, Self::PIECE);
+        } else {
+            take_in_pieces(&mut session, Self::SIZE, Self::PIECE).unwrap();
+        }
+        Tenant { session, worker, base: if without_address { SPACE } else { window(0) } }
+    }
+
+    fn fill(&mut self, number: u64, round: u64) {
+        fill_at(&mut self.session, self.base, number, round, Self::SIZE);
+    }
+
+    fn check(&mut self, number: u64, round: u64) {
+        check_at(&mut self.session, self.base, number, round, Self::SIZE);
+    }
+
+    /// Its bytes that are off the device.
+    fn away(&self, status: &serde_json::Value) -> u64 {
+        let rows = status["sessions"].as_array().unwrap();
+        let row = rows.iter().find(|row| row["worker"] == self.worker.as_raw()).unwrap();
+        row["memory_away"].as_u64().unwrap()
+    }
+}
+
+/// A process that is stopped until this is dropped.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn new(process: Pid) -> Stopped {
+        kill(process, Signal::SIGSTOP).unwrap();
+        let stopped = || {
+            let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+            tasks.flatten().all(|task| {
+                // The state follows the name, which is in parentheses. A thread that has just ended has none.
+                let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+                stat.rsplit(") ").next().is_none_or(|rest| rest.is_empty() || rest.starts_with('T'))
+            })
+        };
+        until("all its threads are stopped", stopped);
+        Stopped(process)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // It may have been killed meanwhile.
+        let _ = kill(self.0, Signal::SIGCONT);
+    }
+}
+
+/// Random numbers below `bound`.
+fn random(state: &mut u64, bound: u64) -> u64 {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+    (*state >> 33) % bound
+}
+
+/// Stops the workers of two sessions at a moment when part of the memory of one of them has moved, as the server's
+/// status says while they are stopped. `None`: the first has left and the second is back before such a moment was met.
+fn stop_halfway(server: &Server, leaves: &Tenant, returns: &Tenant, state: &mut u64) -> Option<[Stopped; 2]> {
+    let begin = std::time::Instant::now();
+    loop {
+        assert!(begin.elapsed() < PATIENCE, "memory does not move");
+        std::thread::sleep(std::time::Duration::from_micros(random(state, 3000)));
+        let stopped = [leaves, returns].map(|tenant| Stopped::new(tenant.worker));
+        let status = server.status();
+        match [leaves, returns].map(|tenant| tenant.away(&status)) {
+            away if away.iter().any(|bytes| (1..Tenant::SIZE).contains(bytes)) => return Some(stopped),
+            [Tenant::SIZE, 0] => return None,
+            _ => {}
+        }
+    }
+}
+
 /// Sessions without a kill keep their data; killed sessions and daemons leave nothing behind.
 /// `RGPU_SWAP_KILLS` is the number of kills.
 #[test]
 fn whoever_is_killed_in_the_middle_leaves_nothing_and_touches_nobodys_data() {
-    const SMALL: u64 = 38 * MIB;
-    let kills = std::env::var("RGPU_SWAP_KILLS").map_or(9, |number| number.parse().unwrap());
+    let kills = std::env::var("RGPU_SWAP_KILLS").map_or(12, |number| number.parse().unwrap());
     let files = tempfile::tempdir().unwrap();
     let option = format!("--swap-folder={}", files.path().display());
     // There is room for one session's memory; the others' goes to files.
     let flags = ["--grace-seconds=0", "--swap-device-memory=64M", "--swap-memory=64M", SWAP[1], &option];
     let service = Service::new(&flags);
     let mut server = service.start();
-    let mut survivors = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
-    let mut workers = std::collections::BTreeSet::new();
-    for (number, s) in (0..).zip(&mut survivors) {
-        take(s, SMALL).unwrap();
-        fill(s, number, 0, SMALL);
+    let mut workers = Vec::new();
+    let mut survivors = [false, true].map(|kind| Tenant::new(&server, kind, &mut workers));
+    for (number, survivor) in (0..).zip(&mut survivors) {
+        survivor.fill(number, 0);
     }
-    let mut random = 1u64;
+    let (mut state, mut halfway) = (1, 0);
     for round in 1..=kills {
-        let mut victim = LocalBridge::connect(&server.socket());
-        take(&mut victim, SMALL).unwrap();
-        fill(&mut victim, 9, round, SMALL);
-        let rows = server.status()["sessions"].clone();
-        let pids = rows.as_array().unwrap().iter().map(|row| row["worker"].as_i64().unwrap());
-        let newest = pids.clone().find(|pid| !workers.contains(pid) && workers.len() >= 2);
-        workers.extend(pids);
-        // The victim's memory makes room for the first survivor's, which comes back.
-        let slot = 1;
-        let seq = survivors[0].send(slot, &StreamSynchronize { stream: STREAM });
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        std::thread::sleep(std::time::Duration::from_micros((random >> 33) % 60_000));
+        let mut victim = Tenant::new(&server, round % 2 == 0, &mut workers);
+        victim.fill(9, round);
+        // The victim's memory makes room for a survivor's, which comes back. One in four kills comes at any moment,
+        // perhaps before memory moves or after it has; the others come when a part has moved.
+        let (slot, at) = (1, round as usize % 2);
+        let (seq, stopped) = loop {
+            let seq = survivors[at].session.send(slot, &StreamSynchronize { stream: STREAM });
+            if round % 4 == 0 {
+                std::thread::sleep(std::time::Duration::from_micros(random(&mut state, 60_000)));
+                break (seq, None);
+            }
+            let stopped = stop_halfway(&server, &victim, &survivors[at], &mut state);
+            if stopped.is_some() {
+                break (seq, stopped);
+            }
+            assert_eq!(survivors[at].session.wait(slot, seq).0, Status::SUCCESS);
+            victim.check(9, round);
+        };
+        halfway += u64::from(stopped.is_some());
         match round % 3 {
-            0 => drop(victim),
+            0 => drop((victim, stopped)),
             1 => {
-                if let Some(pid) = newest {
-                    kill(Pid::from_raw(pid as i32), Signal::SIGKILL).unwrap();
-                }
-                drop(victim);
+                kill(victim.worker, Signal::SIGKILL).unwrap();
+                drop((victim, stopped));
             }
             _ => {
-                server = service.crash(server);
-                check(&mut victim, 9, round, SMALL);
+                server.end(Signal::SIGKILL);
+                drop(stopped);
+                server = service.start();
+                victim.check(9, round);
                 drop(victim);
             }
         }
-        assert_eq!(survivors[0].wait(slot, seq).0, Status::SUCCESS);
-        for (number, s) in (0..).zip(&mut survivors) {
-            check(s, number, round - 1, SMALL);
-            fill(s, number, round, SMALL);
+        assert_eq!(survivors[at].session.wait(slot, seq).0, Status::SUCCESS);
+        for (number, survivor) in (0..).zip(&mut survivors) {
+            survivor.check(number, round - 1);
+            survivor.fill(number, round);
         }
         until("the victim has ended", || server.sessions() == 2);
     }
+    eprintln!("{halfway} of {kills} kills came when part of a session's memory had moved");
+    assert!(halfway >= kills - kills / 4);
     drop(survivors);
     until("all have ended", || server.sessions() == 0);
-    until("their processes are gone", || {
-        workers.iter().all(|pid| kill(Pid::from_raw(*pid as i32), None).is_err())
-    });
+    until("their processes are gone", || workers.iter().all(|worker| kill(*worker, None).is_err()));
     until("no memory is kept", || (swap(&server, "away"), swap(&server, "memory_kept")) == (0, 0));
     assert_eq!(std::fs::read_dir(&files).unwrap().count(), 0);
     until("nothing is kept", || !service.manager.names().iter().any(|name| name.starts_with("worker-")));

@@ -4,6 +4,7 @@
 
 mod support;
 
+use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use protocol::Status;
@@ -191,6 +192,80 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
 }
 
+/// The client over the Unix socket, and the one over TCP.
+fn clients() -> [String; 2] {
+    [format!("uid:{}", nix::unistd::geteuid()), "insecure:127.0.0.1".into()]
+}
+
+/// A file with a rule for each of [`clients`], and the flag that names it.
+fn rules(of_clients: [&str; 2]) -> (tempfile::NamedTempFile, String) {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    for (name, rule) in clients().iter().zip(of_clients) {
+        writeln!(file, "[[client]]\nname = \"{name}\"\n{rule}").unwrap();
+    }
+    let flag = format!("--clients={}", file.path().display());
+    (file, flag)
+}
+
+/// The devices of each of [`clients`]'s sessions, in no order.
+fn devices(server: &Server) -> [Vec<String>; 2] {
+    let status = server.status();
+    clients().map(|name| {
+        let rows = status["sessions"].as_array().unwrap().iter();
+        let own = rows.filter(|row| row["principal"] == name.as_str());
+        own.map(|row| row["devices"].as_str().unwrap().to_owned()).collect()
+    })
+}
+
+#[test]
+fn one_client_has_a_device_for_itself_while_others_share_the_rest() {
+    let (_file, flag) = rules(["sharing = \"exclusive\"", ""]);
+    let server = Server::start(&["--software-devices=3", "--wait-seconds=1", &flag]);
+    until("workers are ready", || server.number("workers_ready") > 0);
+    // It has the first device; the others' sessions have the rest, and each device has its own memory.
+    let mut local = LocalBridge::connect(&server.socket());
+    let mut tcp = [(); 2].map(|()| TcpSession::connect(server.port));
+    let mut second = LocalBridge::connect(&server.socket());
+    assert_eq!(devices(&server), [["0"; 2], ["1,2"; 2]]);
+    let exclusive = || {
+        let status = server.status();
+        let rows = status["principals"].as_array().unwrap().iter();
+        rows.map(|row| (row["principal"].clone(), row["exclusive"].clone())).collect::<Vec<_>>()
+    };
+    let [own, other] = clients();
+    assert_eq!(exclusive(), [(other.into(), false.into()), (own.into(), true.into())]);
+    for (session, count) in [(&mut local, 1), (&mut second, 1)] {
+        assert_eq!(session.call(&SessionInfo {}).unwrap().device_count, count);
+    }
+    grow(&mut local, 0, 0, 200 * MIB).unwrap();
+    for session in &mut tcp {
+        assert_eq!(session.call(&SessionInfo {}).unwrap().device_count, 2);
+        grow(session, 0, 0, 100 * MIB).unwrap();
+        grow(session, 1, 0, 200 * MIB).unwrap();
+    }
+    // Its device serves others again once its last session has ended, and not before.
+    drop(local);
+    until("its first session has ended", || server.sessions() == 3);
+    let third = TcpSession::connect(server.port);
+    assert_eq!(devices(&server), [vec!["0"], vec!["1,2"; 3]]);
+    drop((second, third));
+    until("both have ended", || server.sessions() == 2);
+    let all = TcpSession::connect(server.port);
+    let mut of_others = devices(&server)[1].clone();
+    of_others.sort();
+    assert_eq!(of_others, ["0,1,2", "1,2", "1,2"]);
+    // Now others use all devices: it waits, and is told why.
+    let refusal = LocalBridge::try_connect(&server.socket()).err().unwrap();
+    assert!(
+        refusal.contains("it needs 1 of devices 0, 1, 2 for itself, and 0 are free of others"),
+        "{refusal}"
+    );
+    drop(all);
+    until("a device is free", || server.sessions() == 2 && server.number("workers_ready") > 0);
+    let _local = LocalBridge::connect(&server.socket());
+    assert_eq!(devices(&server), [vec!["0"], vec!["1,2"; 2]]);
+}
+
 /// Launches kernels of `blocks` blocks until `over`, never running out of work.
 fn keep_busy<S: Session>(mut s: S, blocks: u32, over: &AtomicBool) {
     const PTX: &str = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0";
@@ -216,36 +291,107 @@ fn keep_busy<S: Session>(mut s: S, blocks: u32, over: &AtomicBool) {
     assert_eq!(s.error(0), None);
 }
 
-/// Milliseconds of device time charged to each client.
-fn charged(server: &Server) -> Vec<u64> {
+/// Milliseconds of device time charged to each of [`clients`]; 0 without a session.
+fn charged(server: &Server) -> [u64; 2] {
     let status = server.status();
-    let of = |row: &serde_json::Value| row["gpu_ms_shared"].as_u64().unwrap();
-    status["principals"].as_array().unwrap().iter().map(of).collect()
+    let rows = status["principals"].as_array().unwrap();
+    clients().map(|name| {
+        let row = rows.iter().find(|row| row["principal"] == name.as_str());
+        row.map_or(0, |row| row["gpu_ms_shared"].as_u64().unwrap())
+    })
 }
 
-#[test]
-fn clients_share_a_device_by_weight_whatever_their_kernels_and_however_many_sessions_they_have() {
-    // A block takes a millisecond of imitated time, so that counters decide and not the clock. Unreported
-    // time does not pass, so a session that has its turn must continue or end.
-    let server = Server::start(&["--software-imitate=block-us=1000"]);
+/// A block takes a millisecond of imitated time, so that counters decide and not the clock. Unreported time
+/// does not pass, so a session that has its turn must continue or end.
+const IMITATED: &str = "--software-imitate=block-us=1000";
+
+/// Tells threads of a test to end, also if the test fails.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The share in percent that the client over the Unix socket has in ten seconds of device time, with two
+/// sessions that launch kernels of 1 ms, beside one over TCP with kernels of 10 ms.
+fn share_of_the_first(server: &Server) -> f64 {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ends = Ends(&over);
         for _ in 0..2 {
             let session = LocalBridge::connect(&server.socket());
             scope.spawn(|| keep_busy(session, 1, &over));
         }
         let session = TcpSession::connect(server.port);
         scope.spawn(|| keep_busy(session, 10, &over));
-        until("both have had their turns", || charged(&server).iter().all(|ms| *ms > 100));
-        let before = charged(&server);
+        until("both have had their turns", || charged(server).iter().all(|ms| *ms > 100));
+        let before = charged(server);
         let had =
-            || -> Vec<u64> { charged(&server).iter().zip(&before).map(|(now, then)| now - then).collect() };
+            || -> Vec<u64> { charged(server).iter().zip(&before).map(|(now, then)| now - then).collect() };
         until("they have had ten seconds together", || had().iter().sum::<u64>() > 10_000);
         let had = had();
-        over.store(true, Ordering::Relaxed);
-        let share = had[0] as f64 * 100.0 / had.iter().sum::<u64>() as f64;
-        assert!((share - 50.0).abs() <= 3.0, "{share} % of {had:?} ms");
+        had[0] as f64 * 100.0 / had.iter().sum::<u64>() as f64
+    })
+}
+
+#[test]
+fn clients_share_a_device_by_weight_whatever_their_kernels_and_however_many_sessions_they_have() {
+    for (weights, expected) in
+        [(["", ""], 50.0), (["weight = 300", "weight = 100"], 75.0), (["weight = 100", "weight = 300"], 25.0)]
+    {
+        let (_file, rules) = rules(weights);
+        let share = share_of_the_first(&Server::start(&[IMITATED, &rules]));
+        assert!((share - expected).abs() <= 3.0, "{share} % instead of {expected}");
+    }
+}
+
+/// Starts the client with the lower priority, then the other one. While that has work, it gets all of the time;
+/// then the first goes on.
+fn the_second_comes_first<L: Session + Send, H: Session + Send>(
+    server: &Server,
+    low: (usize, impl Fn(&Server) -> L),
+    high: (usize, impl Fn(&Server) -> H),
+) {
+    let (over, high_is_over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let commands = |client: usize| {
+        let status = server.status();
+        let row = status["sessions"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|row| row["principal"] == clients()[client].as_str());
+        row.map_or(0, |row| row["commands"].as_u64().unwrap())
+    };
+    std::thread::scope(|scope| {
+        let _ends = [Ends(&over), Ends(&high_is_over)];
+        let session = low.1(server);
+        scope.spawn(|| keep_busy(session, 1, &over));
+        until("the first works", || commands(low.0) > 1000);
+        let session = high.1(server);
+        let second = scope.spawn(|| keep_busy(session, 1, &high_is_over));
+        until("the second has the device", || charged(server)[high.0] > 1000);
+        let before = charged(server);
+        until("it has had ten seconds more", || charged(server)[high.0] > before[high.0] + 10_000);
+        let had = charged(server)[low.0] - before[low.0];
+        // What it had launched before. Half of the time would be as much as the second had.
+        assert!(had < 1000, "the client with the lower priority had {had} ms meanwhile");
+        high_is_over.store(true, Ordering::Relaxed);
+        second.join().unwrap();
+        let before = commands(low.0);
+        until("the first goes on", || commands(low.0) > before + 1000);
     });
+}
+
+#[test]
+fn a_client_with_a_higher_priority_comes_first_and_the_others_go_on_when_it_has_no_work() {
+    let local = |server: &Server| LocalBridge::connect(&server.socket());
+    let tcp = |server: &Server| TcpSession::connect(server.port);
+    let (_file, flag) = rules(["priority = -1", "priority = 1"]);
+    the_second_comes_first(&Server::start(&[IMITATED, &flag]), (0, local), (1, tcp));
+    let (_file, flag) = rules(["priority = 1", "weight = 1000"]);
+    the_second_comes_first(&Server::start(&[IMITATED, &flag]), (1, tcp), (0, local));
 }
 
 #[test]
@@ -265,7 +411,7 @@ fn a_client_whose_kernel_runs_on_has_work_even_if_it_says_nothing_more() {
 
 #[test]
 fn a_client_that_is_alone_is_not_measured() {
-    let server = Server::start(&["--software-imitate=block-us=1000"]);
+    let server = Server::start(&[IMITATED]);
     let over = AtomicBool::new(false);
     let mut idle = TcpSession::connect(server.port);
     idle.call(&SessionInfo {}).unwrap();

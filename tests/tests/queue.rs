@@ -1,11 +1,25 @@
-//! Programs that start together while creating contexts is slow. They wait, say so, and are served. NVML
-//! queries do not wait.
+//! Programs that start together, many of them or while creating contexts is slow. They wait, say so, and are
+//! served. NVML queries do not wait.
 
 mod support;
 
-use anyhow::{Result, ensure};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::process::{Child, Stdio};
+
+use anyhow::{Context, Result, ensure};
 use rgpu_tests::programs::{self, Outcome};
 use support::{Rig, TRANSPORTS, Transport, eventually};
+
+/// A program, killed when dropped.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 /// Runs this many copies of a program at once.
 fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result<Vec<Outcome>> {
@@ -18,6 +32,52 @@ fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result
             .map(|program| program.join().unwrap_or_else(|_| anyhow::bail!("a thread of the test failed")))
             .collect()
     })
+}
+
+/// Half of them over each transport, on one server. All of them have had a result, and keep their sessions, before
+/// they go on together with `RGPU_TURNS` turns each.
+#[test]
+fn a_hundred_and_twenty_eight_programs_at_once_are_all_served() -> Result<()> {
+    const PROGRAMS: u64 = 128;
+    let more: u64 = std::env::var("RGPU_TURNS").map_or(Ok(100), |number| number.parse())?;
+    let mut rig = Rig::with("queue-many", &["--software-memory", "64M"], &[])?;
+    let start = |number| {
+        let transport = TRANSPORTS[number as usize % TRANSPORTS.len()];
+        let mut command = rig.program(transport, "turns")?;
+        // On their standard error, all of them say that they wait.
+        command.arg("wait").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        Ok(Killed(command.spawn()?))
+    };
+    let mut programs = (0..PROGRAMS).map(start).collect::<Result<Vec<Killed>>>()?;
+    let mut outputs = Vec::new();
+    for Killed(program) in &mut programs {
+        let mut output = BufReader::new(program.stdout.take().context("no standard output")?);
+        let mut line = String::new();
+        output.read_line(&mut line)?;
+        ensure!(line.starts_with("FIRST "), "a program has no result: {line:?}");
+        outputs.push(output);
+    }
+    let status = rig.server.status()?;
+    let sessions = status["sessions"].as_array().map(|sessions| sessions.len() as u64);
+    ensure!(sessions == Some(PROGRAMS), "{sessions:?} at the same time");
+    for Killed(program) in &mut programs {
+        writeln!(program.stdin.take().context("no standard input")?, "{more}")?;
+    }
+    for (Killed(program), mut output) in programs.iter_mut().zip(outputs) {
+        let mut last = String::new();
+        output.read_to_string(&mut last)?;
+        ensure!(last == format!("PASS turns {} turns\n", more + 1), "{last:?}");
+        ensure!(program.wait()?.success(), "a program failed");
+    }
+    eventually(|| {
+        let status = rig.server.status()?;
+        let counted = ["sessions_begun", "sessions_lost", "workers_crashed", "sessions_waiting"];
+        let counted = counted.map(|name| status[name].as_u64());
+        ensure!(counted == [Some(PROGRAMS), Some(0), Some(0), Some(0)], "{status}");
+        ensure!(status["sessions"].as_array().is_some_and(Vec::is_empty), "{status}");
+        Ok(())
+    })?;
+    rig.check_healthy()
 }
 
 #[test]

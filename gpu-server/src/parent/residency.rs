@@ -100,6 +100,8 @@ struct Known {
     served: Option<u64>,
     /// Whether it was noted that only others' residency makes it wait.
     held_back: bool,
+    /// Whether it was noted that it waits because there is no memory for what others would move away.
+    no_store: bool,
     /// Bytes of this machine's memory that it may be using.
     keeps: u64,
 }
@@ -111,6 +113,9 @@ pub(super) struct Decided {
     pub(super) orders: Vec<(u32, u32, MemoryOrder, bool)>,
     /// Sessions that wait for room only because of others' residency.
     pub(super) held_back: Vec<u32>,
+    /// Sessions that wait for room, perhaps until another session ends: others would leave, but this machine has no
+    /// more memory for what they have.
+    pub(super) no_store: Vec<u32>,
     /// Whether another step is needed before anybody rings.
     pub(super) pending: bool,
 }
@@ -288,6 +293,7 @@ impl Residency {
             let since = *known.served.get_or_insert(now);
             known.place = known.place.filter(|_| now.saturating_sub(since) < KEEPS_PLACE);
             known.held_back = false;
+            known.no_store = false;
         }
     }
 
@@ -345,6 +351,13 @@ impl Residency {
             self.reserve(view.worker, &wanted, room);
             for (busy, other) in chosen {
                 self.send_away(now, other, busy, views, decided);
+            }
+            let nobody_moves = self.sessions.values().all(|known| known.order.is_none());
+            if nobody_moves
+                && let Some(known) = self.sessions.get_mut(&view.worker)
+                && !std::mem::replace(&mut known.no_store, true)
+            {
+                decided.no_store.push(view.worker);
             }
         } else if missing(&short, &kept).is_empty()
             && let Some(known) = self.sessions.get_mut(&view.worker)

@@ -121,6 +121,15 @@ pub(super) fn step(server: &Server) -> bool {
             "a session waits for device memory that others have only just got back (--swap-residency-ms)"
         );
     }
+    for worker in decided.no_store {
+        let Some(session) = sessions.get(&worker) else { continue };
+        tracing::warn!(
+            worker,
+            client = session.client,
+            program = session.program,
+            "a session waits for device memory until others end or free some: --swap-memory has no room for what they would move, or --worker-memory does not allow it, and there is no --swap-folder"
+        );
+    }
     for (worker, number, order, to_file) in decided.orders {
         let Some(managed) = workers.get(&worker) else { continue };
         tracing::debug!(worker, number, ?order, to_file, "ordered");

@@ -161,6 +161,28 @@ fn nobody_leaves_before_there_is_room_for_its_memory() {
 }
 
 #[test]
+fn a_session_that_waits_because_there_is_no_memory_for_what_others_have_is_named_once() {
+    let mut residency = Residency::new(rules(64 * MIB));
+    let away = View { away: on(0, 60), keeps: 64 * MIB, returns: true, ..View::default() };
+    let mut views = [View { worker: 1, movable: on(0, 60), ..away }, idle(2, "a", 60), newcomer(3, "b", 60)];
+    let mut named = |views: &[View]| residency.step(10 * SECOND, &on(0, 100), views).no_store;
+    assert_eq!(named(&views), [1, 3]);
+    assert_eq!(named(&views), [] as [u32; 0]);
+    // When it has been served and waits again, that is another time.
+    views[2].needs = Bytes::new();
+    assert_eq!(named(&views), [] as [u32; 0]);
+    views[2].needs = on(0, 60);
+    assert_eq!(named(&views), [3]);
+    // While memory is on its way, or if it may go to files, nobody is named.
+    let (rule, files) = (rules(64 * MIB), Rules { files: true, ..rules(0) });
+    let keeps = [View { keeps: 64 * MIB, ..idle(1, "a", 30) }, idle(2, "a", 60), newcomer(3, "b", 60)];
+    for (rules, views) in [(rule, keeps), (files, views)] {
+        let decided = Residency::new(rules).step(10 * SECOND, &on(0, 100), &views);
+        assert_eq!((decided.no_store.len(), decided.orders.is_empty()), (0, false));
+    }
+}
+
+#[test]
 fn only_one_session_returns_into_memory_being_released() {
     let mut residency = Residency::new(rules(u64::MAX));
     let away = |worker| View { on: Bytes::new(), away: on(0, 60), returns: true, ..idle(worker, "a", 60) };
