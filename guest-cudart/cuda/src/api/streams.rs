@@ -6,7 +6,7 @@ use crate::abi::arguments::Out;
 use crate::abi::result::{Result, code};
 use crate::graph::node_work::Work;
 use crate::graph::recording;
-use crate::memory::managed::shared_blocks;
+use crate::memory::managed::{self, shared_blocks};
 use crate::process::driver::driver;
 use crate::process::{context, fences, green, host_calls};
 use crate::streams::stream_table::{self, STREAMS};
@@ -34,6 +34,8 @@ api! {
 
     fn cuStreamDestroy_v2(stream: usize) {
         driver()?;
+        // Between the two tables, nobody would know of its work.
+        let _order = managed::Order::take();
         let stream = STREAMS.remove(stream).ok_or(Status::INVALID_HANDLE)?;
         if stream.green().is_some_and(|green| !green.is_alive()) {
             return Err(Status::CONTEXT_IS_DESTROYED);

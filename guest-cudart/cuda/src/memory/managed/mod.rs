@@ -144,7 +144,8 @@ thread_local! {
 pub(crate) struct Order(Option<RwLockReadGuard<'static, ()>>);
 
 impl Order {
-    fn take() -> Order {
+    /// For whoever enqueues work, or takes a stream that may have work out of where faults look for it.
+    pub(crate) fn take() -> Order {
         // A graph's launch already holds the lock when its copies request it. Locking again could deadlock
         // with a waiting writer.
         if INSIDE.get() {
