@@ -1,7 +1,6 @@
 //! Checks that come before all tests: formatting, cycles of modules, lints, fuzz targets, licenses.
 
 use anyhow::Result;
-use rgpu_tests::tree;
 
 use crate::progress::Step;
 use crate::{fuzz, licenses, process, structure};
