@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -554,50 +554,151 @@ fn somebody_who_reads_everything_finds_no_secret_and_can_replay_nothing() {
     assert!(client.answer(0).0.status.ok().is_ok());
 }
 
+/// What a man in the middle does to bytes from `place` on: forge one, leave the rest out, reorder, or repeat.
+fn meddle(kind: usize, place: usize, bytes: &mut Vec<u8>) {
+    match kind % 4 {
+        0 => bytes[place] ^= 1,
+        1 => bytes.truncate(place),
+        2 => bytes[place..].reverse(),
+        _ => bytes.extend_from_within(place..),
+    }
+}
+
+/// A man in the middle who meddles with byte `at` of one direction of each connection that `which` selects. The
+/// number says how often he has changed something.
+fn meddling(
+    server: u16,
+    kind: usize,
+    at: usize,
+    up: bool,
+    which: impl Fn(usize) -> bool + Send + Sync + 'static,
+) -> (Middle, Arc<AtomicUsize>) {
+    let hits = Arc::<AtomicUsize>::default();
+    let counted = Arc::clone(&hits);
+    let middle = Middle::between(server, move |connection, upwards, offset, mut bytes| {
+        if upwards == up && which(connection) && (offset..offset + bytes.len()).contains(&at) {
+            let before = bytes.clone();
+            meddle(kind, at - offset, &mut bytes);
+            counted.fetch_add(usize::from(bytes != before), Ordering::SeqCst);
+        }
+        bytes
+    });
+    (middle, hits)
+}
+
 #[test]
-fn whoever_forges_cuts_or_swaps_bytes_during_the_setup_gets_nothing_accepted() {
+fn whoever_forges_drops_swaps_or_repeats_bytes_during_the_setup_gets_nothing_accepted() {
     let server = Server::start_protected(&[]);
     let machine = joined(&server, "host1");
     let key = servers::known(machine.folder.path()).unwrap()[0].key;
-    let begun = || server.status()["sessions_begun"].as_u64().unwrap();
-    // The setup takes six connections of a few hundred bytes each way, a few thousand in all.
-    for at in (0..2400usize).step_by(149) {
-        for (number, upwards) in [(0, true), (0, false), (1, true), (1, false)] {
-            let kind = (at / 149) % 3;
-            let Middle { port, .. } =
-                Middle::between(server.port, move |connection, direction, offset, mut bytes| {
-                    if (connection, direction) == (number, upwards)
-                        && (offset..offset + bytes.len()).contains(&at)
-                    {
-                        let place = at - offset;
-                        match kind {
-                            0 => bytes[place] ^= 1,
-                            1 => bytes.truncate(place),
-                            _ => bytes[place..].reverse(),
-                        }
-                    }
-                    bytes
-                });
-            machine.pin(port, key);
-            let mut config = machine.config(port);
-            (config.connect_timeout, config.handshake_timeout) =
-                (Duration::from_secs(2), Duration::from_secs(2));
-            match Client::try_connect(&config) {
-                Err(_) => {}
-                // The change hit bytes that this setup does not have or that nobody waits for.
-                Ok(mut client) => {
-                    client.push(&SessionInfo {}, 0);
-                    until("an answer, or the session's end", || {
-                        client.lost().is_some()
-                            || client.view().slot(0).unwrap().poll(&mut Vec::new()).is_some()
-                    });
+    let info = |client: &mut Client| {
+        client.push(&SessionInfo {}, 0);
+        let mut payload = Vec::new();
+        until("an answer, or the session's end", || {
+            client.lost().is_some() || client.view().slot(0).unwrap().poll(&mut payload).is_some()
+        });
+        payload
+    };
+    let right = info(&mut machine.try_connect(server.port).unwrap());
+    assert!(!right.is_empty());
+    let (mut tries, mut hit) = (0, 0);
+    // The setup takes a few hundred bytes each way on each connection, a few thousand in all.
+    for (step, at) in (0..2400).step_by(149).enumerate() {
+        // The session's data connections begin as its first connection does: fewer of them are enough.
+        for number in 0..if step % 4 == 0 { CONNECTIONS } else { 2 } {
+            for upwards in [true, false] {
+                let kind = step + number;
+                let (middle, hits) = meddling(server.port, kind, at, upwards, move |other| other == number);
+                machine.pin(middle.port, key);
+                let mut config = machine.config(middle.port);
+                (config.connect_timeout, config.handshake_timeout) =
+                    (Duration::from_secs(2), Duration::from_secs(2));
+                // There is no session, or one that works or is over: never a wrong answer.
+                if let Ok(mut client) = Client::try_connect(&config) {
+                    let answer = info(&mut client);
+                    assert!(answer == right || client.lost().is_some(), "{number} {upwards} {at} {kind}");
                 }
+                tries += 1;
+                hit += usize::from(hits.load(Ordering::SeqCst) > 0);
             }
         }
     }
+    assert!(hit > tries / 3, "{hit} of {tries} changed something");
     // None of this has harmed anyone else.
-    assert!(begun() > 0);
     works(&mut machine.try_connect(server.port).unwrap());
+}
+
+#[test]
+fn whoever_meddles_while_a_machine_joins_becomes_nobody_and_spoils_no_token() {
+    let server = Server::start_protected(&[]);
+    let known = |name: &str| {
+        let answer = server.ask(json!({ "clients": {} }));
+        let all = answer["clients"].as_array().unwrap().clone();
+        all.into_iter().find(|client| client["name"] == name).map(|client| client["key"].clone())
+    };
+    let mut hit = 0;
+    for (step, at) in (0..1500).step_by(173).enumerate() {
+        for upwards in [true, false] {
+            let name = format!("host{step}{upwards}");
+            let (token, machine) = (enroll(&server, &name), Machine::new());
+            let credentials = Credentials::pinning(machine.identity(), token.server).unwrap();
+            // Whoever leaves bytes out makes both sides wait for the rest: not here.
+            let kind = [0, 2, 3][step % 3];
+            let (middle, hits) = meddling(server.port, kind, at, upwards, |_| true);
+            let answer = join(&address(middle.port), &credentials, &token.secret);
+            let own = json!(machine.identity().fingerprint().to_string());
+            match known(&name) {
+                // The server has heard the right client, and perhaps the client has not heard that.
+                Some(key) => assert_eq!(key, own),
+                None => {
+                    assert!(answer.is_err());
+                    assert_eq!(machine.join(&server, &token).unwrap(), name);
+                }
+            }
+            hit += hits.load(Ordering::SeqCst);
+        }
+    }
+    assert!(hit > 3, "{hit} changes");
+}
+
+#[test]
+fn whoever_meddles_while_a_session_resumes_only_delays_it() {
+    let server = Server::start_protected(&[]);
+    let machine = joined(&server, "host1");
+    let key = servers::known(machine.folder.path()).unwrap()[0].key;
+    let mut hit = 0;
+    for (kind, (at, upwards)) in [
+        (5, true),
+        (130, false),
+        (260, true),
+        (390, false),
+        (520, true),
+        (700, false),
+        (900, true),
+        (1100, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        // As many connections as a link has: the next ones pass.
+        let first = Arc::new(AtomicUsize::new(usize::MAX));
+        let from = Arc::clone(&first);
+        let (middle, hits) = meddling(server.port, kind, at, upwards, move |number| {
+            let first = from.load(Ordering::SeqCst);
+            number >= first && number - first < CONNECTIONS
+        });
+        machine.pin(middle.port, key);
+        let mut client = machine.try_connect(middle.port).unwrap();
+        works(&mut client);
+        first.store(middle.connections.lock().unwrap().len(), Ordering::SeqCst);
+        middle.cut();
+        works_on(&mut client, kind as u64);
+        until("the session has resumed", || resumed(&server) > 0);
+        hit += usize::from(hits.load(Ordering::SeqCst) > 0);
+        drop(client);
+        until("the session is over", || server.sessions() == 0);
+    }
+    assert!(hit > 3, "{hit} of 8 changed something");
 }
 
 /// A machine's first session, through a man in the middle that forwards everything.
