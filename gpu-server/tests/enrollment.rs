@@ -851,6 +851,42 @@ fn insecure_on_one_side_alone_says_what_to_do() {
 }
 
 #[test]
+fn strangers_cannot_flood_the_log() {
+    let folder = tempfile::tempdir().unwrap();
+    let audit = folder.path().join("audit");
+    let server = Server::start_protected(&[&format!("--audit-log={}", audit.display())]);
+    let strange = || {
+        let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+        // Neither TLS nor rgpu, or rgpu without TLS.
+        let _ = stream.write_all(b"GET / HTTP/1.1\r\n\r\n");
+        let _ = stream.read_to_end(&mut Vec::new());
+        let stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+        let welcome = greet(&stream, &hello(purpose::CONTROL, [0; 16], 1)).unwrap();
+        assert_eq!(welcome.status, Answer::Denied as u32);
+    };
+    // A line is written for each second, so a slow machine needs more strangers until some are left out.
+    let mut count = 0;
+    until("lines are left out, and that is said", || {
+        for _ in 0..30 {
+            strange();
+        }
+        count += 60;
+        server.log().contains("earlier messages not shown")
+    });
+    let lines = |text: &str, what: &str| text.lines().filter(|line| line.contains(what)).count();
+    let log = server.log();
+    let written = lines(&log, "closed in its handshake") + lines(&log, "refused: ");
+    assert!(written < count, "{written} lines of {count} strangers");
+    until("refusals are in the audit log", || {
+        let text = std::fs::read_to_string(&audit).unwrap_or_default();
+        lines(&text, "refused") == lines(&server.log(), "refused: ")
+    });
+    // A client is still heard.
+    works(&mut joined(&server, "host1").try_connect(server.port).unwrap());
+    assert!(server.log().contains("session begins"));
+}
+
+#[test]
 fn silent_connections_of_one_source_lock_nobody_out_and_cost_no_thread() {
     let server = Server::start_protected(&[]);
     let machine = joined(&server, "host1");

@@ -18,7 +18,7 @@
 //! - [`ask`]: what a client asks a server that needs no session;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
 //! - [`endpoint`]: the end that has the GPU;
-//! - [`trace`]: writes per-command timelines into files.
+//! - [`log_limit`]: lines that others cause, in bounds; [`trace`]: writes per-command timelines into files.
 
 pub mod ask;
 pub mod bridge;
@@ -27,6 +27,7 @@ pub mod endpoint;
 pub mod framing;
 mod journal;
 mod link_rate;
+pub mod log_limit;
 pub mod memory;
 pub mod server;
 pub mod shared;

@@ -28,7 +28,6 @@ mod config;
 mod confinement;
 mod device_process;
 mod keeper;
-mod limit;
 mod link;
 mod memory_file;
 mod native;

@@ -21,6 +21,7 @@ use host_bridge::bridge::{
     ChannelMemory, ConnectError, Prepared, RegionError, RegionMemory, Session, TransportKind, Turn, Wakeup,
 };
 use host_bridge::framing::peek_some;
+use host_bridge::log_limit::LogLimit;
 use host_bridge::memory::Memories;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags};
@@ -32,7 +33,6 @@ use protocol::version::OURS;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::config::Native;
-use crate::limit::LogLimit;
 use crate::link::{Control, Stored, ToKeeper};
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
@@ -199,7 +199,7 @@ impl Server {
                 again,
                 number,
                 who,
-                limit: LogLimit::new(),
+                limit: LogLimit::default(),
                 channel: None,
                 stored: 0,
             }

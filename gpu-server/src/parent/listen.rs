@@ -640,11 +640,15 @@ impl Greeter {
             let (number, group) = (*number, oldest.group());
             if let Some(arrival) = self.remove(number, group) {
                 let seconds = HELLO_WITHIN.as_secs();
-                tracing::info!(
-                    peer = arrival.peer,
-                    "connection closed in its handshake: no hello within {seconds} s"
-                );
+                self.closed(&arrival.peer, &format!("no hello within {seconds} s"));
             }
+        }
+    }
+
+    /// Says why a connection was closed before anybody knew whose it is.
+    fn closed(&self, peer: &str, why: &str) {
+        if let Some(not_shown) = self.server.strangers.allow() {
+            tracing::info!(peer, "connection closed in its handshake: {why}{not_shown}");
         }
     }
 
@@ -665,7 +669,7 @@ impl Greeter {
         match step {
             Step::More => {}
             Step::Unused => tracing::debug!(peer, "connection closed before anything came"),
-            Step::Over(why) => tracing::info!(peer, "connection closed in its handshake: {why}"),
+            Step::Over(why) => self.closed(&peer, &why),
             Step::SpeaksTls => {
                 let reason = "this server does not speak TLS (--insecure)".to_owned();
                 let refused = Refused(Reason::NoTls, reason);
@@ -674,7 +678,7 @@ impl Greeter {
             }
             Step::Session(session) => {
                 if let Err(why) = handshake::hand_over(&self.server, &session, arrival.socket.as_fd()) {
-                    tracing::info!(peer, "connection closed: {why}");
+                    self.closed(&peer, &why);
                 }
             }
             Step::Said(Err(BadGreeting::Version(mismatch))) => {

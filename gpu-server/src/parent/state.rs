@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::Context;
 use handover::Inherited;
 use host_bridge::framing::Address;
+use host_bridge::log_limit::LogLimit;
 use protocol::Status;
 
 use super::asks::waiting::Asks;
@@ -59,6 +60,8 @@ pub(super) struct Server {
     pub(super) refusals: Refusals,
     pub(super) waits: Waits,
     pub(super) asks: Asks,
+    /// For lines that anybody who reaches the port can cause.
+    pub(super) strangers: LogLimit,
 }
 
 /// What changes while the daemon runs.
@@ -163,6 +166,7 @@ impl Server {
             policy,
             audit,
             cache,
+            strangers: LogLimit::default(),
         })
     }
 
@@ -208,8 +212,14 @@ impl Server {
     ) {
         let Refused(cause, reason) = refused;
         self.refusals.count(*cause);
-        tracing::info!(peer, client, program, "refused: {reason}");
-        self.audit.refused(who, peer, client, program, reason);
+        let shown = match who {
+            Some(_) => Some(String::new()),
+            None => self.strangers.allow().map(|not_shown| not_shown.to_string()),
+        };
+        if let Some(not_shown) = shown {
+            tracing::info!(peer, client, program, "refused: {reason}{not_shown}");
+            self.audit.refused(who, peer, client, program, &format!("{reason}{not_shown}"));
+        }
         // The client may be gone already.
         let _ = connection.send_welcome(&welcome(cause.answer(), [0; 16], 0, reason));
     }

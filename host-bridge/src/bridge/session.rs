@@ -17,7 +17,7 @@ use super::error::{ConnectError, RegionError};
 use super::link::LinkState;
 use super::local::{self, Local};
 use super::saved::{About, InheritedRegion, Kind, Saved, duplicate};
-use super::state::{ChannelMemory, SessionState, Wakeup};
+use super::state::{ChannelMemory, SESSION_LINES, SessionState, Wakeup};
 use super::transport::{Closed, RegionMemory, Transport};
 use super::welcome::{Handshake, Turn, printable};
 use super::{tcp, verbs};
@@ -124,10 +124,12 @@ impl Opened {
         if waited {
             session.waker().wake(Header::STATE_OFFSET);
         }
-        tracing::info!(
+        if let Some(not_shown) = SESSION_LINES.allow() {
+            tracing::info!(
             client = %config.client, program = %session.channel.program, pid = session.channel.pid, server = %config.server,
-            server_name = %handshake.server, transport = %config.transport, principal = %handshake.principal, "session opened"
-        );
+            server_name = %handshake.server, transport = %config.transport, principal = %handshake.principal, "session opened{not_shown}"
+            );
+        }
         Ok(Session {
             session,
             transport,

@@ -13,7 +13,11 @@ use protocol::version::{OURS, Version};
 
 use super::counters::Counters;
 use super::link::Link;
+use crate::log_limit::LogLimit;
 use crate::memory::{ChannelView, Memories, MemoryError};
+
+/// For lines about sessions that begin or are lost. A device process has those of one guest or user, who can cause as many as they like.
+pub(super) static SESSION_LINES: LogLimit = LogLimit::new(200);
 
 /// A channel's memory, checked and mapped, with what is needed to pass it on.
 #[derive(Debug)]
@@ -257,7 +261,9 @@ impl SessionState {
         if self.ended.set(reason.to_owned()).is_err() {
             return;
         }
-        tracing::warn!(server = %self.server, program = %self.channel.program, pid = self.channel.pid, "session lost: {reason}");
+        if let Some(not_shown) = SESSION_LINES.allow() {
+            tracing::warn!(server = %self.server, program = %self.channel.program, pid = self.channel.pid, "session lost: {reason}{not_shown}");
+        }
         self.tell_client(reason);
         let on_lost = self.on_lost.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(on_lost) = on_lost {

@@ -15,6 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use handover::{Inherited, Store, start_thread};
+use host_bridge::log_limit::LogLimit;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{MsgFlags, Shutdown, UnixCredentials, getsockopt, recv, shutdown, sockopt};
 use protocol::device::Answer;
@@ -26,7 +27,6 @@ use super::status::{Own, Why};
 use super::takeover::Succession;
 use super::ties::{StoredByChannel, Tied, Ties};
 use crate::config::Native;
-use crate::limit::LogLimit;
 use crate::link::{Stored, ToDevice};
 use crate::native::{Answering, MAX_STORED, answer, client_of};
 use crate::role::Role;
@@ -151,7 +151,7 @@ impl Server {
             succession,
             state: Mutex::default(),
             changed: Condvar::new(),
-            limit: LogLimit::new(),
+            limit: LogLimit::default(),
         })
     }
 

@@ -28,6 +28,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use host_bridge::bridge::{Closed, Session, Wakeup};
+use host_bridge::log_limit::LogLimit;
 use host_bridge::memory::Memories;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::{CONTROL_QUEUE, DOORBELL_QUEUE, EVENT_QUEUE, QUEUE_COUNT};
@@ -40,7 +41,6 @@ use super::gate::Gate;
 use super::queue::{GuestMemory, Vring};
 use super::recovery::{Leftover, Requests, Store};
 use crate::config::Vm;
-use crate::limit::LogLimit;
 use crate::registry::{Listed, Registry};
 
 pub use predecessor::Predecessor;
@@ -119,6 +119,8 @@ pub struct Device {
     jobs: AtomicUsize,
     job_bytes: AtomicUsize,
     limit: LogLimit,
+    /// The same for sessions that end, which a guest can begin as often as it likes.
+    endings: Arc<LogLimit>,
     who: String,
     exit: [EventFd; THREADS.len()],
     store: Store,
@@ -162,7 +164,8 @@ impl Device {
             control: Mutex::default(),
             jobs: AtomicUsize::new(0),
             job_bytes: AtomicUsize::new(0),
-            limit: LogLimit::new(),
+            limit: LogLimit::default(),
+            endings: Arc::new(LogLimit::new(200)),
             who,
             exit,
             store,
@@ -264,8 +267,10 @@ impl Device {
             (ids, ended.collect::<Vec<_>>())
         };
         self.settled.notify_all();
-        if !channels.is_empty() {
-            tracing::info!("{}: ending {} sessions: {reason}", self.who, channels.len());
+        if !channels.is_empty()
+            && let Some(not_shown) = self.endings.allow()
+        {
+            tracing::info!("{}: ending {} sessions: {reason}{not_shown}", self.who, channels.len());
         }
         // All sessions are told first, so that they end at the same time.
         for channel in &channels {
@@ -301,9 +306,10 @@ impl Device {
     /// How a session wakes the guest's threads, and what happens when it is lost.
     fn listeners(&self, channel: u32) -> (Wakeup, Lost) {
         let (events, registry, who) = (self.events.clone(), self.registry.clone(), self.who.clone());
+        let endings = Arc::clone(&self.endings);
         let lost = move |reason: &str| {
             registry.totals.lost.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!("{who}: channel {channel}: {reason}");
+            endings.warn(&who, &format!("channel {channel}: {reason}"));
         };
         (Wakeup::Call(Arc::new(move || events.wake(channel))), Box::new(lost))
     }

@@ -3,6 +3,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use host_bridge::log_limit::LogLimit;
 use protocol::device::{EVENT_WAKE, Event};
 use vhost_user_backend::VringT;
 use virtio_queue::QueueT;
@@ -10,7 +11,6 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 use zerocopy::IntoBytes;
 
 use super::queue::{GuestMemory, Vring};
-use crate::limit::LogLimit;
 
 /// Where events are delivered: the guest's buffers.
 trait Sink {
@@ -75,7 +75,7 @@ impl std::fmt::Debug for State {
 impl Events {
     /// An event queue that is not running yet.
     pub fn new(who: String, memory: GuestMemory) -> Events {
-        Events { who, memory, state: Mutex::default(), limit: LogLimit::new() }
+        Events { who, memory, state: Mutex::default(), limit: LogLimit::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
