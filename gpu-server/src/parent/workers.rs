@@ -174,7 +174,7 @@ impl Stage {
 pub(super) struct Pool {
     /// Ready for a session.
     pub(super) idle: VecDeque<Arc<Worker>>,
-    /// Clients that wait for a worker, in order of arrival.
+    /// Clients that wait for a worker, in the order in which they are served.
     pub(super) queue: VecDeque<Parked>,
     /// Number of workers that are starting.
     pub(super) starting: usize,
