@@ -182,7 +182,7 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     drop((second, tcp, local));
     until("all have ended", || server.sessions() == 0);
 
-    let server = Server::start(&["--sharing=exclusive", "--wait-seconds=1"]);
+    let server = Server::start(&["--sharing=exclusive", "--wait-seconds=5"]);
     until("a worker is ready", || server.number("workers_ready") > 0);
     let local = LocalBridge::connect(&server.socket());
     let refusal = TcpSession::try_connect(server.port).err().unwrap();
@@ -220,7 +220,7 @@ fn devices(server: &Server) -> [Vec<String>; 2] {
 #[test]
 fn one_client_has_a_device_for_itself_while_others_share_the_rest() {
     let (_file, flag) = rules(["sharing = \"exclusive\"", ""]);
-    let server = Server::start(&["--software-devices=3", "--wait-seconds=1", &flag]);
+    let server = Server::start(&["--software-devices=3", "--wait-seconds=5", &flag]);
     until("workers are ready", || server.number("workers_ready") > 0);
     // It has the first device; the others' sessions have the rest, and each device has its own memory.
     let mut local = LocalBridge::connect(&server.socket());

@@ -205,6 +205,7 @@ fn packages_are_installed_used_upgraded_and_purged() -> Result<()> {
         ("sessions", sessions),
         ("a session over TLS", over_tls),
         ("cgroups", groups),
+        ("a keeper that is replaced", keeper),
         ("reload and restart", reload_and_restart),
         ("upgrade", upgrade),
         ("limits", limits),
@@ -220,6 +221,7 @@ fn in_debian_13_sessions_go_on_if_the_server_is_killed() -> Result<()> {
         ("sessions", sessions),
         ("a session over TLS", over_tls),
         ("cgroups", groups),
+        ("a keeper that is replaced", keeper),
         ("a server that is killed", killed),
         ("upgrade", upgrade),
     ];
@@ -410,6 +412,44 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     }
     native(machine, "root", "vectorAdd")?;
     // The kill may be the only warning so far.
+    machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
+    Ok(())
+}
+
+/// A program's session goes on while the keeper of its device process executes itself anew, and while systemd starts
+/// another one because it was killed. Others begin.
+fn keeper(machine: &Machine) -> Result<()> {
+    let held = Held::start(machine, "keeper")?;
+    let processes = |machine: &Machine| -> Result<Vec<serde_json::Value>> {
+        let status = status(machine, "vhost-rgpu")?;
+        let all = status["device_processes"].as_array().cloned().unwrap_or_default();
+        Ok(all.iter().map(|process| process["process"].clone()).collect())
+    };
+    for kill in [false, true, true] {
+        let before = processes(machine)?;
+        ensure!(!before.is_empty(), "no device process serves the program");
+        let pid = property(machine, "vhost-rgpu", "MainPID")?;
+        if kill {
+            machine.check(&format!("kill -9 {pid}"), LONG)?;
+            let another =
+                "systemctl is-active -q vhost-rgpu && test $(systemctl show --value -p MainPID vhost-rgpu)";
+            eventually(machine, &format!("{another} != {pid}"))?;
+        } else {
+            machine.check("systemctl reload vhost-rgpu", LONG)?;
+        }
+        let deadline = std::time::Instant::now() + LONG;
+        let replaced = |now: &Vec<_>| !now.is_empty() && now.iter().all(|one| !before.contains(one));
+        while !processes(machine).as_ref().is_ok_and(replaced) {
+            ensure!(std::time::Instant::now() < deadline, "the device processes are still {before:?}");
+        }
+        if !kill {
+            ensure!(property(machine, "vhost-rgpu", "MainPID")? == pid, "a reload started another process");
+        }
+        native(machine, "root", "vectorAdd")?;
+    }
+    ensure!(status(machine, "vhost-rgpu")?["sessions_lost"] == 0, "sessions were lost");
+    held.finish(machine, "keeper")?;
+    // The kills may be the only warnings so far.
     machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
     Ok(())
 }
