@@ -204,6 +204,8 @@ fn replay(daemon: &Daemon, rounds: &AtomicU64) {
         pace(name);
     }
     silent_connections(daemon);
+    // Their threads end a moment after they were closed.
+    until("the closed connections are gone", || (Watched::others(daemon) - watched.before).threads <= 8);
     watched.check("H4, silent connections");
     pace("H4, silent connections");
 
