@@ -298,6 +298,7 @@ fn sandbox(name: &str, process: &serde_json::Value) -> Finding {
     }
     let confined = number("filters").is_some_and(|filters| filters > 0)
         && state["no_new_privileges"] == true
+        && state["dumpable"] != true
         && namespaces
             .is_none_or(|names| ["mnt", "pid", "ipc", "net"].iter().all(|name| names.contains(name)));
     // A device process has no limit of memory unless one is configured, but a cgroup of its own.
