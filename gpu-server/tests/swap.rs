@@ -251,7 +251,7 @@ fn a_newcomer_is_refused_if_the_host_memory_is_full_as_well_and_nothing_is_lost(
     let [mut first, mut second] = two_sessions_that_fill_the_host_memory(&server);
     let mut newcomer = LocalBridge::connect(&server.socket());
     assert_eq!(take(&mut newcomer, SIZE), Err(Status::OUT_OF_MEMORY));
-    // An ordinary error: it goes on with what it has got.
+    // An ordinary error: it continues with the memory that it has.
     assert_eq!((newcomer.error(0), newcomer.lost()), (None, None));
     newcomer.push(&MemAlloc { address: window(0), size: PIECE });
     fill(&mut newcomer, 2, 0, PIECE);

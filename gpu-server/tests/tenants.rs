@@ -254,7 +254,7 @@ fn one_client_has_a_device_for_itself_while_others_share_the_rest() {
     let mut of_others = devices(&server)[1].clone();
     of_others.sort();
     assert_eq!(of_others, ["0,1,2", "1,2", "1,2"]);
-    // Now others use all devices: it waits, and is told why.
+    // Others use all devices now, so it has to wait, and the refusal says for what.
     let refusal = LocalBridge::try_connect(&server.socket()).err().unwrap();
     assert!(
         refusal.contains("it needs 1 of devices 0, 1, 2 for itself, and 0 are free of others"),
@@ -348,7 +348,7 @@ fn clients_share_a_device_by_weight_whatever_their_kernels_and_however_many_sess
 }
 
 /// Starts the client with the lower priority, then the other one. While that has work, it gets all of the time;
-/// then the first goes on.
+/// then the first continues.
 fn the_second_comes_first<L: Session + Send, H: Session + Send>(
     server: &Server,
     low: (usize, impl Fn(&Server) -> L),

@@ -416,8 +416,8 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// A program's session goes on while the keeper of its device process executes itself anew, and while systemd starts
-/// another one because it was killed. Others begin.
+/// A program's session continues while the keeper of its device process is reloaded, and while systemd restarts one
+/// that was killed. New sessions can begin.
 fn keeper(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "keeper")?;
     let processes = |machine: &Machine| -> Result<Vec<serde_json::Value>> {

@@ -4,22 +4,11 @@
 mod support;
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
 use rgpu_tests::programs::{self, Outcome};
-use support::{Rig, TRANSPORTS, Transport, eventually};
-
-/// A program, killed when dropped.
-struct Killed(Child);
-
-impl Drop for Killed {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+use support::{Ended, Rig, TRANSPORTS, Transport, eventually};
 
 /// Runs this many copies of a program at once.
 fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result<Vec<Outcome>> {
@@ -46,11 +35,11 @@ fn a_hundred_and_twenty_eight_programs_at_once_are_all_served() -> Result<()> {
         let mut command = rig.program(transport, "turns")?;
         // On their standard error, all of them say that they wait.
         command.arg("wait").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-        Ok(Killed(command.spawn()?))
+        Ok(Ended(command.spawn()?))
     };
-    let mut programs = (0..PROGRAMS).map(start).collect::<Result<Vec<Killed>>>()?;
+    let mut programs = (0..PROGRAMS).map(start).collect::<Result<Vec<Ended>>>()?;
     let mut outputs = Vec::new();
-    for Killed(program) in &mut programs {
+    for Ended(program) in &mut programs {
         let mut output = BufReader::new(program.stdout.take().context("no standard output")?);
         let mut line = String::new();
         output.read_line(&mut line)?;
@@ -60,10 +49,10 @@ fn a_hundred_and_twenty_eight_programs_at_once_are_all_served() -> Result<()> {
     let status = rig.server.status()?;
     let sessions = status["sessions"].as_array().map(|sessions| sessions.len() as u64);
     ensure!(sessions == Some(PROGRAMS), "{sessions:?} at the same time");
-    for Killed(program) in &mut programs {
+    for Ended(program) in &mut programs {
         writeln!(program.stdin.take().context("no standard input")?, "{more}")?;
     }
-    for (Killed(program), mut output) in programs.iter_mut().zip(outputs) {
+    for (Ended(program), mut output) in programs.iter_mut().zip(outputs) {
         let mut last = String::new();
         output.read_to_string(&mut last)?;
         ensure!(last == format!("PASS turns {} turns\n", more + 1), "{last:?}");

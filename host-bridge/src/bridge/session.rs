@@ -126,8 +126,8 @@ impl Opened {
         }
         if let Some(not_shown) = SESSION_LINES.allow() {
             tracing::info!(
-            client = %config.client, program = %session.channel.program, pid = session.channel.pid, server = %config.server,
-            server_name = %handshake.server, transport = %config.transport, principal = %handshake.principal, "session opened{not_shown}"
+                client = %config.client, program = %session.channel.program, pid = session.channel.pid, server = %config.server,
+                server_name = %handshake.server, transport = %config.transport, principal = %handshake.principal, "session opened{not_shown}"
             );
         }
         Ok(Session {

@@ -138,8 +138,8 @@ pub fn bench(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs the measuring process to its end. Shows progress on stderr. `measured` is told each figure's name when it has
-/// been measured, and the process's ID.
+/// Runs the measuring process to its end. Shows progress on stderr. After each figure, `measured` gets its name and the
+/// process's ID.
 fn run(
     largest: u64,
     way: &str,

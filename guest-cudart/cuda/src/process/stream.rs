@@ -267,10 +267,14 @@ impl Stream {
         Ok(true)
     }
 
+    /// Whether its own work is known to be done, without asking.
+    pub fn own_is_known_done(&self) -> bool {
+        self.last_work.get().is_none_or(|last| self.is_known_done(last))
+    }
+
     /// Whether its own work is known to be done, without waiting.
     pub fn is_idle(&self) -> bool {
-        self.last_work.get().is_none_or(|last| self.is_known_done(last))
-            || self.mark().is_ok_and(|mark| self.has_passed(mark))
+        self.own_is_known_done() || self.mark().is_ok_and(|mark| self.has_passed(mark))
     }
 
     /// Whether it was destroyed and all its work is done.

@@ -223,8 +223,7 @@ pub(crate) fn is_stopped(context: &'static Context) -> bool {
 /// Whether all work of all contexts is known to be done, without asking: the program has waited for the contexts, or
 /// for each of their streams that has had work. No work may come meanwhile.
 pub(crate) fn all_are_known_done() -> bool {
-    let done = |stream: &Arc<Stream>| stream.last_work.get().is_none_or(|last| stream.is_known_done(last));
-    context::busy().all(|context| all_of(context).iter().all(done))
+    context::busy().all(|context| all_of(context).iter().all(|stream| stream.own_is_known_done()))
 }
 
 /// Destroys the streams of a green context that is being destroyed.
