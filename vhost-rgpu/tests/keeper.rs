@@ -175,8 +175,9 @@ fn nothing_is_kept_of_a_vmm_that_has_left_or_of_a_daemon_that_has_ended() {
     let mut guest = Guest::connect(&daemon);
     guest.create(0).synchronize();
     // A record, the VMM's socket, requests, a process and its socket, memory, two for each of three rings,
-    // and a channel.
-    assert!(guests() >= 12, "{:?}", service.manager.names());
+    // and a channel. The VMM doesn't wait for answers to its messages about rings, so the last ring's may
+    // come after the channel.
+    eventually(|| guests() == 13);
     drop(guest);
     eventually(|| guests() == 0);
     daemon.end(Signal::SIGTERM);
