@@ -169,6 +169,42 @@ fn counter(rig: &Rig, name: &str) -> Result<u64> {
 }
 
 #[test]
+fn synchronous_copies_come_before_what_other_devices_do_afterwards() -> Result<()> {
+    const PROGRAM: &str = "promises_across";
+    let rigs = connected("pool-promises", &support::TRANSPORTS)?;
+    for transport in support::TRANSPORTS {
+        let two_servers = servers(&rigs, [transport; 2]);
+        let two_devices = [format!("{}/0,1", address(&rigs[1], transport))];
+        let cases = ["read", "write", "fill"]
+            .map(|case| (&two_servers[..], case))
+            .into_iter()
+            .chain(["read", "write", "fill", "kernel", "contexts"].map(|case| (&two_devices[..], case)));
+        for (servers, case) in cases {
+            for form in [case.to_owned(), format!("busy-{case}"), format!("{case}-8000000")] {
+                let outcome = programs::run(with_servers(servers, PROGRAM)?.arg(&form), programs::LIMIT)?;
+                outcome.verdict(PROGRAM).with_context(|| format!("{form} of {servers:?}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn less_usual_calls_work_across_servers() -> Result<()> {
+    const PROGRAM: &str = "two_servers_forms";
+    for direct in [false, true] {
+        let rigs =
+            if direct { connected("pool-forms-direct", &support::TRANSPORTS)? } else { two("pool-forms")? };
+        for transports in [[Transport::Local; 2], [Transport::Tcp, Transport::Local], [Transport::Tcp; 2]] {
+            let outcome =
+                programs::run(&mut with_servers(&servers(&rigs, transports), PROGRAM)?, programs::LIMIT)?;
+            outcome.verdict(PROGRAM).with_context(|| format!("over {transports:?}, direct: {direct}"))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn copies_between_servers_pass_from_worker_to_worker() -> Result<()> {
     // Also as with servers before version 2.6, which a program asks for each piece.
     let ways = support::TRANSPORTS.map(|transport| [(transport, ""), (transport, "8")]);

@@ -197,7 +197,7 @@ fn create(to: Out<usize>, descriptor: usize, dev: i32, flags: u32) -> Result {
         default: Mutex::new(None),
     });
     device.primary.retain();
-    fences::before_stream(device.primary)?;
+    fences::before_stream(device.server)?;
     let stream = Arc::new(stream_table::in_green(&green, 0)?);
     stream_table::keep(&stream);
     green_gates::inherit(&stream)?;

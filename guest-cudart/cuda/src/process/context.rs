@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use crate::abi::result::Result;
 use crate::process::copies_ahead::{CopiesAhead, Piece, Wait};
 use crate::process::driver::{Device, Driver, Server, device, driver};
-use crate::process::fences::{self, Fences};
+use crate::process::fences;
 use crate::process::green::{self, Green};
 use crate::process::host_calls;
 use crate::process::ids::{self, unique_id};
@@ -59,8 +59,6 @@ pub(crate) struct Context {
     appending_free: AtomicU64,
     /// All work up to this `seq` is known to be done.
     synced: LastSeq,
-    /// The copies that work on streams not ordered behind theirs has to wait for.
-    pub fences: Fences,
     /// What is fetched together with waits for the legacy default stream.
     copies_ahead: CopiesAhead,
     pub cache_config: AtomicU32,
@@ -157,7 +155,6 @@ impl Context {
                 last_free_work: LastSeq::new(),
                 appending_free: AtomicU64::new(0),
                 synced: LastSeq::new(),
-                fences: Fences::new(),
                 copies_ahead: CopiesAhead::default(),
                 cache_config: AtomicU32::new(0),
                 limits: Limits::default(),
@@ -392,7 +389,7 @@ impl Context {
         drop(retained);
         if first {
             client::activity::context_made(self.handle);
-            come_behind_others();
+            come_behind_others(self);
         }
     }
 
@@ -443,9 +440,12 @@ pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
 }
 
 /// Called when a context is created. Orders its work behind everything that the program was told is done.
-/// (Within a context, [fences](crate::process::fences) do that.)
-pub(crate) fn come_behind_others() {
+/// (From then on, [fences](crate::process::fences) do that among the contexts of a server.)
+fn come_behind_others(new: &Context) {
     fence(Ordering::SeqCst);
+    if alive_of(new.server).any(|other| !std::ptr::eq(other, new)) {
+        fences::beside(new.server);
+    }
     if any_busy() {
         quiesce_all();
     }
@@ -456,6 +456,12 @@ pub(crate) fn come_behind_others() {
 pub(crate) fn is_only(context: &Context) -> bool {
     fence(Ordering::SeqCst);
     CONTEXTS.all().into_iter().all(|other| std::ptr::eq(*other, context) || !other.is_alive())
+}
+
+/// The contexts of a server that are alive.
+pub(crate) fn alive_of(server: &Server) -> impl Iterator<Item = &'static Context> {
+    let all = CONTEXTS.all().into_iter().map(|context| *context);
+    all.filter(move |context| std::ptr::eq(context.server, server) && context.is_alive())
 }
 
 /// Every context of a device, including its primary one even if unused.
@@ -587,7 +593,7 @@ pub(crate) fn make(device: &Device, flags: u32) -> Result<&'static Context> {
         return Err(status);
     }
     let context = Context::new(id, device.server, device.ordinal, flags, false);
-    come_behind_others();
+    come_behind_others(context);
     Ok(context)
 }
 

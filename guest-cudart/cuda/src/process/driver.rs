@@ -7,6 +7,7 @@ use std::sync::{Mutex, OnceLock, RwLock};
 use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::device_attributes::attr;
+use crate::process::fences::Fences;
 use crate::process::visible_devices;
 use client::channel::MAX_DEVICES;
 use client::handle::ContextId;
@@ -41,6 +42,8 @@ pub(crate) struct Server {
     /// Variables of loaded modules: address → size and context. They are outside every window, and two
     /// servers may have variables at the same address.
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
+    /// The copies that work on streams not ordered behind theirs has to wait for.
+    pub fences: Fences,
 }
 
 /// One device.
@@ -207,6 +210,7 @@ impl Asked {
             runs_machine_code: info.runs_machine_code,
             device_count: info.device_count,
             globals: RwLock::default(),
+            fences: Fences::new(),
         }));
         if info.device_count == 0 {
             return Ok((server, version, Vec::new()));
@@ -259,6 +263,7 @@ impl Server {
             runs_machine_code: false,
             device_count,
             globals,
+            fences: Fences::new(),
         }))
     }
 }

@@ -10,14 +10,15 @@
 //! - If the host can observe the device (pinned or managed memory, host functions in streams, kernels that
 //!   print; [`host_sees`]), the copy waits for the work before it.
 //! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
-//! - Work on a stream that isn't already ordered behind the copy's stream waits on the device: an event is
-//!   recorded after the copy, and the other stream waits for it ([`respect`]).
+//! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server, waits on
+//!   the device: an event is recorded after the copy, and the other stream waits for it ([`respect`]).
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
 use crate::process::context::{self, Context};
+use crate::process::driver::Server;
 use crate::process::ids;
 use crate::process::stream::Stream;
 use client::handle::EventId;
@@ -95,9 +96,10 @@ pub(crate) fn host_sees() {
     HOST_SEES.store(true, Ordering::Release);
 }
 
-/// A context's copies that work on other, unordered streams has to wait for.
+/// A server's copies that work on other, unordered streams has to wait for.
 pub(crate) struct Fences {
-    /// Whether the context ever had a stream that doesn't wait for its legacy default stream.
+    /// Whether there ever was a stream that doesn't wait for its context's legacy default stream, or a second
+    /// context.
     any_beside: AtomicBool,
     /// `seq` of the latest fence.
     latest: LastSeq,
@@ -117,7 +119,7 @@ pub(crate) struct Promise {
     upto: LastSeq,
     /// Recorded after the last copy that other streams must wait for.
     fence: Mutex<Option<OwnEvent>>,
-    /// The context's latest fence that the stream's work is already ordered behind.
+    /// The server's latest fence that the stream's work is already ordered behind.
     respected: LastSeq,
 }
 
@@ -148,14 +150,18 @@ fn promise(stream: &Arc<Stream>, open: bool) -> Result {
         return stream.synchronize();
     }
     stream.session().show_output();
+    let any_beside = &stream.context.server.fences.any_beside;
     // A per-thread stream has all other streams beside it.
-    if open || !stream.is_legacy() || stream.context.fences.any_beside.load(Ordering::Acquire) {
+    let fenced = open || !stream.is_legacy() || any_beside.load(Ordering::Acquire);
+    if fenced {
         record(stream)?;
     }
     if let Some(due) = stream.due() {
         stream.promise.upto.raise(due);
     }
-    Ok(())
+    // Whoever is just making the first stream beside it may not have seen this promise.
+    fence(Ordering::SeqCst);
+    if !fenced && any_beside.load(Ordering::Relaxed) { record(stream) } else { Ok(()) }
 }
 
 /// `cuStreamSynchronize`. If a stream has only copies pending whose sources have been read, this returns
@@ -164,7 +170,7 @@ fn promise(stream: &Arc<Stream>, open: bool) -> Result {
 pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
     let due = stream.due();
     let is_done = due.is_none_or(|due| stream.is_known_done(due));
-    // Fences don't order other contexts' streams, and programs rely on this wait before one device reads
+    // Fences don't order other servers' streams, and programs rely on this wait before one device reads
     // another's memory.
     if is_done || !stream.is_settled() || !context::is_only(stream.context) {
         return stream.synchronize();
@@ -178,14 +184,27 @@ pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
     stream.context.deferred()
 }
 
-/// Called before the program's first stream beside the legacy default stream is created: orders it behind
-/// what the legacy stream has just copied.
-pub(crate) fn before_stream(context: &'static Context) -> Result {
-    context.fences.any_beside.store(true, Ordering::Release);
-    let legacy = context.legacy();
-    let Some(due) = legacy.due() else { return Ok(()) };
-    // If other work depends on a copy, the copy already has its fence.
-    if legacy.promise.covers(due) && !legacy.is_known_done(due) { record(legacy) } else { Ok(()) }
+/// Called before a stream beside the legacy default stream is created, whose work must come behind what the legacy
+/// streams of its server have just copied. From now on copies leave fences.
+pub(crate) fn before_stream(server: &'static Server) -> Result {
+    beside(server);
+    for context in context::alive_of(server) {
+        let legacy = context.legacy();
+        // If other work depends on a copy, the copy already has its fence.
+        if let Some(due) = legacy.due()
+            && legacy.promise.covers(due)
+            && !legacy.is_known_done(due)
+        {
+            record(legacy)?;
+        }
+    }
+    Ok(())
+}
+
+/// Called when a server has a second context: from now on copies leave fences.
+pub(crate) fn beside(server: &Server) {
+    server.fences.any_beside.store(true, Ordering::Release);
+    fence(Ordering::SeqCst);
 }
 
 /// Records the event that other streams wait for.
@@ -198,10 +217,11 @@ fn record(stream: &Arc<Stream>) -> Result {
     };
     let seq = event.record(stream)?;
     drop(fence);
-    let mut open = lock(&context.fences.open);
+    let fences = &context.server.fences;
+    let mut open = lock(&fences.open);
     open.retain(|other| !Arc::ptr_eq(other, stream) && !is_passed(other));
     open.push(stream.clone());
-    context.fences.latest.raise(seq);
+    fences.latest.raise(seq);
     Ok(())
 }
 
@@ -215,7 +235,7 @@ fn is_passed(stream: &Stream) -> bool {
 /// program was told are done.
 #[inline]
 pub(crate) fn respect(stream: &Stream) -> Result {
-    match stream.context.fences.latest.get() {
+    match stream.context.server.fences.latest.get() {
         Some(latest) if !stream.promise.respected.has_reached(latest) => wait_for_fences(stream, latest),
         _ => Ok(()),
     }
@@ -223,11 +243,13 @@ pub(crate) fn respect(stream: &Stream) -> Result {
 
 #[cold]
 fn wait_for_fences(stream: &Stream, latest: Seq) -> Result {
-    let mut open = lock(&stream.context.fences.open);
+    let mut open = lock(&stream.context.server.fences.open);
     open.retain(|other| !is_passed(other));
-    for other in
-        open.iter().filter(|other| !std::ptr::eq(&***other, stream) && !stream.waits_by_itself(other))
-    {
+    let ordered = |other: &Stream| {
+        std::ptr::eq(other, stream)
+            || std::ptr::eq(other.context, stream.context) && stream.waits_by_itself(other)
+    };
+    for other in open.iter().filter(|other| !ordered(other)) {
         let fence = lock(&other.promise.fence);
         let Some(event) = &*fence else { continue };
         if event.last().is_some_and(|seq| !stream.promise.respected.has_reached(seq)) {
@@ -240,7 +262,7 @@ fn wait_for_fences(stream: &Stream, latest: Seq) -> Result {
 
 /// Called when a stream or its context is destroyed. `with_server`: the server destroys the event by itself.
 pub(crate) fn forget(stream: &Stream, with_server: bool) {
-    lock(&stream.context.fences.open).retain(|other| !std::ptr::eq(&**other, stream));
+    lock(&stream.context.server.fences.open).retain(|other| !std::ptr::eq(&**other, stream));
     if let Some(event) = lock(&stream.promise.fence).take() {
         event.end(with_server);
     }

@@ -347,7 +347,7 @@ pub(crate) fn create_in(
     let [least, greatest] = driver::device(context.device as i32)?.info.stream_priorities;
     let priority = priority.clamp(greatest.min(least), least.max(greatest));
     if flags & NON_BLOCKING != 0 {
-        fences::before_stream(context)?;
+        fences::before_stream(context.server)?;
     }
     let new = match &green {
         None => make(context, flags, priority)?,

@@ -50,6 +50,7 @@ pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     let stream = match found {
         Some(stream) => stream,
         None => {
+            fences::before_stream(context.server)?;
             let stream = stream_table::unnamed(context)?;
             streams.push(stream.clone());
             stream

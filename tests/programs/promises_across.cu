@@ -1,0 +1,120 @@
+// A synchronous copy to a device's memory, and then work of another device's or another context's stream on the same bytes: it finds what was copied, and what it writes is not overwritten. Each case runs in a process of its
+// own, because what a process has done before may order the work.
+#define PROGRAM "promises_across"
+#include "cases.h"
+#include "driver.h"
+
+#include <vector>
+
+static const size_t LAST = 1000;
+static size_t N;
+static bool busy;
+
+// Takes its time.
+__global__ void late(int rounds, int *out) {
+    unsigned x = threadIdx.x + 1;
+    for (int i = 0; i < rounds; i++) x = x * 1664525u + 1013904223u;
+    *out = x;
+}
+
+__global__ void copy(int *to, const int *from, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
+}
+
+// Memory of a device, and its last words, after a synchronous copy of all of it from pageable memory.
+struct Copied {
+    int *all, *last;
+};
+
+static Copied copied_to(int device, int *other) {
+    CHECK(cudaSetDevice(device));
+    Copied made;
+    CHECK(cudaMalloc(&made.all, N * sizeof(int)));
+    CHECK(cudaMemset(made.all, 0, N * sizeof(int)));
+    made.last = made.all + N - LAST;
+    CHECK(cudaMemset(other, 1, LAST * sizeof(int)));
+    CHECK(cudaDeviceSynchronize());
+    std::vector<int> host(N);
+    for (size_t i = 0; i < N; i++) host[i] = int(i);
+    if (busy) late<<<1, 1>>>(400000, made.all);
+    CHECK(cudaMemcpy(made.all, host.data(), N * sizeof(int), cudaMemcpyHostToDevice));
+    return made;
+}
+
+// How many of the last words are the copy's.
+static int copies_in(const int *words) {
+    std::vector<int> host(LAST);
+    CHECK(cudaMemcpy(host.data(), words, LAST * sizeof(int), cudaMemcpyDefault));
+    int right = 0;
+    for (size_t i = 0; i < LAST; i++) right += host[i] == int(N - LAST + i);
+    return right;
+}
+
+int main(int argc, char **argv) {
+    // As in "read", or "busy-read-8000000": behind a kernel, and so many words.
+    std::string what = parse_options(argc, argv).word;
+    busy = what.rfind("busy-", 0) == 0;
+    if (busy) what = what.substr(5);
+    size_t dash = what.find('-');
+    N = dash == std::string::npos ? 2 * LAST : strtoull(what.c_str() + dash + 1, nullptr, 10);
+    what = what.substr(0, dash);
+    const size_t bytes = LAST * sizeof(int);
+    if (what == "contexts") {
+        // The same device, in another context of the program's own.
+        DRIVER(cuInit(0));
+        CUcontext contexts[2];
+        CUdeviceptr data, found;
+        CUstream stream;
+        for (CUcontext &context : contexts) DRIVER(cuCtxCreate(&context, nullptr, 0, 0));
+        DRIVER(cuMemAlloc(&found, bytes));
+        DRIVER(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+        DRIVER(cuCtxSetCurrent(contexts[0]));
+        DRIVER(cuMemAlloc(&data, N * sizeof(int)));
+        DRIVER(cuMemsetD8(data, 0, N * sizeof(int)));
+        DRIVER(cuCtxSynchronize());
+        std::vector<int> host(N, 5), back(LAST);
+        if (busy) late<<<1, 1>>>(400000, (int *)data);
+        DRIVER(cuMemcpyHtoD(data, host.data(), N * sizeof(int)));
+        DRIVER(cuCtxSetCurrent(contexts[1]));
+        DRIVER(cuMemcpyDtoDAsync(found, data + (N - LAST) * sizeof(int), bytes, stream));
+        DRIVER(cuStreamSynchronize(stream));
+        DRIVER(cuMemcpyDtoH(back.data(), found, bytes));
+        expect_value("what another context reads", 1, back == std::vector<int>(LAST, 5));
+        return verdict();
+    }
+    int *other;
+    cudaStream_t stream;
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaMalloc(&other, bytes));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    int can = 0;
+    CHECK(cudaDeviceCanAccessPeer(&can, 0, 1));
+    if (what == "kernel" && !can) return pass("no peer access");
+    if (what == "kernel") CHECK(cudaDeviceEnablePeerAccess(1, 0));
+    Copied data = copied_to(1, other);
+    CHECK(cudaSetDevice(0));
+    if (what == "read") {
+        CHECK(cudaMemcpyPeerAsync(other, 0, data.last, 1, bytes, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        expect_value("what the other device's stream copies", LAST, copies_in(other));
+    } else if (what == "write") {
+        CHECK(cudaMemcpyPeerAsync(data.last, 1, other, 0, bytes, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaDeviceSynchronize());
+        expect_value("words that were overwritten by the copy before", 0, copies_in(data.last));
+    } else if (what == "fill") {
+        CHECK(cudaMemsetAsync(data.last, 9, bytes, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaDeviceSynchronize());
+        expect_value("words that were overwritten by the copy before", 0, copies_in(data.last));
+    } else if (what == "kernel") {
+        copy<<<1, 256, 0, stream>>>(other, data.last, LAST);
+        CHECK(cudaStreamSynchronize(stream));
+        expect_value("what the other device's kernel reads", LAST, copies_in(other));
+    } else {
+        fail("knows read, write, fill, kernel and contexts");
+    }
+    return verdict();
+}
