@@ -1,4 +1,4 @@
-// A synchronous copy to a device's memory, and then work of another device's or another context's stream on the same bytes: it finds what was copied, and what it writes is not overwritten. Each case runs in a process of its
+// A synchronous copy to a device's memory, and then work of another device's or another context's stream on the same bytes: it finds what was copied, and what it writes is not overwritten. And copies between devices in default streams. Each case runs in a process of its
 // own, because what a process has done before may order the work.
 #define PROGRAM "promises_across"
 #include "cases.h"
@@ -50,6 +50,80 @@ static int copies_in(const int *words) {
     return right;
 }
 
+// Writes at the end of its time.
+__global__ void late_fill(int rounds, int *out, size_t n, int value) {
+    unsigned x = threadIdx.x + 1;
+    for (int i = 0; i < rounds; i++) x = x * 1664525u + 1013904223u;
+    for (size_t i = threadIdx.x; i < n; i += blockDim.x) out[i] = x == 0 ? -1 : value;
+}
+
+static bool all_are(const std::vector<int> &host, int value) {
+    for (int found : host) {
+        if (found != value) return false;
+    }
+    return true;
+}
+
+// A copy in a default stream between two devices comes after what both devices' default streams have been given, and before what they get then, whichever device is current.
+static void default_streams() {
+    const int width = 50, height = 20;
+    int *data[2], *filled[2];
+    cudaArray_t arrays[2];
+    cudaChannelFormatDesc format = cudaCreateChannelDesc<int>();
+    std::vector<int> host(LAST);
+    const size_t bytes = LAST * sizeof(int);
+    for (int i = 0; i < 2; i++) {
+        CHECK(cudaSetDevice(i));
+        CHECK(cudaMalloc(&data[i], bytes));
+        CHECK(cudaMalloc(&filled[i], bytes));
+        CHECK(cudaMallocArray(&arrays[i], &format, width, height));
+    }
+    int value = 1;
+    for (int from = 0; from < 2; from++) {
+        for (int current = 0; current < 2; current++) {
+            for (int form = 0; form < 5; form++) {
+                int to = 1 - from;
+                for (int i = 0; i < 2; i++) {
+                    CHECK(cudaSetDevice(i));
+                    CHECK(cudaMemset(data[i], 0, bytes));
+                    CHECK(cudaDeviceSynchronize());
+                }
+                // The source is written late, and written again behind the copy; so is what the copy overwrites.
+                CHECK(cudaSetDevice(from));
+                late_fill<<<1, 32>>>(400000, data[from], LAST, value);
+                if (form == 4) CHECK(cudaMemcpy2DToArray(arrays[from], 0, 0, data[from], width * 4, width * 4, height, cudaMemcpyDeviceToDevice));
+                CHECK(cudaSetDevice(to));
+                late_fill<<<1, 32>>>(200000, data[to], LAST, -7);
+                CHECK(cudaSetDevice(current));
+                cudaMemcpy3DParms box = {};
+                box.srcArray = arrays[from];
+                box.dstArray = arrays[to];
+                box.extent = make_cudaExtent(width, height, 1);
+                box.kind = cudaMemcpyDeviceToDevice;
+                if (form == 0) CHECK(cudaMemcpyPeer(data[to], to, data[from], from, bytes));
+                if (form == 1) CHECK(cudaMemcpy(data[to], data[from], bytes, cudaMemcpyDefault));
+                if (form == 2) CHECK(cudaMemcpyPeerAsync(data[to], to, data[from], from, bytes, 0));
+                if (form == 3) CHECK(cudaMemcpy2D(data[to], width * 4, data[from], width * 4, width * 4 - 4, height, cudaMemcpyDeviceToDevice));
+                if (form == 4) CHECK(cudaMemcpy3D(&box));
+                CHECK(cudaSetDevice(to));
+                if (form == 4) CHECK(cudaMemcpy2DFromArray(data[to], width * 4, arrays[to], 0, 0, width * 4, height, cudaMemcpyDeviceToDevice));
+                copy<<<1, 256>>>(filled[to], data[to], LAST);
+                CHECK(cudaSetDevice(from));
+                late_fill<<<1, 32>>>(1, data[from], LAST, -9);
+                CHECK(cudaSetDevice(to));
+                CHECK(cudaMemcpy(host.data(), filled[to], bytes, cudaMemcpyDeviceToHost));
+                for (int row = 0; form == 3 && row < height; row++) {
+                    if (host[row * width + width - 1] == -7) host[row * width + width - 1] = value;
+                }
+                char line[100];
+                snprintf(line, sizeof line, "form %d of a copy from %d to %d with %d current", form, from, to, current);
+                expect_value(line, 1, all_are(host, value));
+                value++;
+            }
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     // As in "read", or "busy-read-8000000": behind a kernel, and so many words.
     std::string what = parse_options(argc, argv).word;
@@ -80,6 +154,10 @@ int main(int argc, char **argv) {
         DRIVER(cuStreamSynchronize(stream));
         DRIVER(cuMemcpyDtoH(back.data(), found, bytes));
         expect_value("what another context reads", 1, back == std::vector<int>(LAST, 5));
+        return verdict();
+    }
+    if (what == "default") {
+        default_streams();
         return verdict();
     }
     int *other;
@@ -114,7 +192,7 @@ int main(int argc, char **argv) {
         CHECK(cudaStreamSynchronize(stream));
         expect_value("what the other device's kernel reads", LAST, copies_in(other));
     } else {
-        fail("knows read, write, fill, kernel and contexts");
+        fail("knows read, write, fill, kernel, contexts and default");
     }
     return verdict();
 }

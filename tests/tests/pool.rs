@@ -175,10 +175,9 @@ fn synchronous_copies_come_before_what_other_devices_do_afterwards() -> Result<(
     for transport in support::TRANSPORTS {
         let two_servers = servers(&rigs, [transport; 2]);
         let two_devices = [format!("{}/0,1", address(&rigs[1], transport))];
-        let cases = ["read", "write", "fill"]
-            .map(|case| (&two_servers[..], case))
-            .into_iter()
-            .chain(["read", "write", "fill", "kernel", "contexts"].map(|case| (&two_devices[..], case)));
+        let cases = ["read", "write", "fill"].map(|case| (&two_servers[..], case)).into_iter().chain(
+            ["read", "write", "fill", "kernel", "contexts", "default"].map(|case| (&two_devices[..], case)),
+        );
         for (servers, case) in cases {
             for form in [case.to_owned(), format!("busy-{case}"), format!("{case}-8000000")] {
                 let outcome = programs::run(with_servers(servers, PROGRAM)?.arg(&form), programs::LIMIT)?;

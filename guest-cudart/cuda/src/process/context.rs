@@ -444,7 +444,7 @@ pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
 fn come_behind_others(new: &Context) {
     fence(Ordering::SeqCst);
     if alive_of(new.server).any(|other| !std::ptr::eq(other, new)) {
-        fences::beside(new.server);
+        fences::second_context(new.server);
     }
     if any_busy() {
         quiesce_all();

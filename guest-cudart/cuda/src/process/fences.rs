@@ -8,7 +8,8 @@
 //! - A wait for a stream with only such copies pending returns immediately, as the copies do
 //!   ([`synchronize`]).
 //! - If the host can observe the device (pinned or managed memory, host functions in streams, kernels that
-//!   print; [`host_sees`]), the copy waits for the work before it.
+//!   print; [`host_sees`]), the copy waits for the work before it. It does so, too, if the server has several
+//!   contexts: otherwise their devices would wait for each other's kernels.
 //! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
 //! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server, waits on
 //!   the device: an event is recorded after the copy, and the other stream waits for it ([`respect`]).
@@ -101,6 +102,8 @@ pub(crate) struct Fences {
     /// Whether there ever was a stream that doesn't wait for its context's legacy default stream, or a second
     /// context.
     any_beside: AtomicBool,
+    /// Whether there ever was a second context.
+    several_contexts: AtomicBool,
     /// `seq` of the latest fence.
     latest: LastSeq,
     /// Streams whose latest fence may not have been passed yet.
@@ -109,7 +112,12 @@ pub(crate) struct Fences {
 
 impl Fences {
     pub const fn new() -> Self {
-        Fences { any_beside: AtomicBool::new(false), latest: LastSeq::new(), open: Mutex::new(Vec::new()) }
+        Fences {
+            any_beside: AtomicBool::new(false),
+            several_contexts: AtomicBool::new(false),
+            latest: LastSeq::new(),
+            open: Mutex::new(Vec::new()),
+        }
     }
 }
 
@@ -146,11 +154,11 @@ pub(crate) fn copied(stream: &Arc<Stream>, before: Option<Seq>) -> Result {
 fn promise(stream: &Arc<Stream>, open: bool) -> Result {
     // A process that shares the memory sends its commands on another connection, so the fence wouldn't order
     // them.
-    if shares() || open && HOST_SEES.load(Ordering::Acquire) {
+    let Fences { any_beside, several_contexts, .. } = &stream.context.server.fences;
+    if shares() || open && (HOST_SEES.load(Ordering::Acquire) || several_contexts.load(Ordering::Acquire)) {
         return stream.synchronize();
     }
     stream.session().show_output();
-    let any_beside = &stream.context.server.fences.any_beside;
     // A per-thread stream has all other streams beside it.
     let fenced = open || !stream.is_legacy() || any_beside.load(Ordering::Acquire);
     if fenced {
@@ -201,8 +209,14 @@ pub(crate) fn before_stream(server: &'static Server) -> Result {
     Ok(())
 }
 
-/// Called when a server has a second context: from now on copies leave fences.
-pub(crate) fn beside(server: &Server) {
+/// Called when a server has a second context.
+pub(crate) fn second_context(server: &Server) {
+    server.fences.several_contexts.store(true, Ordering::Release);
+    beside(server);
+}
+
+/// From now on copies leave fences.
+fn beside(server: &Server) {
     server.fences.any_beside.store(true, Ordering::Release);
     fence(Ordering::SeqCst);
 }

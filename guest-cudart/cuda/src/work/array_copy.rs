@@ -10,6 +10,7 @@ use crate::memory::array::{self, End};
 use crate::memory::stream_ordered;
 use crate::streams::capture_rules;
 use crate::work::copy::{Copier, is_pinned};
+use crate::work::server_copy;
 use client::Status;
 use client::ops::array::MemcpyArray;
 use client::ops::copy::Pitched;
@@ -73,7 +74,7 @@ impl Copier {
             let work = move |copier: &Copier| unsafe { copier.row(handle, offset, memory, bytes, to_array) };
             return self.with_other(other, stays, work);
         }
-        let extent = [bytes as u64, 1, 1];
+        let (extent, array_home) = ([bytes as u64, 1, 1], array.context);
         let end = End::Array(array, [offset as u64, 0, 0]);
         end.check(extent)?;
         let copy = |memory: &Pitched| {
@@ -84,8 +85,9 @@ impl Copier {
                 self.with_array(&memory, &end, extent)
             }
         };
-        if home.is_some() {
-            return copy(&Pitched { address: memory, pitch: bytes as u64, slice: bytes as u64 });
+        if let Some(home) = home {
+            let memory = Pitched { address: memory, pitch: bytes as u64, slice: bytes as u64 };
+            return server_copy::by_default_streams(&self.stream, &[array_home, home], || copy(&memory));
         }
         self.by_way_of(extent, |between| {
             // SAFETY: the program promises that these bytes of the host's memory may be read or written.

@@ -266,8 +266,10 @@ impl Copier {
         let from = address::check_near(self.driver, src_near, src, len as u64)?.context;
         let op = MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 };
         if self.is_own(to) && self.is_own(from) {
-            self.put(&op, dst, len as u64)?;
-            return self.finish_mirrored(&[dst, src]);
+            return server_copy::by_default_streams(&self.stream, &[to, from], || {
+                self.put(&op, dst, len as u64)?;
+                self.finish_mirrored(&[dst, src])
+            });
         }
         if std::ptr::eq(to.server, from.server) {
             return self.with_other(to, true, move |copier| copier.on_device(dst, src, len));

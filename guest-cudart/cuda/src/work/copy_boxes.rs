@@ -100,6 +100,7 @@ impl Copier {
             // SAFETY: guaranteed by the caller.
             return unsafe { self.boxes_elsewhere(dst, src, e, other, [to, from]) };
         }
+        let homes: Vec<_> = [to, from].into_iter().flatten().collect();
         let packed = dst.is_packed(&e) && src.is_packed(&e);
         let bytes = (e.width * e.height * e.depth) as usize;
         // SAFETY: guaranteed by the caller.
@@ -113,8 +114,10 @@ impl Copier {
                         src: src.pitched(),
                         extent: [e.width, e.height, e.depth],
                     };
-                    self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
-                    self.finish_mirrored(&[dst.address, src.address])
+                    server_copy::by_default_streams(&self.stream, &homes, || {
+                        self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
+                        self.finish_mirrored(&[dst.address, src.address])
+                    })
                 }
                 (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
                 (true, false) => self.rows_to_device(dst, src, e),
@@ -395,8 +398,10 @@ impl Copier {
     /// As [`Copier::boxes`].
     unsafe fn between_ends(&self, dst: Place, src: Place, e: Extent) -> Result {
         let extent = [e.width, e.height, e.depth];
+        let mut homes = Vec::new();
         if matches!((&dst, &src), (Place::Not(_), _) | (_, Place::Not(_))) {
             let ends = [self.home(&dst, &e)?, self.home(&src, &e)?];
+            homes.extend(ends.into_iter().flatten());
             if ends.iter().flatten().any(|context| !self.is_own(context)) {
                 // SAFETY: guaranteed by the caller.
                 return unsafe { self.arrays_elsewhere(dst, src, e, ends) };
@@ -414,7 +419,7 @@ impl Copier {
             slice: memory.slice,
         };
         // SAFETY: guaranteed by the caller.
-        unsafe {
+        let copy = || unsafe {
             match (dst, src) {
                 (Place::Side(dst), Place::Side(src)) => self.boxes(dst, src, e),
                 (Place::Not(dst), Place::Not(src)) => self.with_array(&dst, &src, extent),
@@ -434,7 +439,8 @@ impl Copier {
                     self.boxes(dst, packed(between), e)
                 }),
             }
-        }
+        };
+        server_copy::by_default_streams(&self.stream, &homes, copy)
     }
 }
 

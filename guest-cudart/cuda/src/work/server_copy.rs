@@ -163,26 +163,43 @@ pub(crate) fn across(
     ends: &[&'static Context],
     work: impl FnOnce() -> Result + Send + 'static,
 ) -> Result {
-    let everywhere = stream.is_legacy();
-    // A default stream's work comes after what the other devices' default streams have now, and before what
-    // they get later.
-    let others = || ends.iter().map(|context| context.legacy()).filter(|legacy| !Arc::ptr_eq(legacy, stream));
-    if everywhere {
-        for legacy in others() {
-            join(legacy, stream)?;
-        }
+    by_default_streams(stream, ends, || {
+        host_function::on(driver, stream.clone(), Function::Copy(Box::new(work)), std::ptr::null_mut())
+    })
+}
+
+/// Puts a copy between memory of these contexts on a stream. That of a default stream comes after what the default
+/// streams of the contexts' devices have now, and before what they get later: a copy in the NULL stream "does not start
+/// until all commands previously issued to either device have completed, and runs to completion before any commands
+/// issued after the copy to either device can start" (CUDA C++ Programming Guide, "Peer-to-Peer Memory Copy").
+pub(crate) fn by_default_streams<T>(
+    stream: &Arc<Stream>,
+    homes: &[&'static Context],
+    put: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let is_other = |(at, context): &(usize, &&'static Context)| {
+        let again = homes[..*at].iter().any(|before| std::ptr::eq(*before, **context));
+        !again && context.device != stream.context.device && context.is_alive()
+    };
+    let others = || homes.iter().enumerate().filter(is_other).map(|(_, context)| context.legacy());
+    if !stream.is_legacy() || others().next().is_none() {
+        return put();
     }
-    host_function::on(driver, stream.clone(), Function::Copy(Box::new(work)), std::ptr::null_mut())?;
-    if everywhere {
-        for legacy in others() {
-            join(stream, legacy)?;
-        }
+    for legacy in others() {
+        join(legacy, stream)?;
     }
-    Ok(())
+    let done = put()?;
+    for legacy in others() {
+        join(stream, legacy)?;
+    }
+    Ok(done)
 }
 
 /// Makes a stream wait for all work so far on another stream, of any server.
 fn join(from: &Arc<Stream>, to: &Stream) -> Result {
+    if from.is_known_idle() {
+        return Ok(());
+    }
     if std::ptr::eq(from.session(), to.session()) {
         fences::join(from, to)
     } else {
