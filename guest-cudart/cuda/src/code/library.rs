@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use crate::abi::result::Result;
 use crate::code::function::{FUNCTIONS, Function, func};
 use crate::code::jit_options::Jit;
 use crate::code::module::{self, Module, Variable};
 use crate::process::context::{self, Context};
-use crate::process::driver::{self, Driver, Server, driver};
+use crate::process::driver::{self, Driver, driver};
 use client::handles::Slab;
 use client::{Status, lock};
 
@@ -36,9 +36,9 @@ pub(crate) struct Library {
     jit: Jit,
     pub instances: Mutex<Vec<(&'static Context, Arc<Module>)>>,
     pub kernels: Mutex<HashMap<CString, Arc<Kernel>>>,
-    /// The server whose managed variables the program knows. On another server they would be separate
-    /// variables that the host never sees, so the library isn't loaded there.
-    home: OnceLock<&'static Server>,
+    /// The context whose managed variables the program knows. In another context they would be separate
+    /// variables that the host never sees, so the library isn't loaded there. Locked before `instances`.
+    home: Mutex<Option<&'static Context>>,
 }
 
 /// A kernel of a library, usable wherever a function is.
@@ -63,12 +63,13 @@ impl Library {
     }
 
     fn load(&self, context: &'static Context, jit: &Jit) -> Result<Arc<Module>> {
+        let home = lock(&self.home);
         let mut instances = lock(&self.instances);
         if let Some((_, module)) = instances.iter().find(|(c, _)| std::ptr::eq(*c, context)) {
             return Ok(module.clone());
         }
-        if self.home.get().is_some_and(|home| !std::ptr::eq(*home, context.server)) {
-            return on_two_servers();
+        if home.is_some_and(|home| !std::ptr::eq(home, context)) {
+            return in_two_contexts();
         }
         let module = module::load(context, &self.image, jit)?;
         instances.push((context, module.clone()));
@@ -78,14 +79,14 @@ impl Library {
     /// Notes that the program learns the address of a managed variable in one of the library's modules.
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` if the library is used on another server, whose kernels have their own variable.
+    /// `NOT_SUPPORTED` if the library is used in another context, whose kernels have their own variable.
     fn tells_of(&self, module: &Module) -> Result {
-        let server = module.context.server;
-        let instances = lock(&self.instances);
-        let elsewhere = instances.iter().any(|(context, _)| !std::ptr::eq(context.server, server));
-        if elsewhere || !std::ptr::eq(*self.home.get_or_init(|| server), server) {
-            return on_two_servers();
+        let mut home = lock(&self.home);
+        let is_other = |context: &Context| !std::ptr::eq(context, module.context);
+        if lock(&self.instances).iter().any(|(context, _)| is_other(context)) || home.is_some_and(is_other) {
+            return in_two_contexts();
         }
+        *home = Some(module.context);
         Ok(())
     }
 
@@ -203,9 +204,9 @@ impl Kernel {
     }
 }
 
-/// The error for using a library with managed variables on a second server.
-fn on_two_servers<T>() -> Result<T> {
-    refuse_form!("code with __managed__ variables on GPUs of two servers")
+/// The error for using a library with managed variables in a second context.
+fn in_two_contexts<T>() -> Result<T> {
+    refuse_form!("code with __managed__ variables in several contexts, as on several GPUs")
 }
 
 /// Drops what libraries loaded into a context. `with_server`: the server unloads it with the context.
@@ -218,6 +219,8 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
             .retain(|(c, _)| !std::ptr::eq(*c, context));
     }
     for library in LIBRARIES.all() {
+        let mut home = lock(&library.home);
+        *home = home.filter(|home| !std::ptr::eq(*home, context));
         for (_, module) in lock(&library.instances).extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
             module.forget();
             if !with_server {
@@ -306,7 +309,7 @@ pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
             jit: jit.without_buffers(),
             instances: Mutex::default(),
             kernels: Mutex::default(),
-            home: OnceLock::new(),
+            home: Mutex::default(),
         });
         made = Some(library.clone());
         library

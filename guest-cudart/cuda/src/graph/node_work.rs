@@ -209,7 +209,7 @@ impl Work {
     pub fn way(&self, driver: &Driver, context: &'static Context) -> Result<Way> {
         Ok(match self {
             Work::Kernel(kernel) if !std::ptr::eq(kernel.function.context, context) => {
-                return Err(Status::NOT_SUPPORTED);
+                return refuse_form!("a graph with kernels of several contexts, as of several GPUs");
             }
             Work::Kernel(kernel) => server(&kernel.op()),
             Work::Fill(fill) => match Fill::of(driver, StreamId(0), fill)? {

@@ -22,7 +22,7 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     let graph = graph_of(capture)?;
     if !std::ptr::eq(stream.context, graph.context) {
         capture.spoil();
-        return Err(Status::NOT_SUPPORTED);
+        return refuse_form!("a graph with work of several contexts, as of several GPUs");
     }
     let mut ends = lock(&capture.ends);
     let end = ends.entry(stream.unique()).or_default();
