@@ -44,6 +44,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use host_bridge::bridge::SessionConfig;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use protocol::data::{HostRange, Place};
@@ -64,6 +65,13 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
 /// [`until`] for a condition that the calling test explains well enough.
 pub fn eventually(condition: impl FnMut() -> bool) {
     until("a condition holds", condition);
+}
+
+/// Gives a session all the time that a busy machine may need, wherever it has a limit. A test of one of these limits sets it again.
+pub fn be_patient(config: &mut SessionConfig) {
+    (config.connect_timeout, config.handshake_timeout) = (PATIENCE, PATIENCE);
+    // Less for a link: a session that has lost one without a sign still goes on before the test gives up.
+    (config.silence, config.link_silence) = (PATIENCE, PATIENCE / 4);
 }
 
 /// A port of the loopback interface on which nothing listens.
