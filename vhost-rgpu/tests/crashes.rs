@@ -317,7 +317,9 @@ fn goes_on_in_the_next_device_process(daemon: &Daemon, ended: impl Fn() -> usize
         assert_eq!(guest.ask(register(round, &extents), &extents).0, Answer::Invalid, "it is in use");
         let status = daemon.status();
         let [row] = &status["sessions"].as_array().unwrap()[..] else { panic!("{status}") };
-        assert_eq!((row["regions"].as_u64(), row["resumed"].as_u64()), (Some(u64::from(round) + 1), Some(1)));
+        assert_eq!(row["regions"].as_u64(), Some(u64::from(round) + 1));
+        // At least once: a link over tcp that is silent for a while is replaced.
+        assert!(row["resumed"].as_u64() >= Some(1), "{row}");
         assert_eq!(row["program"], "guest-program");
     }
     assert_eq!((daemon.number("sessions_lost"), daemon.number("sessions_opened")), (0, 1));

@@ -587,7 +587,7 @@ fn the_hosts_key_stays_with_the_keeper() {
     assert_eq!(answer, Answer::NoServer);
     assert!(reason.contains("cannot be reached"), "{reason}");
     // The device process requested signatures with this key, and doesn't have it.
-    let device = daemon.children()[0] as u64;
+    let device = daemon.status()["device_processes"][0]["process"].as_u64().unwrap();
     let pem = std::fs::read_to_string(folder.path().join("key.pem")).unwrap();
     let line = pem.lines().nth(1).unwrap();
     let finds = |text: &str| memory_contains(device, text.as_bytes());

@@ -139,20 +139,22 @@ impl Daemon {
         (count("fd"), count("task"))
     }
 
-    /// Process ids of its children that run, without those that only hold a sandbox (`rgpu-guard`).
+    /// Process ids of its children that run a program, without those that only hold a sandbox (`rgpu-guard`).
     pub fn children(&self) -> Vec<i32> {
         let parent = self.pid().to_string();
-        let running = |stat: &str| -> Option<bool> {
-            if stat.contains("(rgpu-guard)") {
-                return Some(false);
-            }
+        // A process that is just being made is a copy of the daemon, whether it will be a guard or run a program.
+        let command = |process: &str| std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+        let copied = command(&parent);
+        let running = |process: &str, stat: &str| -> Option<bool> {
             let mut fields = stat.rsplit(')').next()?.split_whitespace();
-            Some(fields.next()? != "Z" && fields.next()? == parent)
+            let runs = fields.next()? != "Z" && fields.next()? == parent;
+            Some(runs && !stat.contains("(rgpu-guard)") && command(process) != copied)
         };
         let children = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
             let entry = entry.ok()?;
-            let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
-            running(&stat)?.then(|| entry.file_name().to_str()?.parse().ok())?
+            let (name, stat) = (entry.file_name(), std::fs::read_to_string(entry.path().join("stat")).ok()?);
+            let process = name.to_str()?;
+            running(process, &stat)?.then(|| process.parse().ok())?
         });
         children.collect()
     }

@@ -42,6 +42,8 @@ pub mod tcp_server;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::time::{Duration, Instant};
 
 use host_bridge::bridge::SessionConfig;
@@ -77,14 +79,22 @@ pub fn be_patient(config: &mut SessionConfig) {
 /// A port of the loopback interface on which nothing listens.
 ///
 /// It is below the range from which the kernel gives ports to outgoing connections and to whoever asks for any port, and
-/// chosen at random, so that it is still free when a daemon is started on it a moment later, or again after its end.
+/// no other test gets it until this process ends. So it is still free when a daemon is started on it later, or again after
+/// its end.
 pub fn free_port() -> u16 {
     const FIRST: u64 = 12_000;
     const COUNT: u64 = 20_000;
     // The standard library's hash keys are random.
     let random = || (FIRST + RandomState::new().build_hasher().finish() % COUNT) as u16;
     let mut ports = std::iter::repeat_with(random).take(1000);
-    ports.find(|port| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a port is free")
+    let is_free = |port: &u16| reserve(*port) && std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    ports.find(is_free).expect("a port is free")
+}
+
+/// Takes a name for the port that only one process of this machine can have, for the rest of this process's life. False: somebody has it.
+fn reserve(port: u16) -> bool {
+    let name = SocketAddr::from_abstract_name(format!("rgpu-test-port-{port}")).unwrap();
+    UnixListener::bind_addr(&name).map(std::mem::forget).is_ok()
 }
 
 /// A memfd of `size` bytes, not sealed.
