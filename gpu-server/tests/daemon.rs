@@ -27,6 +27,7 @@ use protocol::ops::stream::*;
 use protocol::version::Version;
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, greet, hello};
+use test_kit::resources::{family, until_idle};
 use test_kit::*;
 use zerocopy::IntoBytes;
 
@@ -171,6 +172,8 @@ fn a_hundred_sessions_leave_nothing_behind() {
             && server.number("workers_starting") == 0
     };
     until("all is quiet", settled);
+    // Threads end a moment after their sessions.
+    until_idle(|| family(server.pid()));
     let before = holdings(&server);
     (0..100).for_each(session);
     until("all is quiet", settled);

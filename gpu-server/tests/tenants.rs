@@ -183,8 +183,11 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     until("all have ended", || server.sessions() == 0);
 
     let server = Server::start(&["--sharing=exclusive", "--wait-seconds=5"]);
-    until("a worker is ready", || server.number("workers_ready") > 0);
+    // Without one, the refusal would say that there was none.
+    let is_ready = || until("a worker is ready", || server.number("workers_ready") > 0);
+    is_ready();
     let local = LocalBridge::connect(&server.socket());
+    is_ready();
     let refusal = TcpSession::try_connect(server.port).err().unwrap();
     assert!(refusal.contains("for itself"), "{refusal}");
     drop(local);
@@ -221,11 +224,20 @@ fn devices(server: &Server) -> [Vec<String>; 2] {
 fn one_client_has_a_device_for_itself_while_others_share_the_rest() {
     let (_file, flag) = rules(["sharing = \"exclusive\"", ""]);
     let server = Server::start(&["--software-devices=3", "--wait-seconds=5", &flag]);
-    until("workers are ready", || server.number("workers_ready") > 0);
+    // A session waits for five seconds at most, so each one finds a worker that is ready.
+    let is_ready = || until("a worker is ready", || server.number("workers_ready") > 0);
+    let connect_locally = || {
+        is_ready();
+        LocalBridge::connect(&server.socket())
+    };
+    let connect_over_tcp = || {
+        is_ready();
+        TcpSession::connect(server.port)
+    };
     // It has the first device; the others' sessions have the rest, and each device has its own memory.
-    let mut local = LocalBridge::connect(&server.socket());
-    let mut tcp = [(); 2].map(|()| TcpSession::connect(server.port));
-    let mut second = LocalBridge::connect(&server.socket());
+    let mut local = connect_locally();
+    let mut tcp = [(); 2].map(|()| connect_over_tcp());
+    let mut second = connect_locally();
     assert_eq!(devices(&server), [["0"; 2], ["1,2"; 2]]);
     let exclusive = || {
         let status = server.status();
@@ -246,23 +258,24 @@ fn one_client_has_a_device_for_itself_while_others_share_the_rest() {
     // Its device serves others again once its last session has ended, and not before.
     drop(local);
     until("its first session has ended", || server.sessions() == 3);
-    let third = TcpSession::connect(server.port);
+    let third = connect_over_tcp();
     assert_eq!(devices(&server), [vec!["0"], vec!["1,2"; 3]]);
     drop((second, third));
     until("both have ended", || server.sessions() == 2);
-    let all = TcpSession::connect(server.port);
+    let all = connect_over_tcp();
     let mut of_others = devices(&server)[1].clone();
     of_others.sort();
     assert_eq!(of_others, ["0,1,2", "1,2", "1,2"]);
     // Others use all devices now, so it has to wait, and the refusal says for what.
+    is_ready();
     let refusal = LocalBridge::try_connect(&server.socket()).err().unwrap();
     assert!(
         refusal.contains("it needs 1 of devices 0, 1, 2 for itself, and 0 are free of others"),
         "{refusal}"
     );
     drop(all);
-    until("a device is free", || server.sessions() == 2 && server.number("workers_ready") > 0);
-    let _local = LocalBridge::connect(&server.socket());
+    until("a device is free", || server.sessions() == 2);
+    let _local = connect_locally();
     assert_eq!(devices(&server), [vec!["0"], vec!["1,2"; 2]]);
 }
 

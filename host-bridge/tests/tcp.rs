@@ -37,10 +37,21 @@ fn commands_arrive_in_order_and_many_in_a_frame() {
     let commands = server.commands();
     assert_eq!(commands.len(), 50_001);
     assert!(commands.iter().enumerate().all(|(i, (seq, _))| *seq == i as u64 + 1));
-    assert!(server.frames() < 25_000, "{} frames", server.frames());
     assert_eq!(server.programs(), ["test-program"]);
     let counters = client.session.counters();
     assert_eq!((counters.commands.get(), counters.replies.get()), (50_001, 1));
+    // How many go in one frame depends on who gets a processor when. So these are all in the ring when the relay, which
+    // has nothing left to do, is woken.
+    eventually(|| client.progress().executed() == 50_001 && client.header().host_sleep.is_asleep());
+    assert!(client.header().host_sleep.take(), "nobody else rings");
+    let before = server.frames();
+    for _ in 0..1000 {
+        client.mark();
+    }
+    client.ring_doorbell();
+    client.synchronize();
+    let frames = server.frames() - before;
+    assert!(frames < 100, "{frames} frames");
 }
 
 #[test]
@@ -87,8 +98,11 @@ fn data_survives(hands: bool) {
         assert!(client.read(&extents) == bytes, "{size} bytes came back wrong");
         client.session.unregister_region(id as u32).unwrap();
     }
-    let sum = client.session.counters().data_bytes_received.get();
-    assert_eq!((client.session.counters().data_bytes_sent.get(), sum), (sum, 11_409_028));
+    let counters = client.session.counters();
+    assert_eq!(counters.data_bytes_received.get(), 11_409_028);
+    // A thread counts what it has sent a moment after the server has it.
+    until("all is counted", || counters.data_bytes_sent.get() >= 11_409_028);
+    assert_eq!(counters.data_bytes_sent.get(), 11_409_028);
 }
 
 #[test]

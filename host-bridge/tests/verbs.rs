@@ -116,7 +116,9 @@ fn extents(id: u32) -> Vec<Extent> {
 
 impl Bridge {
     fn begin(config: &SessionConfig, is_saved: bool) -> (Bridge, Channel) {
-        let config = SessionConfig { transport: TransportKind::Verbs, ..config.clone() };
+        // So long a new link of no use may seem to be one.
+        let silence = Duration::from_secs(10);
+        let config = SessionConfig { transport: TransportKind::Verbs, silence, ..config.clone() };
         let (memories, channel) = channel(4 << 20);
         let (extents, size) = (channel.extents.clone(), channel.size);
         let view = memories.view(&extents, size).unwrap();
@@ -172,10 +174,10 @@ fn on_lost(lost: &Arc<Mutex<Option<String>>>) -> Box<dyn FnOnce(&str) + Send> {
     Box::new(move |reason| *lost.lock().unwrap() = Some(reason.to_owned()))
 }
 
-/// Copies back and forth until it is told to stop, and checks every byte. Gives how often.
+/// Copies back and forth until it is told to stop, and checks every byte. Gives how often: at least once.
 fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBool) -> u64 {
     let mut rounds = 0;
-    while !stop.load(Ordering::SeqCst) {
+    while rounds == 0 || !stop.load(Ordering::SeqCst) {
         let lengths = [1, 4000, 70_000, 300_000, 700_001, 2_500_000];
         let len = lengths[rounds as usize % lengths.len()];
         let bytes = pattern(len as usize, seed + rounds);

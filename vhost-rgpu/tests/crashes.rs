@@ -317,7 +317,9 @@ fn goes_on_in_the_next_device_process(daemon: &Daemon, ended: impl Fn() -> usize
         assert_eq!(guest.ask(register(round, &extents), &extents).0, Answer::Invalid, "it is in use");
         let status = daemon.status();
         let [row] = &status["sessions"].as_array().unwrap()[..] else { panic!("{status}") };
-        assert_eq!((row["regions"].as_u64(), row["resumed"].as_u64()), (Some(u64::from(round) + 1), Some(1)));
+        assert_eq!(row["regions"].as_u64(), Some(u64::from(round) + 1));
+        // At least once: a link over tcp that is silent for a while is replaced.
+        assert!(row["resumed"].as_u64() >= Some(1), "{row}");
         assert_eq!(row["program"], "guest-program");
     }
     assert_eq!((daemon.number("sessions_lost"), daemon.number("sessions_opened")), (0, 1));
@@ -425,9 +427,8 @@ fn crashes_at_any_moment(daemon: &Daemon, len: u64) {
             }
         });
         for step in 0u64.. {
-            if crashes.is_finished() && step > 50 {
-                break;
-            }
+            // This step is the last one: whatever the crashes have come between, it needs the session.
+            let over = crashes.is_finished() && step > 50;
             guest.reuse_buffers();
             let id = (step * step % 5) as u32;
             let (extents, bytes) = (scattered(len, u64::from(id) + 1), pattern(len as usize, step));
@@ -452,6 +453,9 @@ fn crashes_at_any_moment(daemon: &Daemon, len: u64) {
             channel.push(&MemcpyDtoH { stream: StreamId(0), src: step % 7, dst: HostOut(range) }, NO_SLOT);
             channel.synchronize();
             assert!(session::read(&guest.memories, &extents) == bytes, "step {step}");
+            if over {
+                break;
+            }
         }
         crashes.join().unwrap();
     });
@@ -529,7 +533,7 @@ fn a_crash_affects_no_neighbor() {
     copies(&mut channel, 3);
     let (_client, mut next) = native(&daemon);
     copies(&mut next, 4);
-    assert!(daemon.log().contains("the session of a process before this one"), "{}", daemon.log());
+    until("the log says why", || daemon.log().contains("the session of a process before this one"));
 }
 
 #[test]

@@ -55,7 +55,8 @@ impl Service {
         record.is_some_and(|record| record["words"]["busy"] == true)
     }
 
-    /// Kills the daemon between two messages of a VMM, and starts another one.
+    /// Kills the daemon when it has acted on all messages of a VMM, which has [settled](Guest::settle), and starts
+    /// another one.
     fn crash(&self, mut daemon: Daemon) -> Daemon {
         eventually(|| !self.is_busy());
         daemon.end(Signal::SIGKILL);
@@ -126,6 +127,7 @@ fn a_guest_does_not_notice(
     guest.reset();
     eventually(|| ended() == 1);
     (0..3).for_each(|queue| guest.start(queue));
+    guest.settle();
     guest.create(0).synchronize();
     daemon = replace(daemon);
     guest.create(1).synchronize();
@@ -175,8 +177,7 @@ fn nothing_is_kept_of_a_vmm_that_has_left_or_of_a_daemon_that_has_ended() {
     let mut guest = Guest::connect(&daemon);
     guest.create(0).synchronize();
     // A record, the VMM's socket, requests, a process and its socket, memory, two for each of three rings,
-    // and a channel. The VMM doesn't wait for answers to its messages about rings, so the last ring's may
-    // come after the channel.
+    // and a channel.
     eventually(|| guests() == 13);
     drop(guest);
     eventually(|| guests() == 0);

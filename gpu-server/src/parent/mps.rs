@@ -103,8 +103,6 @@ impl Drop for Service {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
     use super::*;
 
     /// A control command that notes what it is asked in `asked`, and of which a service runs while `up` exists.
@@ -116,8 +114,10 @@ mod tests {
              read word; echo \"$word\" >> $d/asked\n[ -e $d/up ] || exit 1\ncase $word in quit*) rm $d/up;; esac\n",
             folder.display()
         );
-        std::fs::write(&path, script).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        // By another process: a file that this one has open for writing while another test starts something cannot be
+        // executed.
+        let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
+        assert!(Command::new("sh").args(["-c", write]).arg(&path).arg(script).status().unwrap().success());
         path
     }
 

@@ -108,6 +108,8 @@ pub struct SessionConfig {
     pub handshake_timeout: Duration,
     /// A server silent for longer is lost.
     pub silence: Duration,
+    /// A server that keeps the session without connections, and is silent for longer, is asked for new ones (transport `tcp`).
+    pub link_silence: Duration,
     /// The most bytes that one session may register; 0: no limit.
     pub max_registered: u64,
     /// The most regions that one session may register.
@@ -169,6 +171,7 @@ impl SessionConfig {
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),
+            link_silence: Duration::from_secs(2),
             max_registered: 0,
             max_regions: 65536,
             verbs: Settings::default(),

@@ -47,6 +47,12 @@ pub fn stop(pid: u32) {
     });
 }
 
+/// Whether all of a status is of now. `vhost-rgpu` shows the last known figures of a device process that does not report within two seconds.
+fn is_whole(status: &serde_json::Value) -> bool {
+    let processes = status["device_processes"].as_array();
+    processes.into_iter().flatten().all(|process| process["reports"] == true)
+}
+
 /// A running daemon. Killed when dropped; a test that fails prints its log.
 pub struct Daemon {
     child: Child,
@@ -91,16 +97,25 @@ impl Daemon {
         self.folder.path().join(name)
     }
 
-    /// Its status, if it answers. A daemon that another program replaces at this moment does not.
-    pub fn try_status(&self) -> Option<serde_json::Value> {
+    fn any_status(&self) -> Option<serde_json::Value> {
         let mut text = String::new();
         UnixStream::connect(self.path("status")).ok()?.read_to_string(&mut text).ok()?;
         serde_json::from_str(&text).ok()
     }
 
-    /// Its status, as `rgpuctl status` gets it.
+    /// Its [`status`](Self::status), if it answers. A daemon that another program replaces at this moment does not.
+    pub fn try_status(&self) -> Option<serde_json::Value> {
+        self.any_status().filter(is_whole)
+    }
+
+    /// Its status, as `rgpuctl status` gets it, when all of it is of now.
     pub fn status(&self) -> serde_json::Value {
-        self.try_status().expect("the status socket answers")
+        let mut status = serde_json::Value::Null;
+        until("all device processes report", || {
+            status = self.any_status().expect("the status socket answers");
+            is_whole(&status)
+        });
+        status
     }
 
     /// A number of its status.
@@ -124,20 +139,22 @@ impl Daemon {
         (count("fd"), count("task"))
     }
 
-    /// Process ids of its children that run, without those that only hold a sandbox (`rgpu-guard`).
+    /// Process ids of its children that run a program, without those that only hold a sandbox (`rgpu-guard`).
     pub fn children(&self) -> Vec<i32> {
         let parent = self.pid().to_string();
-        let running = |stat: &str| -> Option<bool> {
-            if stat.contains("(rgpu-guard)") {
-                return Some(false);
-            }
+        // A process that is just being made is a copy of the daemon, whether it will be a guard or run a program.
+        let command = |process: &str| std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+        let copied = command(&parent);
+        let running = |process: &str, stat: &str| -> Option<bool> {
             let mut fields = stat.rsplit(')').next()?.split_whitespace();
-            Some(fields.next()? != "Z" && fields.next()? == parent)
+            let runs = fields.next()? != "Z" && fields.next()? == parent;
+            Some(runs && !stat.contains("(rgpu-guard)") && command(process) != copied)
         };
         let children = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
             let entry = entry.ok()?;
-            let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
-            running(&stat)?.then(|| entry.file_name().to_str()?.parse().ok())?
+            let (name, stat) = (entry.file_name(), std::fs::read_to_string(entry.path().join("stat")).ok()?);
+            let process = name.to_str()?;
+            running(process, &stat)?.then(|| process.parse().ok())?
         });
         children.collect()
     }

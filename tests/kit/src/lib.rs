@@ -42,8 +42,11 @@ pub mod tcp_server;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::time::{Duration, Instant};
 
+use host_bridge::bridge::SessionConfig;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use protocol::data::{HostRange, Place};
@@ -66,17 +69,32 @@ pub fn eventually(condition: impl FnMut() -> bool) {
     until("a condition holds", condition);
 }
 
+/// Gives a session all the time that a busy machine may need, wherever it has a limit. A test of one of these limits sets it again.
+pub fn be_patient(config: &mut SessionConfig) {
+    (config.connect_timeout, config.handshake_timeout) = (PATIENCE, PATIENCE);
+    // Less for a link: a session that has lost one without a sign still goes on before the test gives up.
+    (config.silence, config.link_silence) = (PATIENCE, PATIENCE / 4);
+}
+
 /// A port of the loopback interface on which nothing listens.
 ///
 /// It is below the range from which the kernel gives ports to outgoing connections and to whoever asks for any port, and
-/// chosen at random, so that it is still free when a daemon is started on it a moment later, or again after its end.
+/// no other test gets it until this process ends. So it is still free when a daemon is started on it later, or again after
+/// its end.
 pub fn free_port() -> u16 {
     const FIRST: u64 = 12_000;
     const COUNT: u64 = 20_000;
     // The standard library's hash keys are random.
     let random = || (FIRST + RandomState::new().build_hasher().finish() % COUNT) as u16;
     let mut ports = std::iter::repeat_with(random).take(1000);
-    ports.find(|port| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a port is free")
+    let is_free = |port: &u16| reserve(*port) && std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    ports.find(is_free).expect("a port is free")
+}
+
+/// Takes a name for the port that only one process of this machine can have, for the rest of this process's life. False: somebody has it.
+fn reserve(port: u16) -> bool {
+    let name = SocketAddr::from_abstract_name(format!("rgpu-test-port-{port}")).unwrap();
+    UnixListener::bind_addr(&name).map(std::mem::forget).is_ok()
 }
 
 /// A memfd of `size` bytes, not sealed.

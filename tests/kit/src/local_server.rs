@@ -4,7 +4,6 @@ use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use host_bridge::bridge::SessionConfig;
 use host_bridge::endpoint::{Client, Commands, LocalCommands, Lost, Mapped, Polling, Sink, Source};
@@ -20,6 +19,7 @@ use protocol::wire::{Reader, Wire};
 use zerocopy::IntoBytes;
 
 use crate::link::welcome;
+use crate::{PATIENCE, be_patient};
 
 /// What a worker does when a session has been opened with it.
 #[derive(Clone, Copy, PartialEq)]
@@ -83,7 +83,8 @@ impl LocalServer {
                 });
             }
         });
-        let config = SessionConfig::new(Address::Unix(path), "test-host");
+        let mut config = SessionConfig::new(Address::Unix(path), "test-host");
+        be_patient(&mut config);
         LocalServer { config, ended, trouble, kept, _folder: folder }
     }
 }
@@ -113,8 +114,8 @@ fn work(socket: UnixStream, behavior: Behavior, kept: &Kept) -> Result<(), Strin
 
 /// Executes a session's commands after the welcome.
 fn serve(socket: UnixStream, behavior: Behavior, kept: &Kept) -> Result<(), String> {
-    let (mut commands, client) = LocalCommands::attach(socket, Polling::default(), Duration::from_secs(60))
-        .map_err(|e| e.to_string())?;
+    let (mut commands, client) =
+        LocalCommands::attach(socket, Polling::default(), PATIENCE).map_err(|e| e.to_string())?;
     let result = execute(&mut commands, &*client, behavior, kept);
     client.close();
     result

@@ -94,12 +94,28 @@ fn runs(processes: &[u32]) -> u64 {
     processes.iter().map(of).sum()
 }
 
-/// Waits until no thread of these processes runs for a whole second.
+/// Whether all threads of these processes sleep. One that is only waiting for a processor, as on a busy machine, does not.
+fn sleep(processes: &[u32]) -> bool {
+    let sleeps =
+        |stat: &str| stat.rsplit_once(") ").is_none_or(|(_, state)| state.starts_with(['S', 'I', 'Z']));
+    let of = |process: &u32| {
+        let stats = tasks(*process).into_iter().map(|task| format!("/proc/{process}/task/{task}/stat"));
+        // A thread that has ended has no state.
+        stats.into_iter().all(|stat| sleeps(&fs::read_to_string(stat).unwrap_or_default()))
+    };
+    processes.iter().all(of)
+}
+
+/// Waits until no thread of these processes has anything to do for a whole second.
 pub fn until_idle(processes: impl Fn() -> Vec<u32>) {
-    crate::until("no thread runs for a second", || {
-        let before = (processes(), runs(&processes()));
+    let seen = || {
+        let all = processes();
+        (runs(&all), sleep(&all), all)
+    };
+    crate::until("no thread has anything to do for a second", || {
+        let before = seen();
         std::thread::sleep(Duration::from_secs(1));
-        before == (processes(), runs(&processes()))
+        before.1 && before == seen()
     });
 }
 

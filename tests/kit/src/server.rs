@@ -20,8 +20,8 @@ use protocol::version::{OURS, Speaks};
 use protocol::wire::{Reader, Wire};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use crate::PATIENCE;
 use crate::link::welcome;
+use crate::{PATIENCE, be_patient};
 
 /// How a fake server differs from one that behaves.
 #[derive(Debug, Clone, Default)]
@@ -129,6 +129,7 @@ impl FakeServer {
     /// The configuration of a session with it.
     pub fn config(&self) -> SessionConfig {
         let mut config = SessionConfig::new(self.address.clone(), "test-host");
+        be_patient(&mut config);
         config.security = Security::Insecure;
         config.data_connections = 3;
         // On machines with few processors, too.

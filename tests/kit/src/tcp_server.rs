@@ -21,9 +21,9 @@ use protocol::device::Answer;
 use protocol::link::{Hello, MAGIC, Welcome, purpose, wish};
 use zerocopy::{FromZeros, IntoBytes};
 
-use crate::PATIENCE;
 use crate::link::welcome;
 use crate::local_server::{Behavior, Kept, execute};
+use crate::{PATIENCE, be_patient};
 
 /// Data connections of each session.
 const DATA: u32 = 3;
@@ -107,6 +107,7 @@ impl TcpServer {
             }
         });
         let mut config = SessionConfig::new(address, "test-host");
+        be_patient(&mut config);
         config.security = Security::Insecure;
         TcpServer { config, shared }
     }

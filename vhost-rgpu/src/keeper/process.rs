@@ -468,6 +468,11 @@ impl Process {
 
     /// Its status, if it arrives by `deadline`; otherwise the last known one.
     pub fn status(&self, deadline: Instant) -> Counted {
+        self.report(deadline).0
+    }
+
+    /// Its [`status`](Self::status), and whether it has arrived by `deadline`.
+    pub fn report(&self, deadline: Instant) -> (Counted, bool) {
         let mut heard = self.lock();
         heard.asked += 1;
         let question = heard.asked;
@@ -480,8 +485,9 @@ impl Process {
             }
             (heard, _) = self.changed.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner);
         }
+        let reports = heard.answered >= question;
         drop(heard);
-        self.last_status()
+        (self.last_status(), reports)
     }
 
     /// The last known status.

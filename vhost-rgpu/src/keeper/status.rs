@@ -205,12 +205,13 @@ fn status(processes: &Processes, own: &Own, succession: &Succession) -> Value {
     let deadline = Instant::now() + PATIENCE;
     let (mut rows, mut sessions) = (Vec::with_capacity(running.len()), Vec::new());
     for process in running {
-        let counted = process.status(deadline);
+        let (counted, reports) = process.report(deadline);
         sums.add(&counted);
         rows.push(json!({
             "serves": process.name,
             "process": process.pid,
             "seconds": process.age().as_secs(),
+            "reports": reports,
             "sessions": counted.sessions.len(),
             "sandbox": sandbox::inspect(process.pid),
         }));

@@ -10,9 +10,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use nix::sys::signal::Signal;
-use test_kit::eventually;
 use test_kit::manager::Manager;
 use test_kit::server::FakeServer;
+use test_kit::{PATIENCE, eventually};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_vhost-rgpu");
 
@@ -38,6 +38,9 @@ fn spawn(mut command: Command, folder: &Arc<tempfile::TempDir>, arguments: &[&st
     command.arg("--native-socket").arg(path("native.sock")).arg("--socket").arg(path("vm.sock"));
     if !arguments.contains(&"--identity") {
         command.arg("--insecure");
+    }
+    if !arguments.contains(&"--lost-after-seconds") {
+        command.args(["--lost-after-seconds", &PATIENCE.as_secs().to_string()]);
     }
     command.args(arguments).env("RUST_LOG", "debug");
     Daemon(test_kit::daemon::Daemon::spawn(&mut command, folder))

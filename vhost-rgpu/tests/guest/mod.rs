@@ -98,7 +98,13 @@ impl Guest {
             guest.queues.push(queue);
             guest.start(index);
         }
+        guest.settle();
         guest
+    }
+
+    /// Waits until the daemon has acted on all messages of the VMM so far. Most have no answer, but this one does.
+    pub fn settle(&self) {
+        self.frontend.get_features().unwrap();
     }
 
     pub fn share(&mut self, file: &OwnedFd) {

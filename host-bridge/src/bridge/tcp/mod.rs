@@ -22,7 +22,6 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use self::carrier::{Left, TcpCarrier};
 use self::links::Links;
@@ -38,9 +37,6 @@ use super::transport::{RegionMemory, Transport};
 use crate::memory::Memories;
 use crate::stream::Stream;
 use protocol::polling::PollTime;
-
-/// A server that is waited for and silent for longer is asked for new connections.
-const SILENCE: Duration = Duration::from_secs(2);
 
 /// A region as sockets use it.
 fn memory_of(region: &RegionMemory) -> Result<SocketMemory, RegionError> {
@@ -68,7 +64,7 @@ pub(super) fn start(
         };
         let arena = SocketMemory::Arena(Arc::clone(session));
         // To ask for new connections harms nobody, and those that hang may do so for as long again.
-        let silence = if survives { config.silence.min(SILENCE) } else { config.silence };
+        let silence = if survives { config.silence.min(config.link_silence) } else { config.silence };
         let mut machine = Machine::new(session, Some(arena), schedule, silence);
         if let Some(ledger) = ledger {
             machine.note_in(ledger);
@@ -115,7 +111,7 @@ fn relay_on(
     };
     let schedule = Flows::new(lanes, ticket.eager, ticket.cache(config)).noted();
     let memory = (Some(SocketMemory::Arena(Arc::clone(session))), regions);
-    let silence = config.silence.min(SILENCE);
+    let silence = config.silence.min(config.link_silence);
     let rooms = rooms.unwrap_or_default();
     let restored = Machine::restore(session, memory, schedule, silence, (ledger, &rooms), lanes);
     let begun = restored.and_then(|Restored { machine, out, lanes, generation }| {
