@@ -103,8 +103,6 @@ impl Drop for Service {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
     use super::*;
 
     /// A control command that notes what it is asked in `asked`, and of which a service runs while `up` exists.
@@ -116,8 +114,13 @@ mod tests {
              read word; echo \"$word\" >> $d/asked\n[ -e $d/up ] || exit 1\ncase $word in quit*) rm $d/up;; esac\n",
             folder.display()
         );
-        std::fs::write(&path, script).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        // A shell writes it. A child that another test starts just now would inherit this process's descriptor, and nobody
+        // executes a file that is open for writing.
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "cat > \"$0\" && chmod 755 \"$0\""]).arg(&path).stdin(Stdio::piped());
+        let mut shell = shell.spawn().unwrap();
+        shell.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+        assert!(shell.wait().unwrap().success());
         path
     }
 
