@@ -30,10 +30,12 @@ mod tests {
 
     #[test]
     fn a_time_is_the_same_afterwards_and_never_in_the_future() {
-        let time = Instant::now().checked_sub(Duration::from_secs(3)).unwrap_or_else(Instant::now);
+        let begin = Instant::now();
+        let time = begin.checked_sub(Duration::from_secs(3)).unwrap_or(begin);
         let again = from_ns(to_ns(time));
         let apart = again.max(time) - again.min(time);
-        assert!(apart < Duration::from_millis(100), "{apart:?}");
+        // Both clocks are read, one after the other, and this thread may have been preempted in between.
+        assert!(apart <= begin.elapsed(), "{apart:?}");
         assert!(from_ns(u64::MAX) <= Instant::now());
     }
 }
