@@ -235,7 +235,7 @@ fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
         send_eagerly(&mut a, 100 + seq, 0, &megabyte[..(1 << 20) - usize::from(seq > 0)]);
     }
     // The header of one more is too much. Whoever reads it closes the connection, and need not wait for the bytes.
-    let len = (1 << 20) - 1 | EAGER_FLAG;
+    let len = ((1 << 20) - 1) | EAGER_FLAG;
     a.write_all(DataHeader { seq: 100 + (EAGER >> 20), offset: 0, piece: 0, len }.as_bytes()).unwrap();
     assert_eq!(thread.join().unwrap().unwrap_err().kind(), io::ErrorKind::InvalidData);
 }
