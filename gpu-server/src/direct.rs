@@ -73,8 +73,9 @@ use crate::worker_protocol::Token;
 const WITHIN: Duration = Duration::from_secs(10);
 /// A peer that accepts nothing, or stops in the middle of a piece, for this long is lost.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long memory that is freed waits for pieces that are just being copied from or to it.
-const COPIED_WITHIN: Duration = Duration::from_secs(5);
+/// How long memory that is freed waits for pieces that are just being copied from or to it. Longer in tests,
+/// whose machine may be busy.
+const COPIED_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 240 } else { 5 });
 
 /// A session's direct connections.
 pub struct Directs {

@@ -15,6 +15,9 @@ use protocol::device::text;
 use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
 use protocol::ops::direct::MAX_PIECE;
 
+/// How long anything may take before a test fails.
+const LONG: Duration = Duration::from_secs(240);
+
 /// Copies nothing, and says that it is done.
 pub(super) struct Nothing;
 
@@ -129,7 +132,7 @@ fn memory_is_freed_only_when_no_piece_of_a_box_is_being_copied() {
     });
     assert!(is_freed.recv_timeout(Duration::from_millis(50)).is_err());
     assert_eq!(patient.copies(), 1);
-    is_freed.recv_timeout(PATIENCE).unwrap();
+    is_freed.recv_timeout(LONG).unwrap();
 }
 
 /// A receiving end that reads from the other end of a socket.
@@ -170,7 +173,7 @@ fn between_pieces_a_peer_has_all_the_time() {
 
 #[test]
 fn the_last_number_that_there_is_can_arrive() {
-    let (mut ours, incoming, thread) = receiving(PATIENCE);
+    let (mut ours, incoming, thread) = receiving(LONG);
     for number in [1, 2, 4, u64::MAX - 1, u64::MAX] {
         ours.write_all(&[header(number, 1).as_bytes(), &[0]].concat()).unwrap();
     }
@@ -192,7 +195,7 @@ fn answer_of(mut ours: &UnixStream) -> DirectQueue {
 
 #[test]
 fn an_end_that_does_not_use_verbs_says_so_and_takes_pieces_from_the_socket() {
-    let (mut ours, incoming, thread) = receiving(PATIENCE);
+    let (mut ours, incoming, thread) = receiving(LONG);
     let answer = answer_of(&ours);
     assert_eq!(answer.queue_pair, 0);
     assert!(untext(&answer.reason).contains("--direct-verbs"), "{}", untext(&answer.reason));
@@ -217,7 +220,7 @@ fn an_offer_of_verbs_comes_first_and_whole_or_ends_the_connection() {
         &late,
         &[&whole[..], &whole[..]].concat(),
     ] {
-        let (mut ours, incoming, thread) = receiving(PATIENCE);
+        let (mut ours, incoming, thread) = receiving(LONG);
         ours.write_all(bad).unwrap();
         ours.shutdown(std::net::Shutdown::Write).unwrap();
         assert_ne!(thread.join().unwrap(), "closed", "{bad:?}");
@@ -353,14 +356,14 @@ fn pieces_go_over_verbs_from_one_end_to_the_other() {
     let reading = Arc::clone(&incoming);
     let receiving = std::thread::spawn(move || {
         let verbs = Verbs::new(Settings::default());
-        reading.read(&theirs, Some(&verbs), PATIENCE)
+        reading.read(&theirs, Some(&verbs), LONG)
     });
     let verbs = Verbs::new(Settings::default());
     let queue = verbs::offer(Some(&verbs), &ours, DIRECT_VERBS_SINCE).unwrap().unwrap();
     let bytes = Arc::<Common>::default();
     let outgoing = Outgoing::start(ours, Some(queue), Arc::clone(&bytes)).unwrap();
     let content = |number: u64| vec![number as u8; (number * 104_729 % MAX_PIECE + 1) as usize];
-    let until = Instant::now() + 20 * PATIENCE;
+    let until = Instant::now() + LONG;
     // Polls until there is something.
     fn soon<T>(until: Instant, mut look: impl FnMut() -> Option<T>) -> T {
         loop {
@@ -406,7 +409,7 @@ fn under_tls() -> (Stream, Stream) {
     let [one, other] = [(); 2].map(|()| Arc::new(Identity::generate().unwrap()));
     let (ours, theirs) = UnixStream::pair().unwrap();
     let server = tls::server_pinning(&other, one.fingerprint()).unwrap();
-    let deadline = Instant::now() + WITHIN;
+    let deadline = Instant::now() + LONG;
     let accepted =
         std::thread::spawn(move || Stream::tls_server(OwnedFd::from(theirs), &server, deadline).unwrap());
     let client = tls::client_pinning(&one, &[other.fingerprint()]).unwrap();
@@ -493,7 +496,7 @@ proptest! {
             }
         }
         bytes.truncate(cut);
-        let (mut ours, incoming, thread) = receiving(PATIENCE);
+        let (mut ours, incoming, thread) = receiving(LONG);
         // It may have been closed meanwhile.
         let _ = ours.write_all(&bytes);
         drop(ours);

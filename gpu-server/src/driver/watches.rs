@@ -38,8 +38,8 @@ const MOST_READINGS: usize = 8;
 /// How often what is not watched is compared too. Without anything new, the client needs that only so that
 /// it does not read old bytes for ever.
 const SELDOM: Duration = Duration::from_millis(4);
-/// The longest that a watch lasts.
-const MOST_TIME: Duration = Duration::from_secs(1);
+/// The longest that a watch lasts. In tests it ends when they say so, however busy the machine is.
+const MOST_TIME: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 1 });
 /// Maximum bytes of one [`HostFetch`].
 const MOST_FETCHED: u64 = 16 << 20;
 /// Maximum bytes that are watched at a time.
@@ -454,7 +454,13 @@ mod tests {
         }
 
         fn set(&self, at: usize, byte: u8) {
-            self.0.lock().expect("no panic")[at] = byte;
+            self.set_all(&[(at, byte)]);
+        }
+
+        /// Sets bytes, all of which are compared before this or all after it.
+        fn set_all(&self, bytes: &[(usize, u8)]) {
+            let mut all = self.0.lock().expect("no panic");
+            bytes.iter().for_each(|(at, byte)| all[*at] = *byte);
         }
     }
 
@@ -538,11 +544,10 @@ mod tests {
         }
         let all = [first, second, third];
         test.begin(1, 0, &[first, second], &all, HOUR_US);
-        // Not watched. Then the client's own change, of which it is not told.
-        test.mirror.set(2 * PAGE + 100, 9);
+        // The client's own change, of which it is not told. Then one that is watched and one that is not.
         let own = [WordPatch { address: first, mask: 0xff, value: 5 }];
         test.mirror.1.patch(&*test.mirror, &own).expect("a mirror");
-        test.mirror.set(PAGE + 9, 1);
+        test.mirror.set_all(&[(PAGE + 9, 1), (2 * PAGE + 100, 9)]);
         assert_eq!(test.answer(), (1, vec![(second + 8, 0x100)], vec![third]));
         // The client has not taken it over, and then it has.
         test.begin(2, 0, &[first, second], &all, HOUR_US);
@@ -562,7 +567,9 @@ mod tests {
         assert_eq!(test.answer(), (2, vec![], vec![]));
         test.mirror.set(0, 1);
         test.begin(3, 0, &[MIRROR_PAGE], &has, 0);
-        assert_eq!(test.answer(), (3, vec![], vec![]));
+        // What is not watched is compared as well if that was not done just before.
+        let (number, words, changed) = test.answer();
+        assert!(number == 3 && words.is_empty() && (changed.is_empty() || changed == [0]), "{changed:?}");
     }
 
     #[test]

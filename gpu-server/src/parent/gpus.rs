@@ -129,12 +129,14 @@ mod tests {
         let gpus = Gpus::default();
         gpus.watched();
         assert!(!gpus.lock().wanted);
+        // However long this test takes, neither was long ago.
+        let later = Instant::now() + Duration::from_secs(3600);
+        assert!(gpus.lock().status_read.replace(later).is_some_and(|read| read < later));
         gpus.watched();
         assert!(gpus.lock().wanted);
         let reading = Reading { device: 3, ..Reading::default() };
         let mut state = gpus.lock();
-        (state.wanted, state.at, state.readings) =
-            (false, Some(Instant::now()), Arc::new(vec![reading.clone()]));
+        (state.wanted, state.at, state.readings) = (false, Some(later), Arc::new(vec![reading.clone()]));
         drop(state);
         assert_eq!(*gpus.watched(), [reading]);
         assert!(!gpus.lock().wanted);

@@ -284,12 +284,17 @@ pub(super) mod tests {
         let mut pause = Duration::ZERO;
         for failure in 1..8 {
             starting_worker(&mut state, failure, Kind::Gpu);
+            state.gpu.not_before = None;
             remove_worker(&mut state, failure, false, "exited", None);
-            let Some(Next::At(when)) = next(&state, &options, Kind::Gpu, 16, Instant::now()) else {
+            assert!(state.gpu.failures == failure && state.gpu.not_before.is_some());
+            // The same failure at a time that is known here.
+            state.gpu.failures -= 1;
+            state.gpu.fail(now, "it exited".into());
+            let Some(Next::At(when)) = next(&state, &options, Kind::Gpu, 16, now) else {
                 panic!("no pause after {failure} failures")
             };
-            let longer = when.saturating_duration_since(Instant::now());
-            assert!(longer > pause || longer > MAX_PAUSE / 2);
+            let longer = when - now;
+            assert!(longer > pause || longer == MAX_PAUSE);
             (pause, now) = (longer, when);
             assert_eq!(started(&mut state, &options, Kind::Gpu, 16, now), 1);
             state.gpu.starting = 0;
@@ -302,8 +307,8 @@ pub(super) mod tests {
     fn a_pause_of_gpu_workers_does_not_delay_nvml_workers() {
         let (mut state, options) = (State::default(), options(&[]));
         starting_worker(&mut state, 1, Kind::Gpu);
-        remove_worker(&mut state, 1, false, "exited", None);
         let now = Instant::now();
+        remove_worker(&mut state, 1, false, "exited", None);
         assert!(matches!(next_of_all(&state, &options, 16, now), Some(Next::At(_))));
         waiting(&mut state, 1, Kind::Nvml);
         assert_eq!(next_of_all(&state, &options, 16, now), Some(Next::Start(Kind::Nvml)));
@@ -315,9 +320,9 @@ pub(super) mod tests {
         waiting(&mut state, 8, Kind::Gpu);
         starting_worker(&mut state, 1, Kind::Gpu);
         state.gpu.full = true;
+        let now = Instant::now();
         remove_worker(&mut state, 1, true, "exited", Some("no memory for its context".into()));
         assert_eq!(state.gpu.failures, 0);
-        let now = Instant::now();
         assert!(matches!(next(&state, &options, Kind::Gpu, 16, now), Some(Next::At(_))));
         let other = starting_worker(&mut state, 2, Kind::Gpu);
         become_ready(&mut state, &other).unwrap();

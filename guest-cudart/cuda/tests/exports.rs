@@ -3,8 +3,10 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
+
+mod headers;
 
 const HERE: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -12,27 +14,6 @@ fn run(command: &mut Command) -> String {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     assert!(output.status.success(), "{command:?}:\n{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("UTF-8")
-}
-
-fn build_folder() -> PathBuf {
-    Path::new(HERE).join("../../build")
-}
-
-/// The folder of `cuda.h` 13.0: the compiler's if it is installed, else that of the runtime's wheel, which is
-/// installed now.
-fn headers() -> PathBuf {
-    for installed in ["cuda13", "cuda13-headers"] {
-        let include = build_folder().join(installed).join("nvidia/cu13/include");
-        if include.join("cuda.h").exists() {
-            return include;
-        }
-    }
-    let target = build_folder().join("cuda13-headers");
-    run(Command::new("python3")
-        .args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"])
-        .arg(&target)
-        .args(["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"]));
-    target.join("nvidia/cu13/include")
 }
 
 fn listed() -> BTreeSet<String> {
@@ -56,7 +37,9 @@ fn declared(text: &str) -> BTreeSet<String> {
 
 #[test]
 fn the_list_is_that_of_the_header() {
-    let include = headers();
+    let places = ["cuda13/nvidia/cu13/include", "cuda13-headers/nvidia/cu13/include"];
+    let packages = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"];
+    let include = headers::folder(&places, "cuda13-headers", &packages);
     // What the headers of other interfaces include. None of it is needed here.
     let others = tempfile::tempdir().expect("a temporary folder");
     for header in ["GL/gl.h", "EGL/egl.h", "EGL/eglext.h", "vdpau/vdpau.h"] {

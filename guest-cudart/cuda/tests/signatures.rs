@@ -4,33 +4,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use cuda::abi::types;
 
 #[path = "../../c_signatures.rs"]
 mod c_signatures;
+mod headers;
 
 use c_signatures::{Class, bracketed, classes, prototypes, split};
 
 const HERE: &str = env!("CARGO_MANIFEST_DIR");
-
-/// The folder of a version's `cuda.h`: one that exists already, or that of the runtime's wheel, which is
-/// installed now.
-fn headers(places: &[&str], folder: &str, packages: &[&str]) -> Vec<PathBuf> {
-    let build = Path::new(HERE).join("../../build");
-    let found = places.iter().map(|place| build.join(place)).find(|include| include.join("cuda.h").exists());
-    vec![found.unwrap_or_else(|| {
-        let target = build.join(folder);
-        let installed = Command::new("python3")
-            .args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"])
-            .arg(&target)
-            .args(packages)
-            .status();
-        assert!(installed.is_ok_and(|status| status.success()), "{packages:?} cannot be installed");
-        build.join(places[places.len() - 1])
-    })]
-}
 
 /// Every function of a version's header in every form: as programs see it, with a default stream per thread,
 /// and in the older forms.
@@ -129,14 +112,15 @@ fn compare(includes: &[PathBuf], least: usize) {
 fn functions_have_the_arguments_of_the_header_of_13() {
     let places = ["cuda13/nvidia/cu13/include", "cuda13-headers/nvidia/cu13/include"];
     let packages = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"];
-    compare(&headers(&places, "cuda13-headers", &packages), 440);
+    compare(&[headers::folder(&places, "cuda13-headers", &packages)], 440);
 }
 
 #[test]
 fn functions_have_the_arguments_of_the_header_of_12() {
     let places =
         ["cuda-runtime/12.8/nvidia/cuda_runtime/include", "cuda12-headers/nvidia/cuda_runtime/include"];
-    compare(&headers(&places, "cuda12-headers", &["nvidia-cuda-runtime-cu12==12.8.90"]), 430);
+    let packages = ["nvidia-cuda-runtime-cu12==12.8.90"];
+    compare(&[headers::folder(&places, "cuda12-headers", &packages)], 430);
 }
 
 /// Tests the comparison itself: differences are found.

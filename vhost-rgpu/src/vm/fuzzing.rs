@@ -199,15 +199,7 @@ pub fn control_any(bytes: &[u8]) -> u64 {
             guest.step(&mut steps);
         }
         guest.device.end_all("the program is over");
-        let since = Instant::now();
-        while !guest.device.is_empty() {
-            assert!(
-                since.elapsed() < PATIENCE,
-                "something is left of the guest: {}",
-                guest.device.leftovers()
-            );
-            std::thread::sleep(Duration::from_micros(50));
-        }
+        guest.wait_until(Device::is_empty);
         SERVER.connections().clear();
         registry.totals.opened.load(Ordering::Relaxed)
     })
@@ -263,10 +255,23 @@ impl Guest<'_> {
             },
             17 => MOOD.store(steps.byte(), Ordering::Relaxed),
             18 => SERVER.connections().clear(),
-            _ => {
-                // Much happens meanwhile, or little.
-                (0..steps.byte()).for_each(|_| std::thread::yield_now());
-            }
+            _ => match steps.byte() {
+                // Much happens meanwhile, or little; or all that the guest has asked for, however busy the machine is.
+                few @ ..192 => (0..few).for_each(|_| std::thread::yield_now()),
+                _ => self.wait_until(Device::is_settled),
+            },
+        }
+    }
+
+    fn wait_until(&self, condition: fn(&Device) -> bool) {
+        let since = Instant::now();
+        while !condition(&self.device) {
+            assert!(
+                since.elapsed() < PATIENCE,
+                "something of the guest is left: {}",
+                self.device.leftovers()
+            );
+            std::thread::sleep(Duration::from_micros(50));
         }
     }
 

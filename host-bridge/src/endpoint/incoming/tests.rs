@@ -231,9 +231,12 @@ fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
     inbox.executed(EAGER >> 20);
     assert_eq!(inbox.lock().eager, 0);
     assert_eq!(told.placed.load(Ordering::SeqCst) + inbox.lock().placed, EAGER);
-    for seq in 0..=EAGER >> 20 {
+    for seq in 0..EAGER >> 20 {
         send_eagerly(&mut a, 100 + seq, 0, &megabyte[..(1 << 20) - usize::from(seq > 0)]);
     }
+    // The header of one more is too much. Whoever reads it closes the connection, and need not wait for the bytes.
+    let len = ((1 << 20) - 1) | EAGER_FLAG;
+    a.write_all(DataHeader { seq: 100 + (EAGER >> 20), offset: 0, piece: 0, len }.as_bytes()).unwrap();
     assert_eq!(thread.join().unwrap().unwrap_err().kind(), io::ErrorKind::InvalidData);
 }
 

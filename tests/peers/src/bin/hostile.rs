@@ -9,7 +9,7 @@
 //! It shakes hands properly, does one forbidden thing, and prints in one line how that ended: `ended: REASON` when the other side ended the session and said why,
 //! `refused: REASON` when the device refused the request. It fails when nothing of that happened.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -29,7 +29,9 @@ use zerocopy::IntoBytes;
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// How long the other side may take to end the session.
-const PATIENCE: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(240);
+/// How long its farewell may take once the queue pairs are broken.
+const FAREWELL: Duration = Duration::from_secs(30);
 const SOURCE: usize = 1 << 20;
 /// The relay resets a control connection this long after its handshake. `--life` sets another time, in milliseconds.
 const LIFE: Duration = Duration::from_secs(3);
@@ -302,14 +304,16 @@ impl Session {
         });
         let broken = turned.err().or_else(|| self.link.flush().err());
         // A farewell says more than queue pairs that broke.
-        let until = Instant::now() + Duration::from_secs(if broken.is_some() { 3 } else { 0 });
+        let until = Instant::now() + if broken.is_some() { FAREWELL } else { Duration::ZERO };
         loop {
             match reader.fill(&mut self.control) {
                 Ok(0) if broken.is_none() => return Some("ended: (without a word)".into()),
                 Ok(0) => break,
                 Ok(_) => {}
-                Err(_) if Instant::now() >= until => break,
-                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+                Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                Err(_) => break,
             }
             while let Ok(Some((kind, body))) = reader.next_frame() {
                 if kind == frame::BYE {

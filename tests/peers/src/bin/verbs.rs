@@ -44,7 +44,7 @@ const GO: u32 = 102;
 const RENEW: u32 = 103;
 
 /// How long a peer may say nothing, in seconds, before it counts as lost.
-const SILENT: u32 = 20;
+const SILENT: u32 = 120;
 
 #[derive(Debug, Clone)]
 struct Job {
