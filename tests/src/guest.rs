@@ -1,5 +1,6 @@
 //! A guest that has rgpu's libraries and the test programs, and the daemons on this machine that serve it.
 
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -53,7 +54,7 @@ pub struct Options {
     /// Microseconds that both daemons poll before they sleep, in place of the default.
     pub poll_us: Option<u32>,
     /// Seconds for which the server keeps a session whose bridge is gone or whose guest is stopped. Sessions
-    /// of a killed bridge are not kept for long.
+    /// of a killed bridge are not kept for long, but a busy machine may take some seconds to bring back a link.
     pub grace: u32,
     /// The daemons' build.
     pub build: Build,
@@ -62,7 +63,7 @@ pub struct Options {
 impl Options {
     /// The software GPU over a transport.
     pub fn software(transport: &'static str) -> Options {
-        Options { transport, backend: "software", poll_us: None, grace: 3, build: Build::Release }
+        Options { transport, backend: "software", poll_us: None, grace: 30, build: Build::Release }
     }
 }
 
@@ -305,15 +306,13 @@ impl Host {
         }
     }
 
-    /// CPU time that both daemons, all device processes and all workers have used, in clock ticks (hundredths
-    /// of a second).
-    pub fn cpu_ticks(&self) -> Result<u64> {
+    /// CPU time that each of both daemons, all device processes and all workers has used, in clock ticks
+    /// (hundredths of a second).
+    pub fn cpu_ticks(&self) -> Result<BTreeMap<u32, u64>> {
         let server = self.server()?.pid();
-        let mut sum = 0;
-        for pid in self.bridge_processes()?.into_iter().chain([server]).chain(children_of(server)?) {
-            sum += cpu_ticks(pid)?;
-        }
-        Ok(sum)
+        let all = self.bridge_processes()?.into_iter().chain([server]).chain(children_of(server)?);
+        let ticks = all.map(|pid| Ok(cpu_ticks(pid)?.map(|ticks| (pid, ticks))));
+        ticks.filter_map(Result::transpose).collect()
     }
 
     /// Private memory of each daemon, in KiB.
@@ -364,9 +363,26 @@ pub fn free_port() -> Result<u16> {
     bail!("no port of the loopback interface is free")
 }
 
+/// Entries of a folder of a process; none if it has ended meanwhile.
 fn entries(pid: u32, what: &str) -> Result<usize> {
     let folder = format!("/proc/{pid}/{what}");
-    Ok(std::fs::read_dir(&folder).with_context(|| format!("cannot read {folder}"))?.count())
+    match std::fs::read_dir(&folder) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(0),
+        entries => Ok(entries.with_context(|| format!("cannot read {folder}"))?.count()),
+    }
+}
+
+/// A file of a process. `None`: it has ended meanwhile.
+fn read(pid: u32, what: &str) -> Result<Option<String>> {
+    let path = format!("/proc/{pid}/{what}");
+    match std::fs::read_to_string(&path) {
+        Ok(text) => Ok(Some(text)),
+        // The latter if it ends between opening and reading.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => {
+            Ok(None)
+        }
+        Err(e) => Err(e).with_context(|| format!("cannot read {path}")),
+    }
 }
 
 fn children_of(parent: u32) -> Result<Vec<u32>> {
@@ -383,20 +399,19 @@ fn children_of(parent: u32) -> Result<Vec<u32>> {
     Ok(children)
 }
 
-fn cpu_ticks(pid: u32) -> Result<u64> {
-    let path = format!("/proc/{pid}/stat");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+fn cpu_ticks(pid: u32) -> Result<Option<u64>> {
+    let Some(text) = read(pid, "stat")? else { return Ok(None) };
     // The name, in parentheses, may contain anything. After it, utime and stime are the 12th and 13th words.
     let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest);
     let ticks: Option<u64> =
         rest.split_whitespace().skip(11).take(2).map(|word| word.parse::<u64>().ok()).sum();
-    ticks.with_context(|| format!("{path} has an unknown form"))
+    ticks.with_context(|| format!("/proc/{pid}/stat has an unknown form")).map(Some)
 }
 
 fn anonymous_kib(pid: u32) -> Result<u64> {
-    let path = format!("/proc/{pid}/status");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
-    number.with_context(|| format!("{path} has no RssAnon"))
+    // A process that has ended has no memory, and no line about it while nobody has waited for it.
+    let Some(text) = read(pid, "status")? else { return Ok(0) };
+    let Some(line) = text.lines().find_map(|line| line.strip_prefix("RssAnon:")) else { return Ok(0) };
+    let number = line.split_whitespace().next().and_then(|number| number.parse().ok());
+    number.with_context(|| format!("/proc/{pid}/status has the line RssAnon:{line}"))
 }

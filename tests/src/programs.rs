@@ -243,6 +243,18 @@ pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
     Ok(Outcome { status: status.code(), stdout, stderr, time, timed_out })
 }
 
+/// A program's messages, without those about waiting for a worker or for its server, which a busy machine may
+/// cause as well.
+pub fn told_beside_waits(errors: &str) -> Vec<&str> {
+    let waits = [
+        "waiting for a GPU session on",
+        "the GPU session on",
+        "is interrupted: this program waits",
+        "is back: this program continues",
+    ];
+    errors.lines().filter(|line| !waits.iter().any(|words| line.contains(words))).collect()
+}
+
 /// A counter of a whole process, from what the client library printed on standard error with `RGPU_STATS=1`.
 pub fn counted(stderr: &str, name: &str) -> Result<u64> {
     let line = stderr.lines().find(|line| line.starts_with("rgpu: stats: pid="));

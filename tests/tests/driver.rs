@@ -3,6 +3,8 @@
 //! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here check what
 //! reaches the device, what is pinned, and that the kernel logs no complaint.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Result, ensure};
 use rgpu_tests::driver_bed::{Bed, LONG, fuzz, with_program};
 use rgpu_tests::machine::{Builder, Kernel, Machine};
@@ -364,13 +366,21 @@ fn a_device_of_another_type_is_ignored_silently() -> Result<()> {
     Ok(())
 }
 
+/// Waits until the kernel has printed these words. A busy console prints later.
+fn logged(machine: &Machine, words: &str) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    while !machine.console_log().contains(words) {
+        ensure!(Instant::now() < deadline, "no {words:?} in\n{}", machine.console_log());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
 #[test]
 fn a_device_of_another_version_is_refused_with_both_versions() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { version: 9, ..Config::default() }, 512)?;
     assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
-    let log = bed.machine.console_log();
-    assert!(log.contains("device has version 9, but the driver supports version 1"), "{log}");
-    Ok(())
+    logged(&bed.machine, "device has version 9, but the driver supports version 1")
 }
 
 #[test]
@@ -378,11 +388,7 @@ fn a_device_behind_an_iommu_is_refused() -> Result<()> {
     let config = Config { features: ACCESS_PLATFORM, ..Config::default() };
     let bed = Bed::boot(Machine::builder().rgpu_option("iommu_platform=on"), config)?;
     assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
-    let log = bed.machine.console_log();
-    assert!(
-        log.contains("requires VIRTIO_F_ACCESS_PLATFORM (iommu_platform=on), which is not supported"),
-        "{log}"
-    );
+    logged(&bed.machine, "requires VIRTIO_F_ACCESS_PLATFORM (iommu_platform=on), which is not supported")?;
     bed.check_idle()?;
 
     // rgpu's own device does not offer the feature. QEMU says so before a guest boots.

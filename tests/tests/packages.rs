@@ -159,6 +159,30 @@ fn status(machine: &Machine, daemon: &str) -> Result<serde_json::Value> {
     Ok(status[path.as_str()].take())
 }
 
+/// Workers that the server keeps ready by default.
+const WORKERS: usize = 2;
+
+/// A daemon's status once that meets a condition.
+fn status_once(
+    machine: &Machine,
+    daemon: &str,
+    condition: impl Fn(&serde_json::Value) -> bool,
+) -> Result<serde_json::Value> {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let status = status(machine, daemon)?;
+        if condition(&status) {
+            return Ok(status);
+        }
+        ensure!(Instant::now() < deadline, "{daemon} does not come to rest: {status}");
+    }
+}
+
+/// Length of a list in a status.
+fn count(status: &serde_json::Value, list: &str) -> usize {
+    status[list].as_array().map_or(0, Vec::len)
+}
+
 /// Requires that the daemons have logged no warning.
 fn quiet(machine: &Machine) -> Result<()> {
     let log = machine
@@ -324,6 +348,13 @@ fn over_tls(machine: &Machine) -> Result<()> {
 /// The processes that handle clients' data have their own cgroups with limits.
 fn groups(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "groups")?;
+    // The doctor is to see the same processes: those of programs that have ended go, and a worker is started in place
+    // of the one that serves this program.
+    status_once(machine, "server", |status| {
+        let pool = (&status["workers_ready"], &status["workers_starting"]);
+        pool == (&WORKERS.into(), &0.into()) && count(status, "workers") == WORKERS + 1
+    })?;
+    status_once(machine, "vhost-rgpu", |status| count(status, "device_processes") == 1)?;
     let doctor = machine.check("rgpuctl doctor", LONG)?;
     for (daemon, unit, list, tasks) in [
         ("server", "rgpu-server", "workers", "4096"),
@@ -378,9 +409,8 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
         let stop = if unit == "vhost-rgpu" { "vhost-rgpu.socket vhost-rgpu" } else { unit };
         machine.check(&format!("systemctl stop {stop}"), LONG)?;
         ensure!(property(machine, unit, "Result")? == "success", "{unit} did not stop cleanly");
-        let left = machine
-            .check(&format!("ls -d /sys/fs/cgroup/system.slice/{unit}.service 2>/dev/null; true"), LONG)?;
-        ensure!(left.is_empty(), "{left} is left");
+        eventually(machine, &format!("test ! -e /sys/fs/cgroup/system.slice/{unit}.service"))
+            .context("its cgroup is left")?;
     }
     // The socket starts the daemon, which waits for the server.
     machine.check("systemctl start rgpu-server vhost-rgpu.socket", LONG)?;
@@ -459,12 +489,9 @@ fn keeper(machine: &Machine) -> Result<()> {
 fn killed(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "killed")?;
     let worker = |machine: &Machine| -> Result<serde_json::Value> {
-        let sessions = status(machine, "server")?["sessions"].take();
-        ensure!(
-            sessions.as_array().is_some_and(|sessions| sessions.len() == 1),
-            "the sessions are {sessions}"
-        );
-        Ok(sessions[0]["worker"].clone())
+        // That of a program that has ended may still be listed.
+        let status = status_once(machine, "server", |status| count(status, "sessions") == 1)?;
+        Ok(status["sessions"][0]["worker"].clone())
     };
     let before = worker(machine)?;
     for _ in 0..2 {
@@ -527,11 +554,10 @@ fn limits(machine: &Machine) -> Result<()> {
     native(machine, "root", "vectorAdd")?;
     let held = Held::start(machine, "limits")?;
     let pid = property(machine, "rgpu-server", "MainPID")?;
-    let group = machine.check(
-        "cd /sys/fs/cgroup/system.slice/rgpu-server.service && for g in worker*; do echo $(cat $g/memory.max $g/pids.max $g/cpu.max); done | sort -u",
-        LONG,
-    )?;
-    ensure!(group == "104857600 64 150000 100000", "the workers' limits are {group}");
+    // Those of programs that have ended go away meanwhile, and new ones get their limits.
+    let limits = "cd /sys/fs/cgroup/system.slice/rgpu-server.service && for g in worker*; do echo $(cat $g/memory.max $g/pids.max $g/cpu.max); done | sort -u";
+    eventually(machine, &format!("test \"$({limits})\" = '104857600 64 150000 100000'"))
+        .with_context(|| format!("the workers' limits are {:?}", machine.check(limits, LONG)))?;
     // It copies 128 MiB to its device, which uses the worker's memory.
     let greedy = machine.run(&format!("LD_LIBRARY_PATH=/usr/lib/rgpu {PROGRAMS}/vectorAdd --full"), LONG)?;
     ensure!(!greedy.success(), "a worker used more memory than allowed: {greedy}");

@@ -74,7 +74,8 @@ fn programs_report_that_they_wait_in_the_queue() -> Result<()> {
     // At most as many contexts are created at a time as there are processors, so the last programs wait for
     // several.
     let processors = std::thread::available_parallelism().map_or(1, usize::from).max(2);
-    let rig = Rig::with("queue", &["--software-imitate", "context-ms=3000"], &[])?;
+    // No worker is ready, so even a program that a busy machine starts after all others were served has to wait.
+    let rig = Rig::with("queue", &["--workers", "0", "--software-imitate", "context-ms=3000"], &[])?;
     for transport in TRANSPORTS {
         let outcomes = together(&rig, transport, "vectorAdd", 3 * processors)?;
         for outcome in &outcomes {

@@ -15,9 +15,6 @@ use protocol::fuzzing::Random;
 use rgpu_tests::programs;
 use support::{Rig, TRANSPORTS, Transport, on_this_host};
 
-/// Time limit of a program. Only a hang takes this long.
-const LIMIT: Duration = Duration::from_secs(180);
-
 fn passes(
     rig: &Rig,
     transport: Transport,
@@ -30,7 +27,7 @@ fn passes(
     if let Some(pid) = bridge {
         command.env("BRIDGE_PID", pid.to_string());
     }
-    let outcome = programs::run(&mut command, LIMIT)?;
+    let outcome = programs::run(&mut command, programs::LIMIT)?;
     outcome.verdict(name).map(drop).with_context(|| format!("{name} {arguments:?} over {transport:?}"))
 }
 

@@ -105,6 +105,12 @@ impl Rgpu {
         value.as_u64().with_context(|| format!("no counter {name} in {said}"))
     }
 
+    /// How many sessions the server has said are ended.
+    fn sessions_ended(&self) -> Result<usize> {
+        let count = self.machine.run("grep -c 'session ended' /run/server.log", LONG)?.text();
+        count.trim().parse().with_context(|| format!("sessions that ended: {count:?}"))
+    }
+
     /// A counter of the session that the server ended last, from its log.
     fn server_counter(&self, name: &str) -> Result<u64> {
         let line = self.machine.check("grep 'session ended' /run/server.log | tail -n 1", LONG)?;
@@ -215,20 +221,38 @@ pub(super) fn bulk_data_is_copied_by_no_cpu(rgpu: &Rgpu, program: &str) -> Resul
 }
 
 pub(super) fn no_cpu_copies(rgpu: &Rgpu, program: &str, run: impl FnOnce() -> Result<()>) -> Result<()> {
-    let before =
-        ["copied_bytes", "data_bytes_sent", "data_bytes_received"].map(|name| rgpu.bridge_counter(name));
+    const COUNTERS: [&str; 3] = ["copied_bytes", "data_bytes_sent", "data_bytes_received"];
+    let (ended, deadline) = (rgpu.sessions_ended()?, Instant::now() + LONG);
+    let mut before = [0; 3];
+    for (before, name) in before.iter_mut().zip(COUNTERS) {
+        *before = rgpu.bridge_counter(name)?;
+    }
     run()?;
     rgpu.nothing_left()?;
-    let [copied, sent, received] =
-        ["copied_bytes", "data_bytes_sent", "data_bytes_received"].map(|name| rgpu.bridge_counter(name));
-    let [copied_before, sent_before, received_before] = before;
-    let (copied, sent, received) =
-        (copied? - copied_before?, sent? - sent_before?, received? - received_before?);
+    // Memory is released before the last line is in the log.
+    while rgpu.sessions_ended()? == ended {
+        ensure!(Instant::now() < deadline, "no session has ended\n{}", rgpu.logs());
+    }
     let (came, went, by_cpu) = (
         rgpu.server_counter("bytes_in")?,
         rgpu.server_counter("bytes_out")?,
         rgpu.server_counter("bytes_copied")?,
     );
+    let counted = || -> Result<[u64; 3]> {
+        let mut counted = [0; 3];
+        for ((counted, name), before) in counted.iter_mut().zip(COUNTERS).zip(before) {
+            *counted = rgpu.bridge_counter(name)? - before;
+        }
+        Ok(counted)
+    };
+    // A device process that a busy machine keeps from answering is in the status as it was before.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let [copied, sent, received] = loop {
+        let now = counted()?;
+        if now[1..] == [came, went] || Instant::now() > deadline {
+            break now;
+        }
+    };
     eprintln!(
         "      {program}: {came} bytes to the device and {went} from it; copied: {by_cpu} there, {copied} here (commands and answers)"
     );

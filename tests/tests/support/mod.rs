@@ -22,6 +22,7 @@ use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::free_port;
+pub use rgpu_tests::programs::told_beside_waits;
 use rgpu_tests::programs::{self, Outcome};
 use rgpu_tests::tree;
 pub use test_kit::PATIENCE;
@@ -329,18 +330,6 @@ pub fn program(socket: &Path, name: &str) -> Result<Command> {
     let mut command = Command::new(programs::built(name)?);
     command.env("RGPU_SOCKET", socket).env("LD_LIBRARY_PATH", tree::guest_libraries()).env_remove("RGPU_LOG");
     Ok(command)
-}
-
-/// A program's messages, without those about waiting for a worker or for its server, which a busy machine may
-/// cause as well.
-pub fn told_beside_waits(errors: &str) -> Vec<&str> {
-    let waits = [
-        "waiting for a GPU session on",
-        "the GPU session on",
-        "is interrupted: this program waits",
-        "is back: this program continues",
-    ];
-    errors.lines().filter(|line| !waits.iter().any(|words| line.contains(words))).collect()
 }
 
 /// A running program, killed when dropped.

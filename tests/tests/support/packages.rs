@@ -96,7 +96,7 @@ pub fn inventory(machine: &Machine) -> Result<BTreeSet<String>> {
 /// Waits until a command succeeds.
 pub fn eventually(machine: &Machine, command: &str) -> Result<String> {
     machine
-        .check(&format!("for i in $(seq 600); do {{ {command}; }} && exit 0; sleep 0.2; done; exit 1"), LONG)
+        .check(&format!("for i in $(seq 3000); do {{ {command}; }} && exit 0; sleep 0.2; done; exit 1"), LONG)
 }
 
 /// A program that holds a session until it is told to continue.

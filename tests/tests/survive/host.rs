@@ -49,15 +49,15 @@ fn replace(host: &Daemon, number: u64) -> Result<bool> {
 
 /// Runs a program while its host's processes end, and counts how often they do.
 fn while_hosts_end(host: &Daemon, mut command: Command, name: &str, random: &mut Random) -> Result<u64> {
-    let mut ends = 0;
+    let (mut ends, failed) = (0, Failed::default());
     let outcome = std::thread::scope(|scope| -> Result<_> {
         // Its session does not begin if the process ends while it waits for a worker.
-        let running = scope.spawn(|| retry(&mut command));
+        let running = scope.spawn(|| retry(&mut command, &failed));
         for number in 0.. {
             if running.is_finished() {
                 break;
             }
-            std::thread::sleep(Duration::from_millis(random.number() % 300));
+            std::thread::sleep(failed.longer(Duration::from_millis(random.number() % 300)));
             ends += u64::from(replace(host, number)?);
         }
         running.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?
