@@ -114,7 +114,7 @@ impl Copier {
                         extent: [e.width, e.height, e.depth],
                     };
                     self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
-                    self.finish_mirrored(&[dst.address, src.address])
+                    self.finish_shared(&[dst.address, src.address])
                 }
                 (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
                 (true, false) => self.rows_to_device(dst, src, e),
@@ -125,6 +125,7 @@ impl Copier {
                 }
                 (false, false) => {
                     self.stream.synchronize()?;
+                    self.has_waited();
                     for (z, y) in rows(&e) {
                         std::ptr::copy(
                             src.row(z, y) as *const u8,
@@ -203,7 +204,7 @@ impl Copier {
             let seq = self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
             block.release_after(seq, self.stream.unique());
         }
-        self.copied()
+        self.copied(dst.address)
     }
 
     unsafe fn rows_to_host(&self, dst: Side, src: Side, e: Extent) -> Result {
@@ -240,6 +241,7 @@ impl Copier {
                 }
             }
         }
+        self.has_waited();
         // The kernel that should have written the bytes may have been refused.
         self.stream.context.deferred()
     }
@@ -427,7 +429,7 @@ impl Copier {
                 (Place::Not(dst), Place::Side(src)) => self.by_way_of(extent, |between| {
                     self.boxes(packed(between), src, e)?;
                     self.with_array(&dst, &End::Device(between.clone()), extent)?;
-                    self.copied()
+                    self.copied(between.address)
                 }),
                 (Place::Side(dst), Place::Not(src)) => self.by_way_of(extent, |between| {
                     self.with_array(&End::Device(between.clone()), &src, extent)?;
