@@ -1,5 +1,6 @@
 //! Events: points in a stream's order that others can wait for, and the times when they were reached.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
@@ -8,9 +9,18 @@ use crate::error::{Error, Result};
 struct State {
     /// The number of recordings, counted at the call.
     recorded: u64,
+    /// The recordings that their streams have not reached yet. A later one, in another stream, may be reached before
+    /// an earlier one.
+    open: BTreeSet<u64>,
     /// The latest recording that its stream has reached.
     reached: u64,
     time_ns: u64,
+}
+
+impl State {
+    fn has_reached(&self, number: u64) -> bool {
+        !self.open.contains(&number)
+    }
 }
 
 /// A point in a stream. Clones refer to the same event.
@@ -33,7 +43,9 @@ impl Event {
     pub(crate) fn begin(&self) -> u64 {
         let mut state = self.lock();
         state.recorded += 1;
-        state.recorded
+        let number = state.recorded;
+        state.open.insert(number);
+        number
     }
 
     /// The number of the latest recording, for a wait that is being enqueued.
@@ -43,6 +55,7 @@ impl Event {
 
     pub(crate) fn reach(&self, number: u64, time_ns: u64) {
         let mut state = self.lock();
+        state.open.remove(&number);
         if number > state.reached {
             state.reached = number;
             state.time_ns = time_ns;
@@ -53,7 +66,7 @@ impl Event {
 
     pub(crate) fn wait_for(&self, number: u64) {
         let mut state = self.lock();
-        while state.reached < number {
+        while !state.has_reached(number) {
             state = self.shared.1.wait(state).unwrap_or_else(|e| e.into_inner());
         }
     }
@@ -61,7 +74,7 @@ impl Event {
     /// Whether the latest recording has been reached. True if there was none.
     pub fn query(&self) -> bool {
         let state = self.lock();
-        state.reached == state.recorded
+        state.has_reached(state.recorded)
     }
 
     /// Waits for the latest recording made before this call.
@@ -76,7 +89,7 @@ impl Event {
         if state.recorded == 0 {
             return Err(Error::NoTime("it was never recorded"));
         }
-        if state.reached != state.recorded {
+        if !state.has_reached(state.recorded) {
             return Err(Error::NoTime("it has not been reached yet"));
         }
         Ok(state.time_ns)
@@ -85,5 +98,21 @@ impl Event {
     /// Nanoseconds from `start` to this event.
     pub fn elapsed_ns_since(&self, start: &Event) -> Result<i64> {
         Ok(self.timestamp_ns()? as i64 - start.timestamp_ns()? as i64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recording_that_is_reached_early_does_not_end_a_wait_for_an_earlier_one() {
+        let event = Event::new();
+        let (first, second) = (event.begin(), event.begin());
+        event.reach(second, 20);
+        assert!(event.query() && !event.lock().has_reached(first));
+        event.reach(first, 30);
+        event.wait_for(first);
+        assert_eq!(event.timestamp_ns().ok(), Some(20), "the time is that of the latest recording");
     }
 }

@@ -7,7 +7,6 @@ use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{CtxCreateParams, ExecAffinityParam};
 use crate::api::teardown;
-use crate::memory::managed::shared_blocks;
 use crate::memory::stream_ordered;
 use crate::process::context::{self, Context};
 use crate::process::device_attributes::attr;
@@ -33,9 +32,7 @@ pub(crate) fn create(pctx: Out<usize>, flags: u32, dev: i32) -> Result {
 pub(crate) fn wait_for(context: &'static Context) -> Result {
     host_calls::forbid()?;
     capture_rules::forbid_all(context)?;
-    let result = stream_ordered::synchronize(context);
-    shared_blocks::after_wait(driver()?);
-    result
+    stream_ordered::synchronize(context)
 }
 
 api! {

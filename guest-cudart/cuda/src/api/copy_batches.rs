@@ -105,7 +105,11 @@ unsafe fn run(copier: &Copier, copies: &[Copy]) -> Result {
         // SAFETY: guaranteed by the caller.
         wait |= unsafe { copy.run(copier) }?;
     }
-    if wait { copier.stream.synchronize() } else { Ok(()) }
+    if wait {
+        copier.stream.synchronize()?;
+        copier.has_waited();
+    }
+    Ok(())
 }
 
 /// The attributes of copy `i`: those of the last entry that begins at or before it.

@@ -50,7 +50,7 @@ pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32)
 pub(crate) fn elapsed(milliseconds: Out<f32>, start: usize, end: usize) -> Result {
     milliseconds.required()?;
     let (start, end) = (event::of(start)?, event::of(end)?);
-    driver()?;
+    let driver = driver()?;
     start.context.session().check()?;
     start.check()?;
     end.check()?;
@@ -68,6 +68,7 @@ pub(crate) fn elapsed(milliseconds: Out<f32>, start: usize, end: usize) -> Resul
     if !start.is_over()? || !end.is_over()? {
         return Err(Status::NOT_READY);
     }
+    shared_blocks::after_wait(driver);
     let time = match end.time_since(&start, records) {
         Some(time) => time,
         None => {

@@ -4,7 +4,7 @@ use crate::abi::result::Result;
 use crate::abi::types::MemsetNodeParams;
 use crate::graph::node_work::Work;
 use crate::graph::recording;
-use crate::memory::managed::mirror;
+use crate::memory::managed::{self, shared_blocks};
 use crate::streams::stream_table;
 use crate::work::fill::Fill;
 
@@ -25,10 +25,15 @@ pub(crate) fn fill(
     if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
         return recording::add(&capture, &stream, Work::Fill(params));
     }
-    // For host memory, including memory mirrored on a device, this is the form that waits.
-    let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || mirror::is_here(dst));
+    // For host memory, including memory that the host sees at once, this is the form that waits.
+    let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || managed::is_seen_at_once(dst));
     fill.run(driver, &stream)?;
-    if waits { stream.synchronize() } else { Ok(()) }
+    if !waits {
+        return Ok(());
+    }
+    let result = stream.synchronize();
+    shared_blocks::after_wait(driver);
+    result
 }
 
 api! {

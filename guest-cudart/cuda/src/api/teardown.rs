@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use crate::abi::result::Result;
 use crate::code::{library, module};
 use crate::graph::instance;
+use crate::memory::managed::shared_blocks;
 use crate::memory::{array, pinned, stream_ordered, texture};
 use crate::process::context::{self, Context, Stored};
 use crate::process::driver::{self, Driver, driver};
@@ -27,6 +28,8 @@ pub(crate) fn reset(context: &'static Context) -> Result {
 fn empty(context: &'static Context, stays: bool) -> Result {
     let driver = driver()?;
     let device = driver::device(context.device as i32)?;
+    // Nobody knows of the work of a context that is not alive.
+    context.quiesce();
     context.set_alive(stays);
     // A reset removes everything on the device. While contexts made by the program exist there, this
     // context's objects are destroyed one by one instead.
@@ -68,6 +71,7 @@ pub(crate) fn destroy(handle: usize) -> Result {
 fn forget_contents(driver: &'static Driver, context: &'static Context, with_server: bool) {
     // The result no longer matters, but the work must be done.
     context.quiesce();
+    shared_blocks::after_wait(driver);
     let stored: Vec<(usize, Stored)> = lock(&context.storage).drain().collect();
     for (key, Stored { value, destructor }) in stored {
         if let Some(destructor) = destructor {

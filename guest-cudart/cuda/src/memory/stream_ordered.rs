@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::abi::result::Result;
+use crate::memory::managed::shared_blocks;
 use crate::memory::pool::{self, Pool};
 use crate::memory::{
     address, device_memory, graph_chunks, graph_memory, host_pool, managed, managed_advice, pool_export,
@@ -34,6 +35,7 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
     let driver = driver()?;
     let busy = context.is_busy();
     let result = context.synchronize();
+    shared_blocks::after_wait(driver);
     if busy {
         stream_table::reap();
         collect(driver);

@@ -603,9 +603,12 @@ pub(crate) fn make(device: &Device, flags: u32) -> Result<&'static Context> {
 /// `INVALID_CONTEXT` for a primary context, and for an invalid handle.
 pub(crate) fn take(handle: usize) -> Result<&'static Context> {
     let unknown = if handle == 0 { Status::INVALID_VALUE } else { Status::INVALID_CONTEXT };
-    if CONTEXTS.get(handle).ok_or(unknown)?.primary {
+    let found = *CONTEXTS.get(handle).ok_or(unknown)?;
+    if found.primary {
         return Err(Status::INVALID_CONTEXT);
     }
+    // Nobody knows of the work of a context that is not alive.
+    found.quiesce();
     // If two threads destroy it, only one finds it.
     let context = *CONTEXTS.remove(handle).ok_or(Status::INVALID_CONTEXT)?;
     context.set_alive(false);

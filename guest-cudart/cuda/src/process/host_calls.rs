@@ -78,8 +78,17 @@ pub(crate) fn forbid() -> Result {
     if CALLED.try_with(Cell::get).unwrap_or(false) { Err(Status::NOT_PERMITTED) } else { Ok(()) }
 }
 
+/// The next ticket.
+static TICKETS: AtomicU64 = AtomicU64::new(FIRST_TICKET);
+
+const FIRST_TICKET: u64 = 1;
+
 /// A ticket that no stream of this process has used.
 pub(crate) fn ticket() -> TicketId {
-    static TICKETS: AtomicU64 = AtomicU64::new(1);
     TicketId(TICKETS.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Whether any stream has ever waited for this process.
+pub(crate) fn any_has_waited() -> bool {
+    TICKETS.load(Ordering::Relaxed) != FIRST_TICKET
 }

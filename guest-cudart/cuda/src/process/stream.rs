@@ -177,6 +177,14 @@ impl Stream {
         Ok(seq)
     }
 
+    /// Notes that the program must wait for the stream's last work after all, because the host can see what it does.
+    pub fn host_sees_last_work(&self) {
+        let last_unread = if self.is_free() { &self.last_unread } else { &self.context.last_unread };
+        if let Some(last) = self.last_work.get() {
+            last_unread.raise(last);
+        }
+    }
+
     /// Puts a publishing operation, an event's record, on the stream. It counts as work too.
     pub fn publishing_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let seq = self.settled_work(op)?;

@@ -31,17 +31,21 @@ use client::{Status, lock};
 
 /// Makes a stream wait for an event's last record, if there is one.
 pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
-    let last = event.last();
+    // The lock is held until the server has been asked, so that another thread's record does not come in between: the
+    // stream would wait for that one, and the last one would seem to be done.
+    let last = lock(&event.last);
     if last.is_none() && !event.is_shared() {
         return Ok(());
     }
     if !std::ptr::eq(stream.session(), event.context.session()) {
+        let last = last.clone();
         return wait_for_other_server(stream, event, last);
     }
     let seq = stream.work(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
-    if let Some((other, record)) = last {
-        stream.waits_for(seq, &other, record);
+    if let Some((other, record)) = &*last {
+        stream.waits_for(seq, other, *record);
     }
+    drop(last);
     // Records that another process makes later don't matter.
     event.arrive()
 }
@@ -250,8 +254,14 @@ impl Event {
 
     /// Waits for its last record.
     pub fn synchronize(&self) -> Result {
-        let last = self.last();
-        let result = self.context.session().call(&EventSynchronize { event: self.id }).map(|_| ());
+        let before = self.last();
+        let pending = self.context.session().submit(&EventSynchronize { event: self.id })?;
+        // The server waits for the last record that it has when it is asked. That may be another thread's.
+        let is_same = |other: &(Arc<Stream>, Seq)| {
+            before.as_ref().is_some_and(|last| Arc::ptr_eq(&last.0, &other.0) && last.1 == other.1)
+        };
+        let last = self.last().filter(is_same);
+        let result = pending.wait().map(|_| ());
         if let (Ok(()), Some((stream, seq))) = (&result, last) {
             stream.is_synced(seq);
         }

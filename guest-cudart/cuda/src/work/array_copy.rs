@@ -29,7 +29,7 @@ impl Copier {
             }
             End::Array(..) => drop(self.stream.work(&op)?),
         }
-        self.finish_mirrored(&[dst, src].map(|end| if let End::Device(at) = end { at.address } else { 0 }))
+        self.finish_shared(&[dst, src].map(|end| if let End::Device(at) = end { at.address } else { 0 }))
     }
 
     /// Provides packed device memory to `work`, until the stream has used it.
@@ -95,7 +95,7 @@ impl Copier {
                 if to_array {
                     self.to_device(between.address, memory as *const u8, bytes)?;
                     copy(between)?;
-                    self.copied()
+                    self.copied(between.address)
                 } else {
                     copy(between)?;
                     self.to_host(memory as *mut u8, between.address, bytes)

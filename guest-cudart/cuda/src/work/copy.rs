@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::abi::result::Result;
 use crate::memory::address::{self, is_device};
-use crate::memory::managed::{self, Order, mirror, shared_blocks};
+use crate::memory::managed::{self, Order, shared_blocks};
 use crate::memory::pinned_regions::{self, REGIONS};
 use crate::memory::transfer::{INLINE, MAX_INLINE_ANSWER, Transfer};
 use crate::memory::{pending_writes, pinned};
@@ -92,10 +92,21 @@ impl Copier {
         if self.mode == Mode::Sync { self.stream.synchronize() } else { Ok(()) }
     }
 
-    /// Called after a copy to the device whose source has been read. Keeps the guarantees of a synchronous
-    /// one.
-    pub fn copied(&self) -> Result {
-        if self.mode == Mode::Sync && !self.own { fences::copied(&self.stream, self.before) } else { Ok(()) }
+    /// Called after a copy to `dst` whose source has been read. Keeps the guarantees of a synchronous one.
+    pub fn copied(&self, dst: u64) -> Result {
+        if self.mode == Mode::Async || self.own {
+            return Ok(());
+        }
+        fences::copied(&self.stream, self.before)?;
+        self.finish_shared(&[dst])
+    }
+
+    /// Called when the call has waited for the stream although the copy may be asynchronous, so that the program sees
+    /// what the work before it has written.
+    pub fn has_waited(&self) {
+        if !self.own {
+            shared_blocks::after_wait(self.driver);
+        }
     }
 
     /// Puts a copy on the stream that writes the `len` bytes of device memory at `dst`. Returns the record's
@@ -105,10 +116,10 @@ impl Copier {
         self.stream.work(op)
     }
 
-    /// What must precede work that writes the `len` bytes at `dst`. A graph's launch has already done that
-    /// for its copies.
+    /// What must precede work that writes the `len` bytes at `dst`. A graph's launch has already done most of
+    /// that for its copies.
     fn order(&self, dst: u64, len: u64) -> Result<Option<Order>> {
-        if self.own { Ok(None) } else { managed::before_work_on(dst, len) }
+        if self.own { managed::before_telling().map(|()| None) } else { managed::before_work_on(dst, len) }
     }
 
     /// Transfers on its stream that ignore pinned and managed memory.
@@ -181,7 +192,10 @@ impl Copier {
         }
         // SAFETY: guaranteed by the caller.
         unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
-        self.copied()
+        if managed::is_here(dst) {
+            self.stream.host_sees_last_work();
+        }
+        self.copied(dst)
     }
 
     /// Device to host.
@@ -239,11 +253,13 @@ impl Copier {
         }
         // SAFETY: guaranteed by the caller.
         let received = unsafe { self.transfer().receive(dst, src, len) };
+        self.has_waited();
         // The kernel that should have written the bytes may have been refused.
         self.stream.context.settle(received)
     }
 
-    /// Device to device, on one device or two. Waits only for a synchronous copy of [mirrored](mirror) memory.
+    /// Device to device, on one device or two. Waits only for a synchronous copy of memory that
+    /// the host [sees at once](managed::is_seen_at_once).
     pub fn on_device(&self, dst: u64, src: u64, len: usize) -> Result {
         self.on_devices((dst, self.server()), (src, self.server()), len)
     }
@@ -268,7 +284,7 @@ impl Copier {
         if self.is_own(to) && self.is_own(from) {
             return server_copy::by_default_streams(&self.stream, &[to, from], || {
                 self.put(&op, dst, len as u64)?;
-                self.finish_mirrored(&[dst, src])
+                self.finish_shared(&[dst, src])
             });
         }
         if std::ptr::eq(to.server, from.server) {
@@ -298,11 +314,10 @@ impl Copier {
         if ends.iter().any(managed) { self.finish() } else { Ok(()) }
     }
 
-    /// Called after a copy was put on the stream of the server that has both ends. If either address is mirrored
-    /// pinned memory, a synchronous copy is completed now: the host accesses that memory without waiting for devices,
-    /// unlike managed memory.
-    pub fn finish_mirrored(&self, ends: &[u64]) -> Result {
-        if ends.iter().any(|end| mirror::is_here(*end)) { self.finish() } else { Ok(()) }
+    /// Called after a copy was put on the stream of the server that has both ends. If the host sees the memory at
+    /// either address [at once](managed::is_seen_at_once), a synchronous copy is completed now.
+    pub fn finish_shared(&self, ends: &[u64]) -> Result {
+        if ends.iter().any(|end| managed::is_seen_at_once(*end)) { self.finish() } else { Ok(()) }
     }
 
     /// The stream's server.
@@ -325,9 +340,13 @@ impl Copier {
     ) -> Result {
         let driver = self.driver;
         let now = self.mode == Mode::Sync || !stays;
-        server_copy::on_other(driver, &self.stream, home, now, move |stream| {
+        let done = server_copy::on_other(driver, &self.stream, home, now, move |stream| {
             work(&Copier::on(driver, stream.clone(), Mode::Sync, true))
-        })
+        });
+        if now {
+            self.has_waited();
+        }
+        done
     }
 
     /// Checks that both ends are device memory. Returns false if one is pinned memory.
@@ -362,6 +381,7 @@ impl Copier {
             return host_function::on(self.driver, self.stream.clone(), copied, std::ptr::null_mut());
         }
         self.stream.synchronize()?;
+        self.has_waited();
         // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy(src, dst, len) };
         Ok(())

@@ -116,7 +116,7 @@ impl Copier {
                     };
                     server_copy::by_default_streams(&self.stream, &homes, || {
                         self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
-                        self.finish_mirrored(&[dst.address, src.address])
+                        self.finish_shared(&[dst.address, src.address])
                     })
                 }
                 (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
@@ -128,6 +128,7 @@ impl Copier {
                 }
                 (false, false) => {
                     self.stream.synchronize()?;
+                    self.has_waited();
                     for (z, y) in rows(&e) {
                         std::ptr::copy(
                             src.row(z, y) as *const u8,
@@ -206,7 +207,7 @@ impl Copier {
             let seq = self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
             block.release_after(seq, self.stream.unique());
         }
-        self.copied()
+        self.copied(dst.address)
     }
 
     unsafe fn rows_to_host(&self, dst: Side, src: Side, e: Extent) -> Result {
@@ -243,6 +244,7 @@ impl Copier {
                 }
             }
         }
+        self.has_waited();
         // The kernel that should have written the bytes may have been refused.
         self.stream.context.deferred()
     }
@@ -432,7 +434,7 @@ impl Copier {
                 (Place::Not(dst), Place::Side(src)) => self.by_way_of(extent, |between| {
                     self.boxes(packed(between), src, e)?;
                     self.with_array(&dst, &End::Device(between.clone()), extent)?;
-                    self.copied()
+                    self.copied(between.address)
                 }),
                 (Place::Side(dst), Place::Not(src)) => self.by_way_of(extent, |between| {
                     self.with_array(&End::Device(between.clone()), &src, extent)?;

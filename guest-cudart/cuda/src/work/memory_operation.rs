@@ -175,6 +175,7 @@ impl Operations {
                     .filter(|op| op.place == Where::InTurn)
                     .map(|Checked { op, .. }| managed::before_work_on(op.address, op.width()))
                     .collect::<Result<Vec<_>>>()?;
+                managed::before_telling()?;
                 let seq = stream.work(&on_server(stream.id, ops))?;
                 drop(order);
                 if ops.iter().any(|Checked { op, .. }| op.is_wait()) {

@@ -5,12 +5,16 @@
 //! program's changes before work of the device begins, the device's changes before the program learns that
 //! work is done, and both periodically while the device works. A word of 8 bytes is never torn. The order of
 //! changes to different words is kept only across comparisons.
+//!
+//! Either side may write data there and then a flag in a page that is watched. So what the program has changed here is
+//! sent with what it has changed there, and what devices have changed here is taken before the program gets new bytes
+//! there.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::result::Result;
-use crate::memory::managed::changes::{self, words};
+use crate::memory::managed::changes::{change, words};
 use crate::memory::managed::{ALL, STATE, State, mirror, pages};
 use crate::process::context::{self, Context};
 use crate::process::driver::driver;
@@ -77,12 +81,17 @@ impl Compared {
         (0..8).filter(inside).fold(0, |mask, n| mask | 0xff << (8 * n))
     }
 
+    /// Whether the program has changed something.
+    fn is_changed(&self) -> bool {
+        (0..self.words()).any(|i| (self.word(i).load(Ordering::Acquire) ^ self.known[i]) & self.mask(i) != 0)
+    }
+
     /// Returns the program's changes, and makes them the known values.
     fn changes(&mut self) -> Vec<WordPatch> {
         let mut changes = Vec::new();
         for i in 0..self.words() {
             let now = self.word(i).load(Ordering::Acquire);
-            if let Some(patch) = changes::change(self.at(i), self.known[i], now, self.mask(i)) {
+            if let Some(patch) = change(self.at(i), self.known[i], now, self.mask(i)) {
                 changes.push(patch);
                 self.known[i] = now;
             }
@@ -205,24 +214,24 @@ impl State {
         COMPARED_PIECES.store(self.compared.len(), Ordering::Release);
     }
 
-    /// Sends the program's changes in the pages that a range touches. Before them goes what it has changed in
-    /// pages that are watched: these words may tell kernels that it is there.
+    /// Sends the program's changes if there are any in the pages that a range touches, together with what it has
+    /// changed in pages that are watched: either may tell kernels that the other is there.
     pub(crate) fn send_compared(&mut self, range: &Range<u64>) -> Result<bool> {
-        let touched = self.compared.iter_mut().filter(|one| one.touches(range) && one.is_alive());
-        let changes: Vec<_> = touched.map(|one| (one.context, one.changes())).collect();
-        if changes.iter().all(|(_, words)| words.is_empty()) {
+        let mut touched = self.compared.iter().filter(|one| one.touches(range) && one.is_alive());
+        if !touched.any(Compared::is_changed) {
             return Ok(false);
         }
-        self.version += 1;
-        self.publish(pages(driver()?)?)?;
-        for (context, words) in changes {
-            let sent = changes::send(context, words);
-            // What a lost server does not get, the others still do.
-            if !context.is_given_up() {
-                sent?;
-            }
-        }
+        self.publish_with(pages(driver()?)?, true)?;
         Ok(true)
+    }
+
+    /// The program's changes, with their servers' contexts. They become the known values.
+    pub(super) fn changed_words(&mut self) -> Vec<(&'static Context, Vec<WordPatch>)> {
+        let alive = self.compared.iter_mut().filter(|one| one.is_alive());
+        let mut changes: Vec<_> = alive.map(|one| (one.context, one.changes())).collect();
+        changes.retain(|(_, words)| !words.is_empty());
+        self.version += u64::from(!changes.is_empty());
+        changes
     }
 
     fn places(&self) -> Vec<There> {
@@ -243,6 +252,11 @@ impl State {
             return if lost { self.compare() } else { Err(status) };
         }
         self.take_compared(&there).map(|taken| changed || taken)
+    }
+
+    /// Exchanges all changes before the program gets bytes of a device that works. Returns whether there were any.
+    pub(super) fn compare_beside(&mut self) -> Result<bool> {
+        if is_due() { self.compare() } else { Ok(false) }
     }
 
     /// Takes what the devices have changed, as it was read. What one server's device has changed is then also

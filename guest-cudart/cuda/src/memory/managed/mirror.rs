@@ -102,13 +102,13 @@ pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
 /// case.
 pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
     let (parts, whole) = compared_words::cut(owned(base, size));
-    let mirror = mirror(context, base, size)?;
+    let (mirror, new) = mirror(context, base, size)?;
     // Work that is already under way may be told of this memory.
     let idle = page_faults::idle_now();
     // A fault before the piece is registered waits for this lock.
     let state = &mut *lock(&STATE);
     let adopted = match &whole {
-        Some(whole) => state.adopt(pages(driver)?, context, whole, idle.is_some()),
+        Some(whole) => state.adopt(pages(driver)?, context, whole, new, idle.is_some()),
         None => Ok(()),
     };
     if let Err(status) = adopted {
@@ -142,7 +142,7 @@ pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u6
         }
         size
     };
-    let mirror = mirror(context, base, size)?;
+    let (mirror, _) = mirror(context, base, size)?;
     let state = &mut *lock(&STATE);
     if let Err(status) = state.compare_instead(driver, base, size) {
         state.unmirror(context, mirror);
@@ -220,10 +220,10 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     users.into_iter().for_each(|(context, mirror)| state.unmirror(context, mirror));
 }
 
-/// Makes a context's server mirror the pages of a piece, unless it already does, and returns where the mirror
-/// begins. Callers take turns. Must not be called under the lock, because the server may have to wait for work
+/// Makes a context's server mirror the pages of a piece, unless it already does. Returns where the mirror begins, and
+/// whether it is new and so has nothing but zeroes. Callers take turns. Must not be called under the lock, because the server may have to wait for work
 /// that waits for the answer to a fault.
-fn mirror(context: &Context, base: u64, size: u64) -> Result<u64> {
+fn mirror(context: &Context, base: u64, size: u64) -> Result<(u64, bool)> {
     let page = PAGE as u64;
     let (first, end) = (base & !(page - 1), (base + size).next_multiple_of(page));
     let (server, size) = (context.session().index(), end - first);
@@ -238,7 +238,7 @@ fn mirror(context: &Context, base: u64, size: u64) -> Result<u64> {
                 return Err(Status::NOT_SUPPORTED);
             }
             *users += 1;
-            return Ok(*at);
+            return Ok((*at, false));
         }
     }
     if let Err(status) = context.session().call(&HostMirror { context: context.id, address: first, size }) {
@@ -247,7 +247,7 @@ fn mirror(context: &Context, base: u64, size: u64) -> Result<u64> {
         return Err(status);
     }
     lock(&STATE).mirrors.mirrors.insert((server, first), (size, 1));
-    Ok(first)
+    Ok((first, true))
 }
 
 /// Maximum number of bytes that kernels of several servers can use. All of them are compared while a device
@@ -416,8 +416,16 @@ impl State {
         }
     }
 
-    /// `idle`: no work is under way, and none comes before this returns.
-    fn adopt(&mut self, pages: &Pages, context: &'static Context, all: &Range<u64>, idle: bool) -> Result {
+    /// `new`: the mirror has nothing but zeroes. Otherwise it has what was there before: a neighbor in one of the pages
+    /// has kept it. `idle`: no work is under way, and none comes before this returns.
+    fn adopt(
+        &mut self,
+        pages: &Pages,
+        context: &'static Context,
+        all: &Range<u64>,
+        new: bool,
+        idle: bool,
+    ) -> Result {
         let (base, size) = (all.start, all.end - all.start);
         // SAFETY: whole pages of pinned memory, which stays until `release`.
         unsafe { pages.adopt(base as usize, size as usize) }.map_err(|error| {
@@ -426,13 +434,17 @@ impl State {
             ));
             Status::NOT_SUPPORTED
         })?;
-        let mut zero = idle;
+        let mut zero = new && idle;
         for at in (base..base + size).step_by(BLOCK as usize) {
             let len = BLOCK.min(base + size - at) as usize;
             // SAFETY: the pages are present, and nobody changes them.
             let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at as usize), len) };
-            zero &= write_to_zeroes(context, at, bytes)
-                .inspect_err(|_| pages.release(base as usize, size as usize))?;
+            let written = if new {
+                write_to_zeroes(context, at, bytes)
+            } else {
+                write(context, at, bytes).map(|()| false)
+            };
+            zero &= written.inspect_err(|_| pages.release(base as usize, size as usize))?;
         }
         pages
             .clear(base as usize, size as usize)

@@ -58,6 +58,7 @@ use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::{Device, Driver, Tag, driver};
 use crate::process::fences;
+use crate::process::host_calls;
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
@@ -366,8 +367,23 @@ pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
         return Ok(None);
     }
     let order = Order::take();
+    before_telling()?;
     lend(address, len)?;
     Ok(Some(order))
+}
+
+/// Called before work is enqueued by which a running kernel may learn that the program has changed something: a copy or
+/// a fill may write a flag. Sends these changes to the device.
+pub(crate) fn before_telling() -> Result {
+    if HELD.load(Ordering::Acquire) == 0 {
+        return Ok(());
+    }
+    let driver = driver()?;
+    let mut state = lock(&STATE);
+    if state.publishing.due().is_some() {
+        state.publish(pages(driver)?)?;
+    }
+    if compared_words::is_due() { state.send_compared(&ALL).map(drop) } else { Ok(()) }
 }
 
 /// Gives the device the host's blocks in a range of managed memory.
@@ -399,6 +415,12 @@ pub(crate) fn is_here(address: u64) -> bool {
         let state = lock(&STATE);
         state.find(address).is_some() || state.mirrors.is_shared(address)
     }
+}
+
+/// Whether the host accesses the memory at an address without waiting for devices, so that a synchronous copy or fill
+/// must be done when the call returns. With managed memory, accesses do that only while a stream waits for this process.
+pub(crate) fn is_seen_at_once(address: u64) -> bool {
+    mirror::is_here(address) || host_calls::any_has_waited() && is_here(address)
 }
 
 /// Whether an address only shares a page with managed memory, as a module's other variables may.

@@ -20,9 +20,23 @@ impl State {
     /// Sends the program's changes, after which it cannot write to any pinned memory that it was given while
     /// the device worked. Otherwise its changes of two blocks could reach the device in the wrong order.
     pub(super) fn publish(&mut self, pages: &Pages) -> Result {
+        self.publish_with(pages, false)
+    }
+
+    /// The same. `compared`: also if the program has changed only words that are [compared](super::compared_words).
+    pub(super) fn publish_with(&mut self, pages: &Pages, compared: bool) -> Result {
         // Once, even if the session is lost.
         self.publishing.sent();
         let mut all: Vec<(&'static Context, Vec<WordPatch>)> = Vec::new();
+        let mut add = |context: &'static Context, words: Vec<WordPatch>| {
+            let is_its = |other: &Context| std::ptr::eq(other.session(), context.session());
+            match all.iter_mut().find(|(other, _)| is_its(other)) {
+                _ if words.is_empty() => {}
+                Some((_, others)) => others.extend(words),
+                None => all.push((context, words)),
+            }
+        };
+        let mut changed = false;
         for together in self.together.iter_mut().filter(|together| together.pinned) {
             let Some((_, piece)) = self.pieces.get_mut(&together.base) else { continue };
             let (context, range) = (together.context, together.range());
@@ -32,19 +46,28 @@ impl State {
                 let words = changes(run.address, before, now);
                 if !words.is_empty() {
                     before.copy_from_slice(now);
-                    match all.iter_mut().find(|(other, _)| std::ptr::eq(*other, context)) {
-                        Some((_, others)) => others.extend(words),
-                        None => all.push((context, words)),
-                    }
+                    changed = true;
+                    add(context, words);
                 }
             }
             piece.blocks.cleaned(&range);
         }
-        if !all.is_empty() {
+        if changed {
             self.publishing.sent_changes();
         }
+        // The program cannot write to the blocks now. So what it wrote to these words before it wrote to the blocks is
+        // found, and what it wrote to the blocks before it wrote to these words was found above.
+        if compared || changed {
+            for (context, words) in self.changed_words() {
+                add(context, words);
+            }
+        }
         for (context, words) in all {
-            send(context, words)?;
+            let sent = send(context, words);
+            // What a lost server does not get, the others still do.
+            if !context.is_given_up() {
+                sent?;
+            }
         }
         Ok(())
     }

@@ -32,6 +32,7 @@ use std::time::{Duration, Instant};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, Run, SMALL};
 use crate::memory::managed::changes::{changes, rows, send};
+use crate::memory::managed::shared_reads::MOST_READINGS;
 use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
@@ -128,6 +129,10 @@ pub(crate) fn answer(
     busy: bool,
 ) {
     if !busy {
+        // What the program was given while the device worked may be older than what it gets now. The thread that has
+        // learned that the work is done may not have taken it away yet.
+        take_pinned(driver);
+        compared_words::compare_if_due();
         return page_faults::answer(pages, fault, buffer);
     }
     start(driver);
@@ -190,6 +195,12 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 #[cold]
 fn take_all(driver: &'static Driver) {
     told(lock(&STATE).part(driver, |_| true));
+}
+
+fn take_pinned(driver: &'static Driver) {
+    if GIVEN.load(Ordering::SeqCst) != 0 {
+        told(lock(&STATE).part(driver, |together| together.pinned));
+    }
 }
 
 /// Logs an error, of which nobody else learns.
@@ -335,9 +346,17 @@ impl State {
                     return Ok(false);
                 };
                 let mut before = vec![0; run.len as usize];
-                let remembered = self.fetch_beside_others(driver, context, run, &mut before)?;
-                if !remembered {
-                    self.fetch_after_others(driver, context, run, &mut before)?;
+                let mut remembered = false;
+                // Until the device has changed no compared words: it may have changed them before it wrote these bytes,
+                // or after it wrote what these bytes lack.
+                for _ in 0..MOST_READINGS {
+                    remembered = self.fetch_beside_others(driver, context, run, &mut before)?;
+                    if !remembered {
+                        self.fetch_after_others(driver, context, run, &mut before)?;
+                    }
+                    if !self.compare_beside()? {
+                        break;
+                    }
                 }
                 let took = begun.elapsed();
                 self.given(base, run, false);

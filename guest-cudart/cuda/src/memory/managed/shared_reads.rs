@@ -13,7 +13,7 @@ use crate::process::driver::Driver;
 const MOST: usize = 48;
 const MOST_BYTES: u64 = 4 << 20;
 /// How often a block that the device keeps changing is read again.
-const MOST_READINGS: usize = 8;
+pub(super) const MOST_READINGS: usize = 8;
 
 impl State {
     /// Reads the device's bytes of a run, which the server remembers, and takes away those runs that the host

@@ -127,6 +127,7 @@ impl State {
     ) -> Result {
         let pages = pages(driver)?;
         self.publish(pages)?;
+        self.compare_beside()?;
         self.part(driver, |together| {
             let unknown = !together.remembered || changed.contains(&together.run.address);
             together.is_in(context) && unknown
