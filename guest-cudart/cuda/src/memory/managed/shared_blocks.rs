@@ -30,9 +30,8 @@ use std::sync::{Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
-use crate::memory::managed::blocks::{Answer, Run, SMALL};
+use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SMALL};
 use crate::memory::managed::changes::{changes, rows, send};
-use crate::memory::managed::shared_reads::MOST_READINGS;
 use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;

@@ -2,7 +2,7 @@
 //! what the host has of other blocks is compared or read after it, and taken away if it has become old.
 
 use crate::abi::result::Result;
-use crate::memory::managed::blocks::{Run, SMALL};
+use crate::memory::managed::blocks::{MOST_READINGS, Run, SMALL};
 use crate::memory::managed::shared_blocks::{READ_AGAIN, Together};
 use crate::memory::managed::{State, mirror, pages, watch};
 use crate::process::context::Context;
@@ -12,8 +12,6 @@ use crate::process::driver::Driver;
 /// compares them whenever the host gets new bytes.
 const MOST: usize = 48;
 const MOST_BYTES: u64 = 4 << 20;
-/// How often a block that the device keeps changing is read again.
-pub(super) const MOST_READINGS: usize = 8;
 
 impl State {
     /// Reads the device's bytes of a run, which the server remembers, and takes away those runs that the host
