@@ -13,7 +13,7 @@ use protocol::Status;
 use protocol::channel::{NO_SLOT, State};
 use protocol::device::{Answer, Extent};
 use protocol::handle::StreamId;
-use protocol::link::{DataHeader, DataSent, Received, frame, wish};
+use protocol::link::{DataHeader, DataSent, FrameHeader, Hello, Received, Welcome, frame, purpose, wish};
 use protocol::ops::Op;
 use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
@@ -22,6 +22,7 @@ use rgpu_host_bridge::bridge::{Closed, ConnectError, Prepared, RegionError, Turn
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::session::{Client, RAM, channel};
 use test_kit::tcp_server::TcpServer;
+use test_kit::turns::{Exchange, Turns};
 use test_kit::*;
 use zerocopy::IntoBytes;
 
@@ -314,6 +315,45 @@ fn a_session_begins_before_its_data_connections_stand() {
     assert_eq!((client.session.counters().resumed.get(), server.resumed()), (0, 0));
     assert_eq!(client.session.close("done", PATIENCE), Closed::Released);
     eventually(|| server.ended() == 1);
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+/// Bytes of a frame that says how much has come of so many streams.
+fn resumed(streams: usize) -> usize {
+    size_of::<FrameHeader>() + streams * size_of::<Received>()
+}
+
+#[test]
+fn a_session_is_resumed_in_two_round_trips() {
+    const LEN: usize = 700_000;
+    let server = TcpServer::start();
+    let turns = Turns::before(&server.config);
+    let mut client = Client::connect(&turns.config);
+    client.write_arena(0, &pattern(LEN, 1));
+    client.htod(1, arena(0, LEN as u64));
+    client.synchronize();
+    // Data is under way, and does not come.
+    client.write_arena(0, &pattern(LEN, 2));
+    turns.lose();
+    client.htod(2, arena(0, LEN as u64));
+    until("data is lost", || turns.lost() >= LEN);
+    // The connections come about beside each other: each has said its hello before one has an answer. One answer is all that comes.
+    turns.hold(4, |purpose| match purpose {
+        purpose::RESUME => {
+            Exchange { says: size_of::<Hello>() + resumed(4), hears: size_of::<Welcome>() + resumed(4) }
+        }
+        _ => Exchange { says: size_of::<Hello>(), hears: size_of::<Welcome>() },
+    });
+    until("it is resumed", || client.session.counters().resumed.get() > 0);
+    // What was lost comes without another answer.
+    until("data is sent again", || turns.said(purpose::DATA).0 >= LEN);
+    let seq = client.dtoh(2, arena(1 << 20, LEN as u64));
+    until("data comes", || turns.said(purpose::DATA).1 >= LEN);
+    assert!(client.progress().executed() < seq, "a second answer was passed on");
+    turns.release();
+    client.synchronize();
+    assert!(client.read_arena(1 << 20, LEN as u64) == pattern(LEN, 2));
+    assert_eq!(client.session.close("done", PATIENCE), Closed::Released);
     assert!(server.trouble().is_empty(), "{:?}", server.trouble());
 }
 

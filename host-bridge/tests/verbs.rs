@@ -1,5 +1,5 @@
 //! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, processes of the bridge that end (`RGPU_SURVIVAL_CUTS`
-//! of each), ends that lie to each other when they resume ([`lies`]), and what a server can write when ([`keys`]).
+//! of each), links that are silent ([`silence`]), ends that lie to each other when they resume ([`lies`]), and what a server can write when ([`keys`]).
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -7,6 +7,8 @@
 mod keys;
 #[path = "verbs/lies.rs"]
 mod lies;
+#[path = "verbs/silence.rs"]
+mod silence;
 
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -206,10 +208,20 @@ fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBo
 }
 
 /// Runs a program while `disturb` does something, again and again.
-fn disturbed(seed: u64, times: u64, mut disturb: impl FnMut(&mut Bridge, &mut Random)) {
+fn disturbed(seed: u64, times: u64, disturb: impl FnMut(&mut Bridge, &mut Random)) {
+    disturbed_with(seed, times, |config| config, disturb);
+}
+
+/// As [`disturbed`], with a bridge that is configured otherwise.
+fn disturbed_with(
+    seed: u64,
+    times: u64,
+    configure: impl FnOnce(SessionConfig) -> SessionConfig,
+    mut disturb: impl FnMut(&mut Bridge, &mut Random),
+) {
     let _one = alone();
     let server = TcpServer::start();
-    let (mut bridge, mut client) = Bridge::begin(&server.config, true);
+    let (mut bridge, mut client) = Bridge::begin(&configure(server.config.clone()), true);
     let (memories, stop, mut random) = (bridge.memories.clone(), AtomicBool::new(false), Random(seed));
     let rounds = std::thread::scope(|scope| {
         let program = scope.spawn(|| program(&mut client, &memories, seed, &stop));

@@ -35,6 +35,7 @@ use super::queue_pairs::{MESSAGE, PIECE, RECEIVE, Unconnected, Up, depths, post_
 use super::registration::{Domain, Segment};
 use super::requests::{Requests, Settled};
 use super::settings::Settings;
+use super::stalls::Stalls;
 use super::sys::{SendWr, Sge, Wc, number};
 use crate::framing::SendBuffer;
 
@@ -113,6 +114,17 @@ pub struct EarlierWrites {
     pub taken: u64,
 }
 
+/// What is sent through new queue pairs before the peer has sent something through them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Before {
+    /// As ever.
+    Everything,
+    /// Messages. Whether the link carries anything shows sooner if little is under way, and nothing long is sent into the void.
+    Messages,
+    /// Nothing: the peer may not be connected yet.
+    Nothing,
+}
+
 /// A link. See the module.
 #[derive(Debug)]
 pub struct Link {
@@ -129,6 +141,10 @@ pub struct Link {
     counts: Counts,
     /// How often in a row the peer's device has refused a write.
     refused: u32,
+    /// `None`: requests are waited for, however long they take.
+    stalls: Option<Stalls>,
+    /// The next message is signalled.
+    signal: bool,
 }
 
 /// What a link has done so far, for figures.
@@ -161,6 +177,8 @@ impl Unconnected {
             depths,
             counts: Counts::default(),
             refused: 0,
+            stalls: None,
+            signal: false,
         })
     }
 }
@@ -183,12 +201,35 @@ impl Link {
             depths,
             counts: Counts::default(),
             refused: 0,
+            stalls: None,
+            signal: false,
         }
     }
 
     /// Keeps the stream until the peer acknowledges it. To be called before anything is appended.
     pub fn keep(&mut self) {
         self.out = SendBuffer::keeping();
+    }
+
+    /// Has requests that take too long be a failure of the link, for an owner that replaces its queue pairs.
+    pub fn give_up_stalled(&mut self) {
+        self.stalls = Some(Stalls::new(self.depths.len()));
+    }
+
+    /// Has the device report when the next message is done, so that it counts if it takes too long.
+    pub fn watch_next_message(&mut self) {
+        self.signal = true;
+    }
+
+    /// Whether requests are under way that may take too long.
+    pub fn waits(&self) -> bool {
+        let waits = |up: &Up| !up.stopped && up.queues.iter().any(|queue| queue.signalled > 0);
+        self.stalls.is_some() && self.up.as_ref().is_some_and(waits)
+    }
+
+    /// How long the owner may sleep until it has to [poll](Self::poll), if nothing happens.
+    pub fn patience(&self, now: Instant) -> Option<Duration> {
+        self.stalls.as_ref().filter(|_| self.up.is_some()).and_then(|stalls| stalls.next(now))
     }
 
     /// Queues for data: numbers 1 to this.
@@ -229,48 +270,63 @@ impl Link {
     /// Sends what waits, and what the peer must be told, as far as it can take it now. True: something went.
     pub fn flush(&mut self) -> Result<bool, VerbsError> {
         let mut worked = self.repeat()?;
-        let Link { up: Some(up), requests, out, depths, counts, .. } = self else { return Ok(false) };
-        while up.sends() {
-            let waiting = out.unsent().len();
-            let stream = waiting > 0 && up.credits.may_send(0);
-            if !(stream || up.credits.must_announce()) || requests[0].under_way() >= depths[0] {
-                break;
+        loop {
+            let stream = !self.out.unsent().is_empty();
+            let Some(up) = self.up.as_ref().filter(|up| up.sends()) else { return Ok(worked) };
+            let stream = stream && up.credits.may_send(0);
+            if !(stream || up.credits.must_announce()) || !self.send_message(stream)? {
+                return Ok(worked);
             }
-            let Some(buffer) = up.free.pop() else { break };
-            let len = if stream { waiting.min(up.message - HEADER) } else { 0 };
-            let header =
-                MessageHeader { len: len as u32, number: up.messages.0, credits: up.credits.announce() };
-            let at = usize::from(buffer) * MESSAGE;
-            up.outbox.store(at, header.as_bytes());
-            up.outbox.store(at + HEADER, &out.unsent()[..len]);
-            out.advance(len);
-            up.credits.spend(0);
-            let segment = up.outbox.registration().slice(at as u64, (HEADER + len) as u32);
-            let Some(segment) = segment else {
-                return Err(VerbsError::Wrong("a message does not fit its buffer".into()));
-            };
-            let queue = &mut up.queues[0];
-            let inline = (HEADER + len) as u32 <= queue.pair.inline;
-            let mut flags = if inline { number::SEND_INLINE } else { 0 };
-            if queue.signals(false) {
-                flags |= number::SEND_SIGNALED;
-            }
-            let mut wr = SendWr {
-                wr_id: requests[0].next(),
-                sg_list: &segment.sge,
-                num_sge: 1,
-                opcode: number::WR_SEND,
-                send_flags: flags,
-                ..SendWr::default()
-            };
-            // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed, and is not written again before this completes.
-            unsafe { queue.pair.send(&mut wr) }?;
-            requests[0].post(Posted::Message(buffer));
-            up.messages.0 = up.messages.0.wrapping_add(1);
-            counts.sent += 1;
             worked = true;
         }
-        Ok(worked)
+    }
+
+    /// Sends an empty message, if there is room for one. The peer's device notices by it that earlier ones are missing and asks for them, so that nobody has to wait until this side's device repeats them by itself.
+    pub fn nudge(&mut self) -> Result<(), VerbsError> {
+        if self.up.as_ref().is_some_and(|up| up.sends() && up.credits.may_send(0)) {
+            self.send_message(false)?;
+        }
+        Ok(())
+    }
+
+    /// Sends a message: with bytes of the stream, or an empty one. The peer can take it. False: there is no buffer for it.
+    fn send_message(&mut self, stream: bool) -> Result<bool, VerbsError> {
+        let Link { up: Some(up), requests, out, depths, counts, signal, .. } = self else { return Ok(false) };
+        if requests[0].under_way() >= depths[0] {
+            return Ok(false);
+        }
+        let Some(buffer) = up.free.pop() else { return Ok(false) };
+        let len = if stream { out.unsent().len().min(up.message - HEADER) } else { 0 };
+        let header = MessageHeader { len: len as u32, number: up.messages.0, credits: up.credits.announce() };
+        let at = usize::from(buffer) * MESSAGE;
+        up.outbox.store(at, header.as_bytes());
+        up.outbox.store(at + HEADER, &out.unsent()[..len]);
+        out.advance(len);
+        up.credits.spend(0);
+        let segment = up.outbox.registration().slice(at as u64, (HEADER + len) as u32);
+        let Some(segment) = segment else {
+            return Err(VerbsError::Wrong("a message does not fit its buffer".into()));
+        };
+        let queue = &mut up.queues[0];
+        let inline = (HEADER + len) as u32 <= queue.pair.inline;
+        let mut flags = if inline { number::SEND_INLINE } else { 0 };
+        if queue.signals(std::mem::take(signal)) {
+            flags |= number::SEND_SIGNALED;
+        }
+        let mut wr = SendWr {
+            wr_id: requests[0].next(),
+            sg_list: &segment.sge,
+            num_sge: 1,
+            opcode: number::WR_SEND,
+            send_flags: flags,
+            ..SendWr::default()
+        };
+        // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed, and is not written again before this completes.
+        unsafe { queue.pair.send(&mut wr) }?;
+        requests[0].post(Posted::Message(buffer));
+        up.messages.0 = up.messages.0.wrapping_add(1);
+        counts.sent += 1;
+        Ok(true)
     }
 
     /// Holds the peer's stream off, or ends that: for when it sends faster than its frames can be acted on. What is under way still comes. Writes are not held off.
@@ -281,7 +337,7 @@ impl Link {
     }
 
     fn can_put(&self, queue: usize) -> bool {
-        let room = |up: &Up| up.sends() && up.credits.may_send(queue);
+        let room = |up: &Up| up.writes() && up.credits.may_send(queue);
         queue > 0
             && self.requests.get(queue).is_some_and(|sent| sent.under_way() < self.depths[queue])
             && self.up.as_ref().is_some_and(room)
@@ -396,9 +452,29 @@ impl Link {
                 return Err(self.broken(failed).into());
             }
             if !full {
+                self.look()?;
                 return Ok(worked);
             }
         }
+    }
+
+    /// The error: a request takes too long.
+    fn look(&mut self) -> Result<(), VerbsError> {
+        let (Some(up), Some(stalls)) = (&self.up, &mut self.stalls) else { return Ok(()) };
+        let mut now = None;
+        for (number, queue) in up.queues.iter().enumerate() {
+            let state = (queue.signalled > 0, up.heard);
+            let stalled = stalls.look(number, state, || *now.get_or_insert_with(Instant::now));
+            if stalled {
+                self.stop();
+                let device = self.domain.device();
+                let (name, port) = (device.name(), device.port().number);
+                return Err(VerbsError::Broken(format!(
+                    "queue {number} of {name} port {port}: the peer's device does not answer"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Takes completions once. Those of requests that were carried out count, also beside others that failed.
@@ -431,6 +507,10 @@ impl Link {
         let Some(queue) = up.queues.iter().position(|q| q.pair.number() == wc.qp_num) else {
             return Ok(());
         };
+        up.queues[queue].signalled = up.queues[queue].signalled.saturating_sub(1);
+        if let Some(stalls) = &mut self.stalls {
+            stalls.moved(queue);
+        }
         let requests = &mut self.requests[queue];
         while let Some(done) = requests.done(wc.wr_id) {
             match done {
@@ -566,6 +646,8 @@ impl Link {
             }
         }
         self.up = None;
+        self.stalls.iter_mut().for_each(Stalls::end);
+        self.signal = false;
         Ok(())
     }
 
@@ -620,15 +702,15 @@ impl Link {
         self.again.iter_mut().for_each(change);
     }
 
-    /// Goes on through new queue pairs, connected to the peer's. `quiet`: nothing is sent before the peer has sent something. The link is down and [settled](Self::settle).
-    pub fn go_on(&mut self, fresh: Unconnected, peer: &Queues, quiet: bool) -> Result<(), VerbsError> {
+    /// Goes on through new queue pairs, connected to the peer's. `before`: what is sent before the peer has sent something. The link is down and [settled](Self::settle).
+    pub fn go_on(&mut self, fresh: Unconnected, peer: &Queues, before: Before) -> Result<(), VerbsError> {
         let up = fresh.up(peer)?;
         if !up.queues.iter().map(|queue| queue.depth).eq(self.depths.iter().copied()) {
             return Err(VerbsError::Peer(
                 "it resumes the session with other queues than it began with".into(),
             ));
         }
-        self.up = Some(Up { quiet, ..up });
+        self.up = Some(Up { before, ..up });
         Ok(())
     }
 

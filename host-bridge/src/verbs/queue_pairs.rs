@@ -8,6 +8,7 @@ use protocol::link::{MAX_QUEUES, Queues};
 use super::credits::{Credits, LEAST_RECEIVES};
 use super::device::mtu_number;
 use super::error::VerbsError;
+use super::link::Before;
 use super::queue::{Completions, Depth, QueuePair, Target, first_packet_number};
 use super::registration::{Access, Domain, Slab};
 use super::settings::{DEEPEST, Settings};
@@ -27,6 +28,8 @@ pub(super) struct Queue {
     /// Maximum number of outstanding requests.
     pub(super) depth: usize,
     pub(super) unsignalled: usize,
+    /// Signalled requests that have not completed.
+    pub(super) signalled: usize,
 }
 
 impl Queue {
@@ -36,6 +39,7 @@ impl Queue {
         let signal = ask || self.unsignalled >= (self.depth / 4).max(1);
         if signal {
             self.unsignalled = 0;
+            self.signalled += 1;
         }
         signal
     }
@@ -76,8 +80,8 @@ pub(super) struct Up {
     pub(super) messages: (u32, u32),
     /// Receives that the device has.
     pub(super) receives: usize,
-    /// Nothing is sent before the peer has sent something: it may not be connected yet.
-    pub(super) quiet: bool,
+    /// What is sent before the peer has sent something.
+    pub(super) before: Before,
     /// The peer has sent something.
     pub(super) heard: bool,
     /// They are to be taken down: nothing is sent or received any more.
@@ -132,7 +136,7 @@ impl Unconnected {
                 &completions,
                 Depth { sends, receives, receive_segments: 1, inline: INLINE },
             )?;
-            queues.push(Queue { pair, depth, unsignalled: 0 });
+            queues.push(Queue { pair, depth, unsignalled: 0, signalled: 0 });
         }
         let psn = first_packet_number()?;
         let (domain, loss) = (Arc::clone(domain), settings.loss);
@@ -203,7 +207,7 @@ impl Unconnected {
             turn: 1,
             message: MESSAGE.min(peer.message as usize),
             messages: (0, 0),
-            quiet: false,
+            before: Before::Everything,
             heard: false,
             stopped: false,
         })
@@ -211,9 +215,14 @@ impl Unconnected {
 }
 
 impl Up {
-    /// Whether requests may be posted now.
+    /// Whether messages may be posted now.
     pub(super) fn sends(&self) -> bool {
-        !self.stopped && (self.heard || !self.quiet)
+        !self.stopped && (self.heard || self.before != Before::Nothing)
+    }
+
+    /// Whether writes may be posted now.
+    pub(super) fn writes(&self) -> bool {
+        !self.stopped && (self.heard || self.before == Before::Everything)
     }
 
     /// Nothing is sent or received any more.

@@ -15,6 +15,7 @@
 //! - [`server`]: a server that speaks TCP to a bridge and keeps "device memory" in a map;
 //! - [`local_server`]: a server of this host whose workers map the client's memory;
 //! - [`tcp_server`]: a server whose workers are the real ends of sessions over TCP, which outlive their connections;
+//! - [`turns`]: a relay in front of a server, by which a test counts round trips;
 //! - [`daemon`]: a real daemon as a child process;
 //! - [`manager`]: a service manager that keeps descriptors for daemons;
 //! - [`authority`]: an operator's certification authority.
@@ -39,6 +40,7 @@ pub mod server;
 pub mod session;
 #[cfg(feature = "folders")]
 pub mod tcp_server;
+pub mod turns;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;

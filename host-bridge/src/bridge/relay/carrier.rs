@@ -30,6 +30,9 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// Called before records are put into [`out`](Self::out): says what the server should know before it has them.
     fn before_commands(&mut self, _machine: &mut Machine<'_, S>) {}
 
+    /// Called when the server is asked whether it is there, with the last frame of [`out`](Self::out).
+    fn asks(&mut self) {}
+
     /// Sends frames, and data that the schedule lets go, as far as the connections take them now. Calls [`Machine::sent`] for data whose source is free again. True: something moved.
     fn send(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason>;
 
@@ -182,7 +185,12 @@ fn keep_alive<S: Schedule, C: Carrier<S>>(
     carrier: &mut C,
     now: Instant,
 ) -> Result<bool, EndReason> {
-    machine.keep_alive(carrier.out(), now).map_err(|seconds| EndReason::Gone(carrier.silent(seconds)))
+    let asked = machine.keep_alive(carrier.out(), now);
+    let asked = asked.map_err(|seconds| EndReason::Gone(carrier.silent(seconds)))?;
+    if asked {
+        carrier.asks();
+    }
+    Ok(asked)
 }
 
 /// Sleeps until something happens or it is time to ask whether the server is there.

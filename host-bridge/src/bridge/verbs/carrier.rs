@@ -17,10 +17,14 @@ use crate::bridge::saved::SavedQueues;
 use crate::bridge::socket::{Socket, not_now};
 use crate::bridge::state::SessionState;
 use crate::framing::{FrameReader, SendBuffer};
-use crate::verbs::{DeviceEvent, Domain, EarlierWrites, Event, Link, Put, VerbsError};
+use crate::verbs::{Before, DeviceEvent, Domain, EarlierWrites, Event, Link, Put, VerbsError};
 
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// Pauses between two messages that have the server's device ask for the first ones through new queue pairs: the first pause, and the longest, to which they double.
+const NUDGES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(200));
+/// How long new queue pairs may take to carry something, the first time. Twice as long each time that they did not.
+const PROOF: Duration = Duration::from_secs(2);
 /// Bytes of the server's frames that may wait for data before it is held off.
 const MAX_BACKLOG: usize = 256 << 10;
 
@@ -126,6 +130,7 @@ impl VerbsCarrier {
         let writes = (1..).zip(writes).map(earlier).collect::<Result<_, EndReason>>()?;
         let mut link = Link::restored(domain, &config.verbs, writes);
         *link.send_buffer() = out;
+        link.give_up_stalled();
         let wakeups = Wakeups::new(session, mailbox)?;
         wakeups.add(domain.device().event_fd(), DEVICE)?;
         Ok(VerbsCarrier {
@@ -257,8 +262,13 @@ impl VerbsCarrier {
         Ok(std::iter::once(self.told).chain(self.link.taken()).collect())
     }
 
-    /// Goes on over new connections, behind what the server has. The error [`EndReason::Gone`]: they are of no use.
-    fn go_on(&mut self, machine: &mut Machine<'_>, resumed: Resumed) -> Result<(), EndReason> {
+    /// Goes on over new connections, behind what the server has. `before`: what is sent before the server has sent something. The error [`EndReason::Gone`]: they are of no use.
+    fn go_on(
+        &mut self,
+        machine: &mut Machine<'_>,
+        resumed: Resumed,
+        before: Before,
+    ) -> Result<(), EndReason> {
         let Resumed { control, queues, peer, taken, written, attempt } = resumed;
         self.attempt = attempt.saturating_add(1);
         let session = &self.session;
@@ -288,7 +298,7 @@ impl VerbsCarrier {
                 "it resumes the session with other slots than it began with".into(),
             ));
         }
-        self.link.go_on(queues, &peer, false).map_err(|e| match e {
+        self.link.go_on(queues, &peer, before).map_err(|e| match e {
             VerbsError::Peer(what) => EndReason::Server(what),
             // The way to the server may be down.
             other => EndReason::Gone(other.to_string()),
@@ -299,14 +309,16 @@ impl VerbsCarrier {
         self.watch()
     }
 
-    /// Waits until something has come through new queue pairs. The error [`EndReason::Gone`]: they are of no use.
+    /// Waits until something has come through new queue pairs, for as long as `patience` at most. The error [`EndReason::Gone`]: they are of no use.
     fn prove(
         &mut self,
         machine: &mut Machine<'_>,
         mailbox: &Mailbox<DeviceMemory>,
         lost: &Interruption,
+        patience: Duration,
     ) -> Result<(), EndReason> {
         let begun = Instant::now();
+        let (mut nudge, mut pause) = (begun + NUDGES.0, NUDGES.0);
         loop {
             machine.serve(mailbox)?;
             self.send(machine)?;
@@ -315,14 +327,21 @@ impl VerbsCarrier {
             if self.link.is_heard() {
                 return Ok(());
             }
-            let left = self.config.silence.saturating_sub(begun.elapsed());
+            let now = Instant::now();
+            if now >= nudge {
+                self.link.nudge()?;
+                pause = (2 * pause).min(NUDGES.1);
+                nudge = now + pause;
+            }
+            let left = patience.saturating_sub(begun.elapsed());
             let Ok(limit) = lost.look() else {
                 return Err(EndReason::Gone(self.silent(begun.elapsed().as_secs())));
             };
             if left.is_zero() {
-                return Err(EndReason::Gone(self.silent(self.config.silence.as_secs())));
+                return Err(EndReason::Gone(self.silent(patience.as_secs())));
             }
-            self.wakeups.wait(&self.session, Some(left.min(limit)), |_, _| Ok(()))?;
+            let rest = left.min(limit).min(nudge.saturating_duration_since(now));
+            self.wakeups.wait(&self.session, Some(rest), |_, _| Ok(()))?;
             self.link.disarm();
             self.look()?;
         }
@@ -392,6 +411,10 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
         self.link.send_buffer()
     }
 
+    fn asks(&mut self) {
+        self.link.watch_next_message();
+    }
+
     fn send(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
         self.acknowledge(machine);
         machine.commit();
@@ -411,6 +434,8 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
     }
 
     fn wait(&mut self, _machine: &mut Machine<'_>, timeout: Option<Duration>) -> Result<(), EndReason> {
+        let patience = self.link.patience(Instant::now());
+        let timeout = timeout.into_iter().chain(patience).min();
         // With a timeout of zero nothing needs to be waited for; what came is taken by the next look.
         if timeout.is_none_or(|time| !time.is_zero()) {
             self.wakeups.wait(&self.session, timeout, |_, _| Ok(()))?;
@@ -437,7 +462,7 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
             mailbox.rest();
         }
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
-        let mut failed = None;
+        let (mut failed, mut proof) = (None, PROOF.max(4 * self.ticket.dialed_in).min(self.config.silence));
         loop {
             let taken = self.leave(machine)?;
             let redial = Redial {
@@ -447,16 +472,24 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
                 taken,
                 keys: self.keys.clone(),
             };
+            // Once queue pairs have carried nothing, little is sent until others do.
+            let before = if failed.is_none() { Before::Everything } else { Before::Messages };
             let resumption = resume::resume(&self.session, mailbox, self.attempt, failed, redial)?;
             let turn = || {
                 device_events(&self.link)?;
                 machine.serve(mailbox)
             };
             let resumed = resumption.wait(&lost, &mut self.wakeups, self.daemon.as_mut(), turn)?;
-            match self.go_on(machine, resumed).and_then(|()| self.prove(machine, mailbox, &lost)) {
+            match self
+                .go_on(machine, resumed, before)
+                .and_then(|()| self.prove(machine, mailbox, &lost, proof))
+            {
                 Ok(()) => break,
                 // Their failure is no news: the session has no link now.
-                Err(EndReason::Gone(what)) => failed = Some(what),
+                Err(EndReason::Gone(what)) => {
+                    failed = Some(what);
+                    proof = (2 * proof).min(self.config.silence);
+                }
                 Err(end) => return Err(end),
             }
         }

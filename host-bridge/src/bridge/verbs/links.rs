@@ -118,6 +118,7 @@ pub(in crate::bridge) fn connect(
     })?;
     if ticket.survives() {
         link.keep();
+        link.give_up_stalled();
     }
     let depth = offer.depth;
     let succession = None;

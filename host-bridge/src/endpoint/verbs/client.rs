@@ -102,6 +102,8 @@ pub(super) struct Engine {
     pub(super) waiters: usize,
     /// `executed` as the client was last told.
     pub(super) told: u64,
+    /// The pump sleeps for as long as nothing happens: it is to be woken if requests are posted that may take too long.
+    pub(super) unwatched: bool,
     /// Slots for granted data that were emptied, of which the bridge has not been told.
     pub(super) emptied: Vec<u32>,
 }
@@ -195,8 +197,13 @@ impl VerbsClient {
     pub(super) fn wait_for<T>(&self, mut take: impl FnMut(&mut Engine) -> Option<T>) -> Option<T> {
         let mut engine = self.lock();
         while self.end.get().is_none() {
-            if let Some(taken) = take(&mut engine) {
-                return Some(taken);
+            let taken = take(&mut engine);
+            if engine.unwatched && engine.link.waits() {
+                engine.unwatched = false;
+                let _ = self.changed.write(1);
+            }
+            if taken.is_some() {
+                return taken;
             }
             engine = self.wait_for_room(engine);
         }

@@ -101,6 +101,7 @@ impl VerbsCommands {
         let links = Links::new(Arc::clone(&control), grace);
         if links.survives() {
             link.keep();
+            link.give_up_stalled();
         }
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let changed = EventFd::from_value_and_flags(0, flags).map_err(|e| failed(e.into()))?;
@@ -119,6 +120,7 @@ impl VerbsCommands {
             free_buffers: (0..BUFFERS).collect(),
             waiters: 0,
             told: 0,
+            unwatched: false,
             emptied: Vec::with_capacity(GRANTED_SLOTS as usize),
         };
         let Some(at) = slots.pointer(0, (SLOT_SIZE * SLOTS) as usize) else {

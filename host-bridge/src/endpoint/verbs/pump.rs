@@ -326,7 +326,7 @@ impl VerbsClient {
         planned
     }
 
-    /// Sleeps until something happens. Nothing is sent meanwhile, nor expected: a bridge that waits for something asks whether we are there, and ends the session if it hears nothing;
+    /// Sleeps until something happens, or requests take too long. Nothing is sent meanwhile, nor expected: a bridge that waits for something asks whether we are there, and ends the session if it hears nothing;
     /// one that is gone shows by its control connection, which the kernel watches.
     fn sleep(&self) -> Result<(), End> {
         let mut engine = self.lock();
@@ -340,15 +340,19 @@ impl VerbsClient {
         let completions = engine.link.fd().map(|fd| fd.try_clone_to_owned()).transpose();
         let completions = completions.map_err(|e| End::Lost(e.to_string()))?;
         let control = lock(&self.control).clone();
+        let patience = engine.link.patience(Instant::now());
+        engine.unwatched = patience.is_none();
         drop(engine);
         let mut fds = vec![device.event_fd(), self.stop.as_fd(), self.changed.as_fd()];
         fds.extend(completions.as_ref().map(|fd| fd.as_fd()));
         fds.extend(control.as_ref().map(|control| control.as_fd()));
-        let patience = self.ring.awaits_device().then_some(Duration::from_millis(1));
+        let read = self.ring.awaits_device().then_some(Duration::from_millis(1));
+        let patience = read.into_iter().chain(patience).min();
         wake::readable(&fds, patience).map_err(|e| End::Lost(format!("waiting: {e}")))?;
         // It has done its part.
         let _ = self.changed.read();
         let mut engine = self.lock();
+        engine.unwatched = false;
         engine.link.disarm();
         while let Some(event) = device.next_event() {
             match event {

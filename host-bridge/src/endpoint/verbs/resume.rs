@@ -26,7 +26,7 @@ use crate::endpoint::contract::{Client, Survivor};
 use crate::endpoint::link::resumed;
 use crate::framing::{FrameReader, resumed_body, split_struct, watch_peer};
 use crate::stream::Stream;
-use crate::verbs::{Link, Put, Unconnected, VerbsError};
+use crate::verbs::{Before, Link, Put, Unconnected, VerbsError};
 
 /// How long what the bridge says on the connection, and the first message through the new queue pairs, may take to come.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -157,7 +157,7 @@ impl VerbsClient {
             })?;
             replace_keys(link, known, &keys)?;
             // The bridge is connected when it has this side's offer.
-            link.go_on(fresh, &peer, true).map_err(|e| match e {
+            link.go_on(fresh, &peer, Before::Nothing).map_err(|e| match e {
                 e @ VerbsError::Peer(_) => e.into(),
                 // The way to the bridge may be down.
                 e => attempt(e),

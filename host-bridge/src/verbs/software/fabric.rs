@@ -53,6 +53,7 @@ pub(super) struct Fabric {
     pub(super) last: u32,
     pub(super) outside: Outside,
     pub(super) failing: Option<u32>,
+    pub(super) silent: bool,
 }
 
 pub(super) struct Memory {
@@ -264,6 +265,9 @@ impl Fabric {
         while let Some(pair) = self.pairs.get(&from)
             && let Some(request) = pair.sends.front()
         {
+            if self.silent && pair.peer != Some(from) {
+                return;
+            }
             let there =
                 pair.peer.filter(|peer| self.pairs.get(peer).is_some_and(|peer| peer.peer == Some(from)));
             let status = match (there, self.outside) {

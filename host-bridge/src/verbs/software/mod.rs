@@ -10,8 +10,8 @@
 //! pairs of this process that are connected to each other exchange messages and writes at once. What a queue pair sends to any other number is kept: a test sees it ([`sent`]), decides
 //! what becomes of it ([`complete`]), and sends whatever it likes ([`send`], [`write`]).
 //!
-//! It checks its callers like a strict device: requests outside registered memory, full queues, and objects that are destroyed while others need them are bugs of rgpu, and end the process. It does not lose,
-//! delay or reorder anything, and it has one port, of InfiniBand.
+//! It checks its callers like a strict device: requests outside registered memory, full queues, and objects that are destroyed while others need them are bugs of rgpu, and end the process. It does not
+//! delay or reorder anything, it loses what is sent while it is [silent](silence), and it has one port, of InfiniBand.
 
 mod fabric;
 mod functions;
@@ -84,6 +84,17 @@ pub fn outside(what: Outside) {
 /// Lets the `n`-th call from now on fail for lack of memory, of those that may fail. `None`: none fails.
 pub fn fail(n: Option<u32>) {
     fabric().failing = n;
+}
+
+/// Whether nothing gets through between two queue pairs of this process. What was sent meanwhile gets through only with what is sent on the same queue pair afterwards, as if the peer's device had asked for it then: these devices
+/// repeat nothing by themselves.
+pub fn silence(silent: bool) {
+    fabric().silent = silent;
+}
+
+/// A queue pair's device sends what is under way once more.
+pub fn repeat(pair: u32) {
+    fabric().carry(pair);
 }
 
 /// Numbers of the queue pairs that there are, in ascending order, but for those that are connected to themselves.

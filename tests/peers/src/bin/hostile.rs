@@ -17,7 +17,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use host_bridge::framing::{FrameReader, recv_frame, recv_struct, send_frame, send_message, split_struct};
-use host_bridge::verbs::{Access, Device, Domain, Event, Link, Put, Settings, Slab, Unconnected, VerbsError};
+use host_bridge::verbs::{
+    Access, Before, Device, Domain, Event, Link, Put, Settings, Slab, Unconnected, VerbsError,
+};
 use protocol::device::{Answer, untext};
 use protocol::link::{
     DataHeader, DataSent, FrameHeader, Hello, ProgressUpdate, Queues, Received, RegionKey, ReplyHeader,
@@ -236,7 +238,7 @@ impl Session {
                 let (stream, writes) = theirs.split_first().ok_or("no stream")?;
                 self.link.send_buffer().resume(*stream)?;
                 self.link.settle::<VerbsError>(writes, &mut |_| Ok(()))?;
-                self.link.go_on(fresh, &peer, false)?;
+                self.link.go_on(fresh, &peer, Before::Everything)?;
                 control.set_nonblocking(true)?;
                 self.control = control;
                 self.chat(10)?;

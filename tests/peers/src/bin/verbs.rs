@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
 use host_bridge::memory::{Memories, Runs};
 use host_bridge::verbs::{
-    Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError,
-    Window, Windows,
+    Access, Before, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected,
+    VerbsError, Window, Windows,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -244,7 +244,8 @@ impl Talk {
             return Err("a device has acknowledged writes and lost them".into());
         }
         let offer = fresh.offer(None);
-        self.link.go_on(fresh, &peer, !first)?;
+        let before = if first { Before::Everything } else { Before::Nothing };
+        self.link.go_on(fresh, &peer, before)?;
         if first {
             self.frame(frame::ALIVE, &[]);
         } else {
