@@ -2,10 +2,7 @@
 #define PROGRAM "two_devices"
 #include "cases.h"
 #include "driver.h"
-
-#include <atomic>
-#include <thread>
-#include <vector>
+#include "several_devices.h"
 
 __device__ int variable;
 __constant__ int constants[4];
@@ -39,26 +36,6 @@ __global__ void large_block(int *to) {
 }
 
 __global__ void stray(int *nowhere) { *nowhere = 1; }
-
-static std::vector<int> numbers(int n, int from) {
-    std::vector<int> host(n);
-    for (int i = 0; i < n; i++) host[i] = from + i;
-    return host;
-}
-
-static int *on_device(int device, int n, int from) {
-    CHECK(cudaSetDevice(device));
-    int *data;
-    CHECK(cudaMalloc(&data, n * sizeof(int)));
-    CHECK(cudaMemcpy(data, numbers(n, from).data(), n * sizeof(int), cudaMemcpyHostToDevice));
-    return data;
-}
-
-static bool holds(const int *data, int n, int from) {
-    std::vector<int> host(n, -1);
-    CHECK(cudaMemcpy(host.data(), data, n * sizeof(int), cudaMemcpyDefault));
-    return host == numbers(n, from);
-}
 
 static bool all_are(const int *data, int n, int value) {
     std::vector<int> host(n, -1);
@@ -194,19 +171,13 @@ static void peers() {
 
 // A managed variable would be another one on the second device, where the host would never see it: code that has one is refused there.
 static void managed_variable() {
-    const char *code = ".version 7.0\n.target sm_70\n.address_size 64\n"
-                       ".visible .global .attribute(.managed) .align 4 .u32 shared_word;\n"
-                       ".visible .entry bump() {\n"
-                       "  .reg .b32 %r<3>;\n  .reg .b64 %rd<2>;\n"
-                       "  mov.u64 %rd1, shared_word;\n  ld.global.u32 %r1, [%rd1];\n  add.s32 %r2, %r1, 1;\n"
-                       "  st.global.u32 [%rd1], %r2;\n  ret;\n}\n";
     CUlibrary library;
     CUkernel kernel;
     CUdeviceptr address;
     size_t size;
     CHECK(cudaSetDevice(0));
     CHECK(cudaFree(nullptr));
-    DRIVER(cuLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    DRIVER(cuLibraryLoadData(&library, MANAGED_CODE, nullptr, nullptr, 0, nullptr, nullptr, 0));
     DRIVER(cuLibraryGetKernel(&kernel, library, "bump"));
     DRIVER(cuLibraryGetManaged(&address, &size, library, "shared_word"));
     volatile int *word = (volatile int *)address;

@@ -4,14 +4,12 @@
 #include "common.h"
 #include "cases.h"
 #include "driver.h"
+#include "several_devices.h"
 
 #include <dlfcn.h>
 #include <strings.h>
 
-#include <atomic>
 #include <chrono>
-#include <thread>
-#include <vector>
 
 __device__ int variable;
 
@@ -27,33 +25,6 @@ __global__ void read_texture(cudaTextureObject_t texture, int *to, int n) {
 }
 
 static void set_device(int device) { CHECK(cudaSetDevice(device)); }
-
-// Holds a stream until it is told otherwise.
-struct Gate {
-    std::atomic<bool> open{false};
-    static void CUDART_CB wait(void *self) {
-        while (!static_cast<Gate *>(self)->open) std::this_thread::yield();
-    }
-};
-
-static int *on_device(int device, int n, int value) {
-    set_device(device);
-    int *data;
-    CHECK(cudaMalloc(&data, n * sizeof(int)));
-    std::vector<int> host(n);
-    for (int i = 0; i < n; i++) host[i] = value + i;
-    CHECK(cudaMemcpy(data, host.data(), n * sizeof(int), cudaMemcpyHostToDevice));
-    return data;
-}
-
-static bool holds(const int *data, int n, int value) {
-    std::vector<int> host(n, -1);
-    CHECK(cudaMemcpy(host.data(), data, n * sizeof(int), cudaMemcpyDeviceToHost));
-    for (int i = 0; i < n; i++) {
-        if (host[i] != value + i) return false;
-    }
-    return true;
-}
 
 static void devices() {
     int count, can = -1, domains[2];
@@ -679,18 +650,12 @@ static void managed_of_both() {
 
 // A managed variable is one place for the host and the kernels of one server. The same code is not loaded on another, where it would have a variable that the host never sees.
 static void managed_variable() {
-    const char *code = ".version 7.0\n.target sm_70\n.address_size 64\n"
-                       ".visible .global .attribute(.managed) .align 4 .u32 shared_word;\n"
-                       ".visible .entry bump() {\n"
-                       "  .reg .b32 %r<3>;\n  .reg .b64 %rd<2>;\n"
-                       "  mov.u64 %rd1, shared_word;\n  ld.global.u32 %r1, [%rd1];\n  add.s32 %r2, %r1, 1;\n"
-                       "  st.global.u32 [%rd1], %r2;\n  ret;\n}\n";
     CUlibrary library;
     CUkernel kernel;
     CUdeviceptr address;
     size_t size;
     set_device(0);
-    DRIVER(cuLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    DRIVER(cuLibraryLoadData(&library, MANAGED_CODE, nullptr, nullptr, 0, nullptr, nullptr, 0));
     DRIVER(cuLibraryGetKernel(&kernel, library, "bump"));
     DRIVER(cuLibraryGetManaged(&address, &size, library, "shared_word"));
     volatile int *word = (volatile int *)address;
@@ -705,7 +670,7 @@ static void managed_variable() {
     expect_value("the variable is as it was", 42, *word);
     // And if the code is on both servers before the program asks where the variable is.
     CUlibrary other;
-    DRIVER(cuLibraryLoadData(&other, code, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    DRIVER(cuLibraryLoadData(&other, MANAGED_CODE, nullptr, nullptr, 0, nullptr, nullptr, 0));
     DRIVER(cuLibraryGetKernel(&kernel, other, "bump"));
     for (int i = 0; i < 2; i++) {
         set_device(i);

@@ -4,10 +4,7 @@
 #include "cases.h"
 #include "driver.h"
 #include "other_process.h"
-
-#include <atomic>
-#include <thread>
-#include <vector>
+#include "several_devices.h"
 
 __device__ int words[1000];
 
@@ -28,34 +25,6 @@ static const char *CODE = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           "  ld.param.u64 %rd1, [to];\n  cvta.to.global.u64 %rd2, %rd1;\n"
                           "  ld.global.u32 %r1, [word];\n  ld.global.u32 %r2, [%rd2];\n  add.s32 %r3, %r1, %r2;\n"
                           "  st.global.u32 [%rd2], %r3;\n  ret;\n}\n";
-
-// Holds a stream until it is told otherwise.
-struct Gate {
-    std::atomic<bool> open{false};
-    static void CUDART_CB wait(void *self) {
-        while (!static_cast<Gate *>(self)->open) std::this_thread::yield();
-    }
-};
-
-static std::vector<int> numbers(int n, int from) {
-    std::vector<int> host(n);
-    for (int i = 0; i < n; i++) host[i] = from + i;
-    return host;
-}
-
-static int *on_device(int device, int n, int from) {
-    CHECK(cudaSetDevice(device));
-    int *data;
-    CHECK(cudaMalloc(&data, n * sizeof(int)));
-    CHECK(cudaMemcpy(data, numbers(n, from).data(), n * sizeof(int), cudaMemcpyHostToDevice));
-    return data;
-}
-
-static bool holds(const int *data, int n, int from) {
-    std::vector<int> host(n, -1);
-    CHECK(cudaMemcpy(host.data(), data, n * sizeof(int), cudaMemcpyDefault));
-    return host == numbers(n, from);
-}
 
 // Contexts that the program has made, one on each server: copies that name contexts, a module and a variable in each, an event of the one that a stream of the other waits for.
 static void own_contexts() {
@@ -145,30 +114,39 @@ static void own_contexts() {
 // Threads with their per-thread default streams on both servers, which have equal handles.
 static void per_thread_streams() {
     const int n = 2000, each = 3;
-    std::atomic<int> wrong{0};
+    std::atomic<int> early{0};
     std::vector<std::thread> threads;
+    std::vector<int *> data, over;
+    // Not in the threads: a copy in a default stream waits for all their streams.
     for (int t = 0; t < 2 * each; t++) {
-        threads.emplace_back([&wrong, t] {
+        data.push_back(on_device(t % 2, n, t));
+        over.push_back(on_device(1 - t % 2, n, 0));
+    }
+    for (int t = 0; t < 2 * each; t++) {
+        threads.emplace_back([&early, t, data = data[t], over = over[t]] {
             int own = t % 2, other = 1 - own;
-            int *data = on_device(own, n, t), *over = on_device(other, n, 0);
             CHECK(cudaSetDevice(own));
             Gate gate;
             CHECK(cudaLaunchHostFunc(cudaStreamPerThread, Gate::wait, &gate));
             for (int round = 0; round < 20; round++) add<<<(n + 255) / 256, 256, 0, cudaStreamPerThread>>>(data, n, t);
             CHECK(cudaMemcpyPeerAsync(over, other, data, own, n * sizeof(int), cudaStreamPerThread));
-            wrong += cudaStreamQuery(cudaStreamPerThread) != cudaErrorNotReady;
+            early += cudaStreamQuery(cudaStreamPerThread) != cudaErrorNotReady;
             // This thread's stream on the other device has nothing to do.
             CHECK(cudaSetDevice(other));
             CHECK(cudaStreamSynchronize(cudaStreamPerThread));
             CHECK(cudaSetDevice(own));
             gate.open = true;
             CHECK(cudaStreamSynchronize(cudaStreamPerThread));
-            wrong += !holds(data, n, t + 20 * t) + !holds(over, n, t + 20 * t);
-            CHECK(cudaFree(data));
-            CHECK(cudaFree(over));
         });
     }
     for (std::thread &thread : threads) thread.join();
+    int wrong = 0;
+    for (int t = 0; t < 2 * each; t++) {
+        wrong += !holds(data[t], n, 21 * t) + !holds(over[t], n, 21 * t);
+        CHECK(cudaFree(data[t]));
+        CHECK(cudaFree(over[t]));
+    }
+    expect_value("streams that did not wait", 0, early);
     expect_value("what per-thread streams did wrong", 0, wrong);
 }
 

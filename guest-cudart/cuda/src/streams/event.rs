@@ -38,8 +38,9 @@ pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
         return Ok(());
     }
     if !std::ptr::eq(stream.session(), event.context.session()) {
-        let last = last.clone();
-        return wait_for_other_server(stream, event, last);
+        let known = last.clone();
+        drop(last);
+        return wait_for_other_server(stream, event, known);
     }
     let seq = stream.work(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
     if let Some((other, record)) = &*last {

@@ -363,6 +363,8 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
     if handle > PER_THREAD {
         return Ok((driver, named(handle)?));
     }
-    let context = context::current()?;
-    Ok((driver, ordered(context, handle, per_thread)?))
+    let stream = plain(context::current()?, handle, per_thread)?;
+    // It gets no work, so it need not come behind what other streams have copied: to wait for it would be to wait for them.
+    capture_rules::implicit(&stream)?;
+    Ok((driver, stream))
 }

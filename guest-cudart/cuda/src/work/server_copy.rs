@@ -186,6 +186,8 @@ pub(crate) fn by_default_streams<T>(
         return put();
     }
     for legacy in others() {
+        // Nothing is put on the stream for a lost server.
+        legacy.session().check()?;
         join(legacy, stream)?;
     }
     let done = put()?;
