@@ -742,8 +742,8 @@ fn a_session_goes_on_under_tls_when_its_connections_are_cut() {
     let (_machine, middle, mut client) = through_a_middle(&server, "host1");
     let bytes: Vec<u8> = (0..1_500_000u32).map(|n| (n.wrapping_mul(89) >> 3) as u8).collect();
     for round in 1..=4 {
-        // The first link has one connection to the daemon besides its own five. A session goes on when it has the
-        // first of these; the others come a moment later.
+        // The first link also has a connection to the daemon, besides its own five. A session continues with the
+        // first of the five; the others follow a moment later.
         middle.stands(if round == 1 { 6 } else { 5 });
         client.write_arena(0, &bytes);
         client.write_arena(2 << 20, &vec![0; bytes.len()]);

@@ -28,7 +28,7 @@ inline bool holds(const int *data, int n, int from) {
     return host == numbers(n, from);
 }
 
-// Holds a stream until it is told otherwise.
+// Holds a stream until it is opened.
 struct Gate {
     std::atomic<bool> open{false};
     static void CUDART_CB wait(void *self) {

@@ -74,7 +74,7 @@ pub fn eventually(condition: impl FnMut() -> bool) {
 /// Gives a session all the time that a busy machine may need, wherever it has a limit. A test of one of these limits sets it again.
 pub fn be_patient(config: &mut SessionConfig) {
     (config.connect_timeout, config.handshake_timeout) = (PATIENCE, PATIENCE);
-    // Less for a link: a session that has lost one without a sign still goes on before the test gives up.
+    // Less for a link, so that a session whose link is lost silently continues before the test gives up.
     (config.silence, config.link_silence) = (PATIENCE, PATIENCE / 4);
 }
 

@@ -87,24 +87,16 @@ thread_local! {
     static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
 }
 
-/// As [`plain`], for a stream that gets work. Waits if too much is queued already. Fails for the legacy default
-/// stream if a stream that would wait for it is being captured.
+/// As [`plain`], for a stream that gets work, which comes behind the copies that the program was told are done. Waits
+/// if too much is queued already. Fails for the legacy default stream if a stream that would wait for it is being
+/// captured.
 #[inline]
 pub(crate) fn any(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
-    let stream = ordered(context, handle, per_thread)?;
-    if stream.capture().is_none() {
-        room::wait(&stream)?;
-    }
-    Ok(stream)
-}
-
-/// As [`any`], but never waits.
-#[inline]
-fn ordered(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
     let stream = plain(context, handle, per_thread)?;
     capture_rules::implicit(&stream)?;
     if stream.capture().is_none() {
         fences::respect(&stream)?;
+        room::wait(&stream)?;
     }
     Ok(stream)
 }
@@ -364,7 +356,7 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
         return Ok((driver, named(handle)?));
     }
     let stream = plain(context::current()?, handle, per_thread)?;
-    // It gets no work, so it need not come behind what other streams have copied: to wait for it would be to wait for them.
+    // It gets no work, so it is not ordered behind other streams' copies: whoever waits for it would wait for them.
     capture_rules::implicit(&stream)?;
     Ok((driver, stream))
 }

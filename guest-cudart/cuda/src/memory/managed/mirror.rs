@@ -221,8 +221,8 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
 }
 
 /// Makes a context's server mirror the pages of a piece, unless it already does. Returns where the mirror begins, and
-/// whether it is new and so has nothing but zeroes. Callers take turns. Must not be called under the lock, because the server may have to wait for work
-/// that waits for the answer to a fault.
+/// whether it is new and so contains only zeroes. Callers take turns. Must not be called under the lock, because the
+/// server may have to wait for work that waits for the answer to a fault.
 fn mirror(context: &Context, base: u64, size: u64) -> Result<(u64, bool)> {
     let page = PAGE as u64;
     let (first, end) = (base & !(page - 1), (base + size).next_multiple_of(page));
