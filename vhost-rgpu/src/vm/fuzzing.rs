@@ -174,8 +174,20 @@ struct Guest<'f> {
 
 /// Runs a program, whatever it is. Gives how many sessions it opened.
 pub fn control_any(bytes: &[u8]) -> u64 {
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let mut steps = Steps::new(bytes);
+    with_guest(|guest| {
+        for _ in 0..STEPS {
+            if steps.is_over() {
+                break;
+            }
+            guest.step(&mut steps);
+        }
+    })
+}
+
+/// Runs a guest, and then resets its device, of which nothing may be left. Gives how many sessions it opened.
+fn with_guest(run: impl FnOnce(&mut Guest<'_>)) -> u64 {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     MOOD.store(0, Ordering::Relaxed);
     RAM_FILE.with(|ram| {
         let holes = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -192,17 +204,42 @@ pub fn control_any(bytes: &[u8]) -> u64 {
         device.update_memory(memory.clone()).expect("its memory");
         let queues = TABLES.iter().map(|table| queue(&memory, *table)).collect();
         let mut guest = Guest { ram, device, queues, made: [0; 2], buffers: BUFFERS };
-        for _ in 0..STEPS {
-            if steps.is_over() {
-                break;
-            }
-            guest.step(&mut steps);
-        }
+        run(&mut guest);
         guest.device.end_all("the program is over");
         guest.wait_until(Device::is_empty);
         SERVER.connections().clear();
         registry.totals.opened.load(Ordering::Relaxed)
     })
+}
+
+/// A device that was reset once, and on which channel 0 was opened since.
+#[cfg(test)]
+pub(super) fn with_channel_after_reset(run: impl FnOnce(&Device)) {
+    let opened = with_guest(|guest| {
+        guest.device.end_all("the guest starts again");
+        let geometry = geometry();
+        guest.write(CHANNELS[0], geometry.fields(1, "fuzz").as_bytes());
+        let extent = Extent { addr: CHANNELS[0], len: geometry.size as u64 };
+        let create = Request {
+            kind: request::CREATE_CHANNEL,
+            channel: 0,
+            region: 0,
+            extent_count: 1,
+            size: extent.len,
+            flags: 0,
+            reserved: 0,
+        };
+        let bytes = [create.as_bytes(), extent.as_bytes()].concat();
+        let (at, answer) = (guest.buffer(&bytes), guest.buffer(&[0; 264]));
+        guest.chain(
+            0,
+            &[Descriptor::new(at, bytes.len() as u32, 0, 0), Descriptor::new(answer, 264, 2, 0)],
+        );
+        guest.event(0, 0);
+        guest.wait_until(Device::is_settled);
+        run(&guest.device);
+    });
+    assert_eq!(opened, 1, "sessions");
 }
 
 fn queue(memory: &GuestMemory, table: u64) -> Vring {

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn};
@@ -28,7 +28,7 @@ impl Device {
             Order::Create { channel, extents, size } => self.create(channel, extents, size, job),
             Order::Destroy { channel } => self.destroy(channel, job.epoch),
             Order::Register { channel, region, extents, size, read_only } => {
-                let session = self.session(channel)?;
+                let session = self.session(channel, job.epoch)?;
                 self.inherit(channel, &session);
                 if job.again && session.has_region(region) {
                     // The predecessor had registered it, but not answered.
@@ -40,13 +40,11 @@ impl Device {
                 let charge = self.budget.region(pieces)?;
                 let memory = RegionMemory { memories, extents, size, own_memory: false, read_only };
                 session.register_region(region, memory)?;
-                if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
-                    held.pieces.insert(region, charge);
-                }
+                self.with_held(channel, &session, |held| drop(held.pieces.insert(region, charge)));
                 Ok(())
             }
             Order::Unregister { channel, region } => {
-                let leftover = match self.channels().get(&channel) {
+                let leftover = match self.channels_at(job.epoch)?.get(&channel) {
                     Some(Channel::Left(leftover)) => Some(leftover.clone()),
                     _ => None,
                 };
@@ -56,7 +54,7 @@ impl Device {
                         Ok(())
                     }
                     None => {
-                        let session = self.session(channel)?;
+                        let session = self.session(channel, job.epoch)?;
                         self.inherit(channel, &session);
                         if job.again && !session.has_region(region) {
                             // The predecessor had unregistered it, but not answered.
@@ -164,7 +162,7 @@ impl Device {
 
     fn destroy(&self, channel: u32, epoch: u64) -> Result<(), Refusal> {
         let session = {
-            let mut channels = self.channels();
+            let mut channels = self.channels_at(epoch)?;
             loop {
                 match channels.get(&channel) {
                     Some(Channel::Over) => {
@@ -229,27 +227,41 @@ impl Device {
         Ok(())
     }
 
-    fn unregister(&self, channel: u32, region: u32, session: &Session) -> Result<(), Refusal> {
+    fn unregister(&self, channel: u32, region: u32, session: &Arc<Session>) -> Result<(), Refusal> {
         session.unregister_region(region)?;
-        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
-            held.pieces.remove(&region);
-        }
+        self.with_held(channel, session, |held| drop(held.pieces.remove(&region)));
         Ok(())
     }
 
     /// Counts the regions that a session has inherited from a predecessor, before one is added or removed.
-    fn inherit(&self, channel: u32, session: &Session) {
+    fn inherit(&self, channel: u32, session: &Arc<Session>) {
         session.wait_for_regions();
-        if let Some(Channel::Open(_, held)) = self.channels().get_mut(&channel) {
+        self.with_held(channel, session, |held| {
             for inherited in session.take_inherited() {
                 let charge = self.budget.inherited_region(inherited.pieces as usize);
                 held.pieces.insert(inherited.region, charge);
             }
+        });
+    }
+
+    /// Changes what an open channel holds, if it is still this session's.
+    fn with_held(&self, channel: u32, session: &Arc<Session>, change: impl FnOnce(&mut Held)) {
+        if let Some(Channel::Open(now, held)) = self.channels().get_mut(&channel)
+            && Arc::ptr_eq(now, session)
+        {
+            change(held);
         }
     }
 
-    fn session(&self, channel: u32) -> Result<Arc<Session>, Refusal> {
-        match self.channels().get(&channel) {
+    /// The channels, for a request that arrived at `epoch`: one from before a reset must not find those of after
+    /// it. A reset changes the epoch before it takes the channels.
+    fn channels_at(&self, epoch: u64) -> Result<MutexGuard<'_, HashMap<u32, Channel>>, Refusal> {
+        let channels = self.channels();
+        if self.epoch_changed(epoch) { Err(invalid("the device was reset")) } else { Ok(channels) }
+    }
+
+    fn session(&self, channel: u32, epoch: u64) -> Result<Arc<Session>, Refusal> {
+        match self.channels_at(epoch)?.get(&channel) {
             Some(Channel::Open(session, _)) => Ok(session.clone()),
             Some(
                 Channel::Opening
@@ -313,5 +325,22 @@ impl Turn for Queued<'_, '_> {
 
     fn given_up(&self) -> Option<PollFd<'_>> {
         Some(PollFd::new(self.give_up.as_fd(), PollFlags::POLLIN))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::fuzzing::with_channel_after_reset;
+
+    #[test]
+    fn a_request_from_before_a_reset_finds_no_channel_of_after_it() {
+        with_channel_after_reset(|device| {
+            let (before, now) = (0, 1);
+            assert!(device.destroy(0, before).is_err(), "destroyed");
+            assert!(device.session(0, before).is_err(), "found");
+            device.session(0, now).expect("it is open");
+            device.destroy(0, now).expect("its own request destroys it");
+        });
     }
 }
