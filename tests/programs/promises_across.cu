@@ -26,13 +26,15 @@ struct Copied {
     int *all, *last;
 };
 
+// The current device has `other`, which is filled first.
 static Copied copied_to(int device, int *other) {
+    CHECK(cudaMemset(other, 1, LAST * sizeof(int)));
+    CHECK(cudaDeviceSynchronize());
     CHECK(cudaSetDevice(device));
     Copied made;
     CHECK(cudaMalloc(&made.all, N * sizeof(int)));
     CHECK(cudaMemset(made.all, 0, N * sizeof(int)));
     made.last = made.all + N - LAST;
-    CHECK(cudaMemset(other, 1, LAST * sizeof(int)));
     CHECK(cudaDeviceSynchronize());
     std::vector<int> host(N);
     for (size_t i = 0; i < N; i++) host[i] = int(i);

@@ -69,12 +69,17 @@ static void own_contexts() {
     for (int current = 0; current < 3; current++) {
         CUcontext primary = nullptr;
         if (current == 2) DRIVER(cuDevicePrimaryCtxRetain(&primary, 0));
-        DRIVER(cuCtxSetCurrent(current == 2 ? primary : contexts[current]));
+        CUcontext used = current == 2 ? primary : contexts[current];
+        // Without access to each other's memory, a context fills its own only.
+        DRIVER(cuCtxSetCurrent(contexts[1]));
         DRIVER(cuMemsetD32(data[1], 0, n));
+        DRIVER(cuCtxSetCurrent(used));
         DRIVER(cuMemcpyPeer(data[1], contexts[1], data[0], contexts[0], bytes));
         DRIVER(cuMemcpyDtoH(back.data(), data[1], bytes));
         expect_value("cuMemcpyPeer between own contexts", 1, back == host);
+        DRIVER(cuCtxSetCurrent(contexts[1]));
         DRIVER(cuMemsetD32(data[1], 0, n));
+        DRIVER(cuCtxSetCurrent(used));
         DRIVER(cuMemcpyDtoD(data[1], data[0], bytes));
         std::fill(back.begin(), back.end(), -1);
         DRIVER(cuMemcpyDtoH(back.data(), data[1], bytes));

@@ -55,6 +55,14 @@ fn many_short_copies_pass_through_a_full_queue() -> Result<()> {
     rig.check_healthy()
 }
 
+/// Over a network; over `local` there is no such order (decision 11).
+#[test]
+fn data_beside_other_memory_comes_before_a_word_in_a_page_of_its_own() -> Result<()> {
+    let mut rig = Rig::with("waits-shared-page", &[], &[])?;
+    passes(&rig, Transport::Tcp, "mapped_waits", &["shared_page_beside_own"], None)?;
+    rig.check_healthy()
+}
+
 /// Streams that wait for host functions take no hardware queue, so neither other streams' copies nor those
 /// that bring managed memory to a host function wait for them.
 #[test]

@@ -231,10 +231,7 @@ pub(super) fn with_channel_after_reset(run: impl FnOnce(&Device)) {
         };
         let bytes = [create.as_bytes(), extent.as_bytes()].concat();
         let (at, answer) = (guest.buffer(&bytes), guest.buffer(&[0; 264]));
-        guest.chain(
-            0,
-            &[Descriptor::new(at, bytes.len() as u32, 0, 0), Descriptor::new(answer, 264, 2, 0)],
-        );
+        guest.chain(0, &[Descriptor::new(at, bytes.len() as u32, 0, 0), Descriptor::new(answer, 264, 2, 0)]);
         guest.event(0, 0);
         guest.wait_until(Device::is_settled);
         run(&guest.device);
