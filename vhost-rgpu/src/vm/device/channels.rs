@@ -330,7 +330,6 @@ impl Turn for Queued<'_, '_> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::vm::fuzzing::with_channel_after_reset;
 
     #[test]
