@@ -8,7 +8,7 @@ use crate::driver::quota::Quota;
 
 /// Prints what it finds. Fails if nothing could be served.
 pub fn main(backing: &Backing) -> ExitCode {
-    crate::parent::init_log("error");
+    crate::log::start("error");
     println!("{}", crate::parent::server_name());
     if backing.backend != Backend::Software {
         match driver::cuda::report() {

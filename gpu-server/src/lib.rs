@@ -16,7 +16,7 @@
 //! - [`cuda_ipc`]: memory and events that sessions share with each other;
 //! - [`worker`]: a process that serves one session;
 //! - [`driver`]: what executes commands;
-//! - [`check`]: `rgpu-server check`.
+//! - [`check`]: `rgpu-server check`; [`log`]: lines on standard error.
 
 mod cache;
 mod check;
@@ -29,6 +29,7 @@ mod doubles;
 mod driver;
 mod limits;
 mod lock;
+mod log;
 mod pages;
 mod parent;
 mod policy;

@@ -65,7 +65,6 @@ mod turns;
 mod watch;
 mod workers;
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
@@ -115,27 +114,10 @@ fn reload(server: &Server) {
     server.succession.store.ready();
 }
 
-/// Sends the log to standard error.
-pub fn init_log(filter: &str) {
-    use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_new(filter).unwrap_or_else(|e| {
-        eprintln!("rgpu-server: --log {filter:?}: {e}; logging at info");
-        EnvFilter::new("info")
-    });
-    let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_target(false);
-    // The log gets a descriptor of its own, because a worker's standard error becomes its client's. In tests,
-    // which start several logs, the first one stays.
-    let _ = match std::io::stderr().as_fd().try_clone_to_owned() {
-        Ok(own) => log.with_writer(std::sync::Arc::new(std::fs::File::from(own))).try_init(),
-        Err(_) => log.with_writer(std::io::stderr).try_init(),
-    };
-}
-
 /// Runs the daemon until it is told to end.
 pub fn main(mut options: Serve) -> anyhow::Result<()> {
     let mut inherited = Inherited::take();
-    init_log(&options.log);
+    crate::log::start(&options.log);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
     // Before signals are blocked, which the service would inherit. It ends with this function.
     let _service = options.mps.as_deref().map(mps::Service::start).transpose()?;

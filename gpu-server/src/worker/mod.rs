@@ -188,7 +188,7 @@ impl Shared {
 
 /// Runs the worker.
 pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
-    crate::parent::init_log(&arguments.log);
+    crate::log::start_bounded(&arguments.log);
     // Standard error will be the client's, so panics are logged.
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     // SAFETY: the daemon started this process with this descriptor open, and nothing else in the process uses

@@ -19,6 +19,9 @@ use protocol::ops::device::ATOMIC_OPERATIONS;
 
 /// A symbol that rgpu's own `libcuda` exports, and NVIDIA's does not.
 const OWN_LIBRARY: &[u8] = b"rgpu_libcuda\0";
+/// Results that programs ask for on purpose: no code for this GPU, peer access that is enabled already, and that is
+/// not.
+const EXPECTED: [u32; 3] = [209, 704, 705];
 
 macro_rules! api {
     ($($name:ident = $symbol:literal ($($arg:ty),* $(,)?);)*) => {
@@ -524,6 +527,9 @@ impl Api {
             // Called for every possible attribute number.
             "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
                 tracing::trace!("{function}: {} ({})", self.name(status), status.0);
+            }
+            _ if EXPECTED.contains(&status.0) => {
+                tracing::debug!("{function}: {} ({})", self.name(status), status.0)
             }
             _ => tracing::warn!("{function}: {} ({})", self.name(status), status.0),
         }
