@@ -3,12 +3,16 @@
 #define PROGRAM "promises_across"
 #include "cases.h"
 #include "driver.h"
+#include "several_devices.h"
 
-#include <vector>
+#include <chrono>
+
+// In the calling thread's own default stream.
+extern "C" CUresult cuMemcpyHtoD_v2_ptds(CUdeviceptr to, const void *from, size_t bytes);
 
 static const size_t LAST = 1000;
 static size_t N;
-static bool busy;
+static bool busy, held;
 
 // Takes its time.
 __global__ void late(int rounds, int *out) {
@@ -39,6 +43,16 @@ static Copied copied_to(int device, int *other) {
     std::vector<int> host(N);
     for (size_t i = 0; i < N; i++) host[i] = int(i);
     if (busy) late<<<1, 1>>>(400000, made.all);
+    if (held) {
+        static Gate gate;
+        CHECK(cudaLaunchHostFunc(cudaStreamLegacy, Gate::wait, &gate));
+        std::thread([] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+            gate.open = true;
+        }).detach();
+        DRIVER(cuMemcpyHtoD_v2_ptds((CUdeviceptr)made.all, host.data(), N * sizeof(int)));
+        return made;
+    }
     CHECK(cudaMemcpy(made.all, host.data(), N * sizeof(int), cudaMemcpyHostToDevice));
     return made;
 }
@@ -127,10 +141,11 @@ static void default_streams() {
 }
 
 int main(int argc, char **argv) {
-    // As in "read", or "busy-read-8000000": behind a kernel, and so many words.
+    // As in "read", "held-read" or "busy-read-8000000": behind a host function, or a kernel, and so many words.
     std::string what = parse_options(argc, argv).word;
     busy = what.rfind("busy-", 0) == 0;
-    if (busy) what = what.substr(5);
+    held = what.rfind("held-", 0) == 0;
+    if (busy || held) what = what.substr(5);
     size_t dash = what.find('-');
     N = dash == std::string::npos ? 2 * LAST : strtoull(what.c_str() + dash + 1, nullptr, 10);
     what = what.substr(0, dash);
@@ -189,12 +204,24 @@ int main(int argc, char **argv) {
         CHECK(cudaSetDevice(1));
         CHECK(cudaDeviceSynchronize());
         expect_value("words that were overwritten by the copy before", 0, copies_in(data.last));
+    } else if (what == "send") {
+        std::vector<int> host(LAST, 9);
+        CHECK(cudaMemcpyAsync(data.last, host.data(), bytes, cudaMemcpyHostToDevice, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaDeviceSynchronize());
+        expect_value("words that were overwritten by the copy before", 0, copies_in(data.last));
+    } else if (what == "receive") {
+        std::vector<int> host(LAST);
+        CHECK(cudaMemcpyAsync(host.data(), data.last, bytes, cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        expect_value("what the other device's stream sends to the host", 1, host == numbers(LAST, N - LAST));
     } else if (what == "kernel") {
         copy<<<1, 256, 0, stream>>>(other, data.last, LAST);
         CHECK(cudaStreamSynchronize(stream));
         expect_value("what the other device's kernel reads", LAST, copies_in(other));
     } else {
-        fail("knows read, write, fill, kernel, contexts and default");
+        fail("knows read, write, fill, send, receive, kernel, contexts and default");
     }
     return verdict();
 }

@@ -175,13 +175,32 @@ fn synchronous_copies_come_before_what_other_devices_do_afterwards() -> Result<(
     for transport in support::TRANSPORTS {
         let two_servers = servers(&rigs, [transport; 2]);
         let two_devices = [format!("{}/0,1", address(&rigs[1], transport))];
-        let cases = ["read", "write", "fill"].map(|case| (&two_servers[..], case)).into_iter().chain(
-            ["read", "write", "fill", "kernel", "contexts", "default"].map(|case| (&two_devices[..], case)),
+        let both = ["read", "write", "fill", "send", "receive"];
+        let cases = both.map(|case| (&two_servers[..], case)).into_iter().chain(
+            both.into_iter().chain(["kernel", "contexts", "default"]).map(|case| (&two_devices[..], case)),
         );
         for (servers, case) in cases {
-            for form in [case.to_owned(), format!("busy-{case}"), format!("{case}-8000000")] {
+            let forms = ["CASE", "busy-CASE", "CASE-8000000", "held-CASE"];
+            for form in forms.map(|form| form.replace("CASE", case)) {
                 let outcome = programs::run(with_servers(servers, PROGRAM)?.arg(&form), programs::LIMIT)?;
                 outcome.verdict(PROGRAM).with_context(|| format!("{form} of {servers:?}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other() -> Result<()> {
+    const PROGRAM: &str = "held_across";
+    for direct in [true, false] {
+        let rigs =
+            if direct { connected("pool-held-direct", &support::TRANSPORTS)? } else { two("pool-held")? };
+        for transport in support::TRANSPORTS {
+            for case in ["per_thread", "context", "blocking", "default"] {
+                let mut command = with_servers(&servers(&rigs, [transport; 2]), PROGRAM)?;
+                let outcome = programs::run(command.arg(case), programs::LIMIT)?;
+                outcome.verdict(PROGRAM).with_context(|| format!("{case} over {transport:?}, {direct}"))?;
             }
         }
     }

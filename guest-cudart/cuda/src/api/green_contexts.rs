@@ -39,12 +39,15 @@ fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
     Ok((driver, GREENS.get(handle).ok_or(Status::INVALID_CONTEXT)?))
 }
 
-/// The streams of a context, or of a green context in it.
+/// The program's streams of a context, or of a green context in it. (This library's own work is done for a stream of
+/// the program that is held meanwhile, or for a thread that waits. If it waited for an event behind that stream, both
+/// would wait for ever.)
 ///
 /// # Errors
 /// `STREAM_CAPTURE_UNSUPPORTED` if one of them is being captured, which ends the capture.
 fn streams(context: &'static Context, green: Option<&Arc<Green>>) -> Result<Vec<Arc<Stream>>> {
-    let all = stream_table::of_context(context, green);
+    let mut all = stream_table::of_context(context, green);
+    all.retain(|stream| !stream.own);
     let captures: Vec<_> = all.iter().filter_map(|stream| stream.capture()).collect();
     if captures.is_empty() {
         return Ok(all);
@@ -84,16 +87,18 @@ fn wait_all((context, green): Whole, event: &Event) -> Result {
         (Some(a), Some(b)) => Arc::ptr_eq(a, b),
         _ => false,
     };
-    if !gates.iter().any(|((of, other), _)| std::ptr::eq(*of, context) && is_it(other)) {
-        let gate = match &green {
-            None => stream_table::unnamed(context)?,
-            Some(green) => {
-                let gate = Arc::new(stream_table::in_green(green, 0)?);
-                stream_table::keep(&gate);
-                gate
-            }
-        };
-        event::wait(&gate, event)?;
+    let found = gates.iter().find(|((of, other), _)| std::ptr::eq(*of, context) && is_it(other));
+    let gate = match (found, &green) {
+        (Some((_, gate)), _) => gate.clone(),
+        (None, None) => stream_table::unnamed(context)?,
+        (None, Some(green)) => {
+            let gate = Arc::new(Stream { own: true, ..stream_table::in_green(green, 0)? });
+            stream_table::keep(&gate);
+            gate
+        }
+    };
+    event::wait(&gate, event)?;
+    if found.is_none() {
         gates.push(((context, green), gate));
     }
     drop(gates);

@@ -12,7 +12,8 @@
 //!   contexts: otherwise their devices would wait for each other's kernels.
 //! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
 //! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server, waits on
-//!   the device: an event is recorded after the copy, and the other stream waits for it ([`respect`]).
+//!   the device: an event is recorded after the copy, and the other stream waits for it ([`respect`]). A stream of
+//!   another server that gets work on the copied memory waits by way of this process ([`open`]).
 
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
@@ -272,6 +273,18 @@ fn wait_for_fences(stream: &Stream, latest: Seq) -> Result {
     }
     stream.promise.respected.raise(latest);
     Ok(())
+}
+
+/// The streams that have not passed their latest fence, and its record. For work on the server's memory that is put on
+/// another server's stream.
+pub(crate) fn open(server: &Server) -> Vec<(Arc<Stream>, Seq)> {
+    let mut open = lock(&server.fences.open);
+    open.retain(|stream| !is_passed(stream));
+    let last = |stream: &Arc<Stream>| {
+        let record = lock(&stream.promise.fence).as_ref().and_then(OwnEvent::last)?;
+        Some((stream.clone(), record))
+    };
+    open.iter().filter_map(last).collect()
 }
 
 /// Called when a stream or its context is destroyed. `with_server`: the server destroys the event by itself.

@@ -43,6 +43,8 @@ pub(crate) struct Stream {
     pub attributes: Mutex<Vec<LaunchAttribute>>,
     pub unique: u64,
     pub legacy: bool,
+    /// Whether it is this library's own: it waits only for what this library makes it wait for.
+    pub own: bool,
     /// `seq` of its last work and of its last publishing record, and the `seq` up to which it is known to be
     /// done.
     pub last_work: LastSeq,
@@ -88,6 +90,7 @@ impl Stream {
             attributes: Mutex::default(),
             unique: unique_id(),
             legacy,
+            own: false,
             last_work: LastSeq::new(),
             last_unread: LastSeq::new(),
             last_mark: LastSeq::new(),

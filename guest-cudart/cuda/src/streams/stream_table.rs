@@ -171,7 +171,7 @@ pub(crate) fn unnamed(context: &'static Context) -> Result<Arc<Stream>> {
 
 /// The same for one use. The caller destroys it.
 pub(crate) fn unnamed_once(context: &'static Context) -> Result<Stream> {
-    make(context, NON_BLOCKING, 0)
+    Ok(Stream { own: true, ..make(context, NON_BLOCKING, 0)? })
 }
 
 /// A stream of a green context.

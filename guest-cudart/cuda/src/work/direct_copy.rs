@@ -181,13 +181,6 @@ fn carry_at_once(
     (from, src): (&Arc<Stream>, &Linear),
     split: &Split,
 ) -> Result {
-    // Usually these streams have nothing to do: they wait for copies that the program was told are done.
-    for stream in [to, from] {
-        if !stream.is_known_idle() {
-            let mark = stream.mark()?;
-            stream.session().wait_progress(|| stream.has_passed(mark))?;
-        }
-    }
     let (direct, first, extent) = (open.direct, open.last + 1, split.extent);
     let piece = whole_rows(piece_of(split.bytes()) as u64, extent[0]);
     open.last += (split.bytes() as u64).div_ceil(piece);

@@ -10,6 +10,10 @@
 //!
 //! If the servers' workers have a direct connection ([`direct_copy`]), the bytes take it. Otherwise they pass
 //! through this process's memory, [`SLOTS`] pieces at a time, without being touched by its CPU.
+//!
+//! The thread's own streams wait for nothing, and it begins only work whose stream has reached it. What such work
+//! must come behind, its stream waits for, from the moment of the call. So every wait is for something earlier, and
+//! no two can be for each other.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -42,23 +46,27 @@ static STREAMS: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 /// Addresses of unused slots. They stay registered.
 static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
-/// A context's stream for such work. It is ordered behind the copies that the program was told are done.
+/// A context's stream for such work. It waits for nothing.
 pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     let mut streams = lock(&STREAMS);
     streams.retain(|stream| !stream.is_finished());
-    let found = streams.iter().find(|stream| std::ptr::eq(stream.context, context)).cloned();
-    let stream = match found {
-        Some(stream) => stream,
-        None => {
-            fences::before_stream(context.server)?;
-            let stream = stream_table::unnamed(context)?;
-            streams.push(stream.clone());
-            stream
-        }
-    };
-    drop(streams);
-    fences::respect(&stream)?;
+    if let Some(stream) = streams.iter().find(|stream| std::ptr::eq(stream.context, context)) {
+        return Ok(stream.clone());
+    }
+    fences::before_stream(context.server)?;
+    let stream = stream_table::unnamed(context)?;
+    streams.push(stream.clone());
     Ok(stream)
+}
+
+/// The copies to a server's memory that the program was told are done: the streams of those that may not be, and the
+/// records behind them. Such work in this context has to come behind them.
+fn told(home: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>> {
+    // Nothing waits for a lost server.
+    home.session().check()?;
+    // From the first such work on, copies leave fences.
+    stream_of(home)?;
+    Ok(fences::open(home.server))
 }
 
 /// A live context on the memory's server: the one it was made in, or else its device's primary context.
@@ -85,10 +93,12 @@ pub(crate) fn on_other(
         other.synchronize()
     };
     if now {
+        let told = told(home)?;
         stream.synchronize()?;
         if stream.is_legacy() {
             home.legacy().synchronize()?;
         }
+        home.session().wait_progress(|| told.iter().all(|(other, record)| other.has_passed(*record)))?;
         return all();
     }
     across(driver, stream, &[home], all)
@@ -164,6 +174,12 @@ pub(crate) fn across(
     work: impl FnOnce() -> Result + Send + 'static,
 ) -> Result {
     by_default_streams(stream, ends, || {
+        // Whoever gave the stream has ordered it behind those of its own server.
+        for home in ends.iter().filter(|home| !std::ptr::eq(home.server, stream.context.server)) {
+            for (other, record) in told(home)? {
+                server_waits::hold(stream, &other, record)?;
+            }
+        }
         host_function::on(driver, stream.clone(), Function::Copy(Box::new(work)), std::ptr::null_mut())
     })
 }

@@ -1,0 +1,137 @@
+// Copies between two devices, which hold their streams, and what comes behind them or beside them: nothing waits for what waits for it. If nothing happens any more, the program fails. The cases are
+//
+//   blocking, default   threads that make synchronous copies from pageable memory while another one copies between the devices in a blocking stream, or in the default stream
+//   per_thread          a synchronous copy in a per-thread default stream behind a copy between the devices in the legacy one
+//   context             a context that waits for an event behind a copy between the devices
+#define PROGRAM "held_across"
+#include "common.h"
+#include "cases.h"
+#include "driver.h"
+#include "several_devices.h"
+
+#include <chrono>
+
+extern "C" CUresult cuMemcpyHtoD_v2_ptds(CUdeviceptr to, const void *from, size_t bytes);
+
+static const int N = 1000;
+static const size_t BYTES = N * sizeof(int);
+
+// What the program's first thread has done. Each step takes milliseconds.
+static std::atomic<int> steps{0};
+
+static void watch(const char *what) {
+    std::thread([what] {
+        for (int last = -1; last != steps;) {
+            last = steps;
+            std::this_thread::sleep_for(std::chrono::seconds(120));
+        }
+        fail("%s: nothing happens any more after %d steps", what, steps.load());
+    }).detach();
+}
+
+static void copy_from(const std::vector<int> &host, int *to) {
+    CHECK(cudaMemcpy(to, host.data(), BYTES, cudaMemcpyHostToDevice));
+}
+
+// The stream is made on the first device.
+static void threads(bool in_default) {
+    int *here = on_device(0, N, 0), *there = on_device(1, N, 0), *sent[2];
+    for (int i = 0; i < 2; i++) sent[i] = on_device(i, N, 0);
+    int *told = on_device(1, N, 0), *found = on_device(0, N, 0);
+    cudaStream_t stream = nullptr, beside;
+    CHECK(cudaSetDevice(0));
+    if (!in_default) CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    std::atomic<bool> over{false};
+    std::atomic<int> wrong{0}, overtaken{0};
+    std::vector<std::thread> others;
+    for (int i = 0; i < 2; i++) {
+        others.emplace_back([&, i] {
+            CHECK(cudaSetDevice(i));
+            for (int round = 1; !over; round++) {
+                for (int time = 0; time < 10; time++) copy_from(numbers(N, round + time), sent[i]);
+                wrong += !holds(sent[i], N, round + 9);
+            }
+        });
+    }
+    // What a synchronous copy to the second device has told is done, a stream of the first one finds there.
+    others.emplace_back([&] {
+        for (int round = 1; !over; round++) {
+            CHECK(cudaSetDevice(1));
+            copy_from(numbers(N, round), told);
+            CHECK(cudaSetDevice(0));
+            CHECK(cudaMemcpyPeerAsync(found, 0, told, 1, BYTES, beside));
+            std::vector<int> host(N);
+            CHECK(cudaMemcpyAsync(host.data(), found, BYTES, cudaMemcpyDeviceToHost, beside));
+            CHECK(cudaStreamSynchronize(beside));
+            overtaken += host != numbers(N, round);
+        }
+    });
+    CHECK(cudaSetDevice(0));
+    for (int round = 1; round <= 500; round++) {
+        CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, stream));
+        CHECK(cudaMemcpyPeerAsync(here, 0, there, 1, BYTES, stream));
+        if (round % 3 == 0) CHECK(cudaStreamSynchronize(stream));
+        steps++;
+    }
+    CHECK(cudaStreamSynchronize(stream));
+    over = true;
+    for (std::thread &other : others) other.join();
+    expect_value("copies that were overtaken", 0, overtaken);
+    expect_value("wrong synchronous copies", 0, wrong);
+    expect_value("what the copies between the devices leave", 1, holds(here, N, 0) && holds(there, N, 0));
+}
+
+static void per_thread() {
+    int *here = on_device(0, N, 7), *there = on_device(1, N, 0), *sent = on_device(0, N, 0);
+    Gate gate;
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaLaunchHostFunc(cudaStreamLegacy, Gate::wait, &gate));
+    CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, cudaStreamLegacy));
+    std::atomic<bool> returned{false};
+    std::thread other([&] {
+        CHECK(cudaSetDevice(0));
+        DRIVER(cuMemcpyHtoD_v2_ptds((CUdeviceptr)sent, numbers(N, 5).data(), BYTES));
+        returned = true;
+    });
+    // It may wait for the copy before it.
+    for (int i = 0; i < 100 && !returned; i++) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    gate.open = true;
+    other.join();
+    CHECK(cudaDeviceSynchronize());
+    expect_value("the copy between the devices", 1, holds(there, N, 7));
+    expect_value("the synchronous copy", 1, holds(sent, N, 5));
+}
+
+static void context() {
+    int *here = on_device(0, N, 7), *there = on_device(1, N, 0);
+    cudaStream_t stream;
+    cudaEvent_t event;
+    CUcontext context;
+    CHECK(cudaSetDevice(0));
+    DRIVER(cuCtxGetCurrent(&context));
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaEventCreate(&event));
+    for (int round = 0; round < 2; round++) {
+        Gate gate;
+        CHECK(cudaLaunchHostFunc(stream, Gate::wait, &gate));
+        CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, stream));
+        CHECK(cudaEventRecord(event, stream));
+        DRIVER(cuCtxWaitEvent(context, event));
+        gate.open = true;
+        CHECK(cudaDeviceSynchronize());
+        steps++;
+    }
+    expect_value("the copy between the devices", 1, holds(there, N, 7));
+}
+
+int main(int argc, char **argv) {
+    const std::string what = parse_options(argc, argv).word;
+    watch(what.c_str());
+    if (what == "blocking") threads(false);
+    else if (what == "default") threads(true);
+    else if (what == "per_thread") per_thread();
+    else if (what == "context") context();
+    else fail("knows blocking, default, per_thread and context");
+    return verdict();
+}
