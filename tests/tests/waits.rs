@@ -59,7 +59,7 @@ fn many_short_copies_pass_through_a_full_queue() -> Result<()> {
 #[test]
 fn data_beside_other_memory_comes_before_a_word_in_a_page_of_its_own() -> Result<()> {
     let mut rig = Rig::with("waits-shared-page", &[], &[])?;
-    passes(&rig, Transport::Tcp, "mapped_waits", &["shared_page_beside_own"], None)?;
+    passes(&rig, Transport::Tcp, "mapped_waits", &["shared_page"], None)?;
     rig.check_healthy()
 }
 

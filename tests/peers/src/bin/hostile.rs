@@ -344,16 +344,16 @@ impl Session {
         Err("nobody minded".into())
     }
 
-    /// Whether it still stands, for as long as `time`.
-    fn stands(&mut self, time: Duration) -> Result<()> {
+    /// How it ends, if it does within `time`.
+    fn ends_within(&mut self, time: Duration) -> Option<String> {
         let (mut reader, mut came, begin) = (FrameReader::new(), 0, Instant::now());
         while begin.elapsed() < time {
             if let Some(how) = self.turn(&mut reader, &mut came) {
-                return Err(format!("a session that did nothing wrong {how}").into());
+                return Some(how);
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        Ok(())
+        None
     }
 }
 
@@ -421,9 +421,12 @@ fn bridge(address: &str, settings: &Settings, what: &str) -> Result<()> {
                     return Ok(());
                 }
             }
-            // The worker kept up with it all: nothing was lost, and the session stands.
-            session.stands(Duration::from_secs(1))?;
-            println!("refused: nothing, it kept up");
+            // Either the worker's refusal was on its way, or it kept up with it all, and the session stands.
+            match session.ends_within(Duration::from_secs(1)) {
+                Some(how) if how.contains("than it was told to have room for") => println!("refused: {how}"),
+                Some(how) => return Err(format!("for another reason, the session {how}").into()),
+                None => println!("refused: nothing, it kept up"),
+            }
             return Ok(());
         }
         "unknown-frame" => session.frame(99, b"?"),
@@ -436,8 +439,10 @@ fn bridge(address: &str, settings: &Settings, what: &str) -> Result<()> {
         other => return Err(format!("no way to be hostile is called {other}").into()),
     }
     let how = session.ending()?;
-    if let Some(mut victim) = other {
-        victim.stands(Duration::from_secs(3))?;
+    if let Some(mut victim) = other
+        && let Some(how) = victim.ends_within(Duration::from_secs(3))
+    {
+        return Err(format!("a session that did nothing wrong {how}").into());
     }
     println!("{how}");
     Ok(())
