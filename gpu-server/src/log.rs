@@ -14,7 +14,7 @@ use tracing_subscriber::fmt::writer::BoxMakeWriter;
 
 /// How many lines of a level a worker may write at once. It may write one more each second.
 const LINES: u32 = 200;
-/// The levels that are bounded, each for itself. An operator who asks for more gets all of it.
+/// The levels with a limit, one for each. Lines of other levels, which an operator has to ask for, have none.
 const BOUNDED: [Level; 3] = [Level::ERROR, Level::WARN, Level::INFO];
 
 /// Starts the log of the daemon.

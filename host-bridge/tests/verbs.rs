@@ -176,7 +176,7 @@ fn on_lost(lost: &Arc<Mutex<Option<String>>>) -> Box<dyn FnOnce(&str) + Send> {
     Box::new(move |reason| *lost.lock().unwrap() = Some(reason.to_owned()))
 }
 
-/// Copies back and forth until it is told to stop, and checks every byte. Returns the number of rounds, at least one.
+/// Copies data to the device and back, and checks every byte, until `stop` is set. Returns the number of rounds, which is at least one.
 fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBool) -> u64 {
     let mut rounds = 0;
     while rounds == 0 || !stop.load(Ordering::SeqCst) {

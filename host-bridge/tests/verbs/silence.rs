@@ -116,7 +116,7 @@ fn with_slow_timers(seed: u64, times: u64, disturb: impl FnMut(&mut Bridge, &mut
     });
 }
 
-/// Prints how soon work goes on after silences of 0.1 to 8 s (`RGPU_SURVIVAL_CUTS` of them), as a measurement; it checks no limit.
+/// A measurement that checks no limit: prints how soon work continues after silences of 0.1 to 8 s. `RGPU_SURVIVAL_CUTS` is their number.
 #[test]
 fn work_goes_on_after_a_silence() {
     let times = number("RGPU_SURVIVAL_CUTS", 2);

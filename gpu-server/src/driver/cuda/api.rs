@@ -17,11 +17,14 @@ pub use sys::{
 use protocol::Status;
 use protocol::ops::device::ATOMIC_OPERATIONS;
 
+use crate::driver::gpu::{PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED};
+
 /// A symbol that rgpu's own `libcuda` exports, and NVIDIA's does not.
 const OWN_LIBRARY: &[u8] = b"rgpu_libcuda\0";
 /// Results that programs ask for on purpose: no code for this GPU, peer access that is enabled already, and that is
 /// not.
-const EXPECTED: [u32; 3] = [209, 704, 705];
+const EXPECTED: [Status; 3] =
+    [Status::NO_BINARY_FOR_GPU, PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED];
 
 macro_rules! api {
     ($($name:ident = $symbol:literal ($($arg:ty),* $(,)?);)*) => {
@@ -528,7 +531,7 @@ impl Api {
             "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
                 tracing::trace!("{function}: {} ({})", self.name(status), status.0);
             }
-            _ if EXPECTED.contains(&status.0) => {
+            _ if EXPECTED.contains(&status) => {
                 tracing::debug!("{function}: {} ({})", self.name(status), status.0)
             }
             _ => tracing::warn!("{function}: {} ({})", self.name(status), status.0),

@@ -44,6 +44,11 @@ use super::output::Output;
 use super::space::Space;
 use super::streams::Streams;
 
+/// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`: what [`Gpu::enable_peer`] answers the second time.
+pub const PEER_ACCESS_ALREADY_ENABLED: Status = Status(704);
+/// `CUDA_ERROR_PEER_ACCESS_NOT_ENABLED`: what [`Gpu::disable_peer`] answers if there is nothing to revoke.
+pub const PEER_ACCESS_NOT_ENABLED: Status = Status(705);
+
 /// Why a worker cannot serve.
 #[derive(Debug)]
 pub struct Unavailable {

@@ -56,9 +56,6 @@ const NAME: &str = "rgpu software GPU";
 const DRIVER_VERSION: u32 = 13000;
 /// `CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED`.
 const P2P_ACCESS_SUPPORTED: usize = 2;
-/// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`, `…_NOT_ENABLED`.
-const PEER_ACCESS_ALREADY_ENABLED: Status = Status(704);
-const PEER_ACCESS_NOT_ENABLED: Status = Status(705);
 
 /// The devices of a session, in software.
 pub struct Software {
@@ -414,11 +411,11 @@ impl driver::Gpu for Software {
         if self.context(context)?.device == self.context(peer)?.device {
             return Err(Status::INVALID_DEVICE);
         }
-        if self.peers.insert((context.0, peer.0)) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
+        if self.peers.insert((context.0, peer.0)) { Ok(()) } else { Err(driver::PEER_ACCESS_ALREADY_ENABLED) }
     }
 
     fn disable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {
-        if self.peers.remove(&(context.0, peer.0)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
+        if self.peers.remove(&(context.0, peer.0)) { Ok(()) } else { Err(driver::PEER_ACCESS_NOT_ENABLED) }
     }
 
     fn end(&mut self, streams: &mut Streams<SoftwareStream>) {

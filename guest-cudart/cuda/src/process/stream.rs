@@ -164,8 +164,7 @@ impl Stream {
     pub fn work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let _appending = self.context.appending(self.is_free());
         let seq = self.session().append(op)?;
-        let last_unread = if self.is_free() { &self.last_unread } else { &self.context.last_unread };
-        last_unread.raise(seq);
+        self.unread().raise(seq);
         self.worked(seq);
         Ok(seq)
     }
@@ -182,10 +181,16 @@ impl Stream {
 
     /// Notes that the program must wait for the stream's last work after all, because the host can see what it does.
     pub fn host_sees_last_work(&self) {
-        let last_unread = if self.is_free() { &self.last_unread } else { &self.context.last_unread };
         if let Some(last) = self.last_work.get() {
-            last_unread.raise(last);
+            self.unread().raise(last);
         }
+    }
+
+    /// `seq` of the last work that the program has to wait for. The streams that the legacy default stream waits for
+    /// share it.
+    #[inline]
+    fn unread(&self) -> &LastSeq {
+        if self.is_free() { &self.last_unread } else { &self.context.last_unread }
     }
 
     /// Puts a publishing operation, an event's record, on the stream. It counts as work too.

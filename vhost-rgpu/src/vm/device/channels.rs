@@ -162,8 +162,9 @@ impl Device {
 
     fn destroy(&self, channel: u32, epoch: u64) -> Result<(), Refusal> {
         let session = {
-            let mut channels = self.channels_at(epoch)?;
+            let mut channels = self.channels();
             loop {
+                self.not_reset_since(epoch)?;
                 match channels.get(&channel) {
                     Some(Channel::Over) => {
                         channels.remove(&channel);
@@ -189,9 +190,6 @@ impl Device {
                     }
                     Some(Channel::Open(session, _)) => break session.clone(),
                     None => return Err(invalid(format!("channel {channel} does not exist"))),
-                }
-                if self.epoch_changed(epoch) {
-                    return Err(invalid("the device was reset"));
                 }
             }
         };
@@ -257,7 +255,12 @@ impl Device {
     /// it. A reset changes the epoch before it takes the channels.
     fn channels_at(&self, epoch: u64) -> Result<MutexGuard<'_, HashMap<u32, Channel>>, Refusal> {
         let channels = self.channels();
-        if self.epoch_changed(epoch) { Err(invalid("the device was reset")) } else { Ok(channels) }
+        self.not_reset_since(epoch)?;
+        Ok(channels)
+    }
+
+    fn not_reset_since(&self, epoch: u64) -> Result<(), Refusal> {
+        if self.epoch_changed(epoch) { Err(invalid("the device was reset")) } else { Ok(()) }
     }
 
     fn session(&self, channel: u32, epoch: u64) -> Result<Arc<Session>, Refusal> {
