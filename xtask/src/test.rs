@@ -77,12 +77,19 @@ struct Report {
     kept: Option<String>,
 }
 
-/// How many tests passed and failed, as reported by the test runners.
+/// How many tests passed and failed, as reported by the test runners, and what the failed ones said.
 #[derive(Default)]
 struct Tally {
     passed: u64,
     failed: u64,
+    /// The first lines of what each failed test printed, up to its backtrace.
+    said: Vec<String>,
+    /// Lines of the last of them that may still be added.
+    more: usize,
 }
+
+/// Most lines that are repeated of a failed test.
+const MOST_SAID: usize = 20;
 
 /// Runs the selected parts, or all. Fails if a test failed.
 pub fn test(arguments: &Arguments) -> Result<()> {
@@ -125,6 +132,8 @@ pub fn test(arguments: &Arguments) -> Result<()> {
     });
     report.add(beside.unwrap_or_default());
     println!("{}", report.times.join(", "));
+    // Repeated, because a failure is far up by now, and whoever sees only the end is to see it too.
+    report.tally.said.iter().for_each(|said| println!("{said}"));
     println!("{} passed, {} failed", report.tally.passed, report.tally.failed);
     if !report.broken.is_empty() {
         bail!("these parts failed: {}; the logs are in {}", report.broken.join(", "), tree::logs().display());
@@ -176,6 +185,7 @@ impl Report {
     fn add(&mut self, other: Report) {
         self.tally.passed += other.tally.passed;
         self.tally.failed += other.tally.failed;
+        self.tally.said.extend(other.tally.said);
         self.broken.extend(other.broken);
         self.times.extend(other.times);
     }
@@ -339,8 +349,18 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
 }
 
 impl Tally {
-    /// Adds up a line like `test result: ok. 5 passed; 0 failed; …`.
+    /// Takes note of a line: adds up one like `test result: ok. 5 passed; 0 failed; …`, and keeps those behind one like
+    /// `---- test stdout ----`.
     fn count(&mut self, line: &str) {
+        if line.starts_with("---- ") && line.ends_with(" stdout ----") {
+            self.said.push(line.to_owned());
+            self.more = MOST_SAID;
+        } else if line == "failures:" || line.eq_ignore_ascii_case("stack backtrace:") {
+            self.more = 0;
+        } else if let (Some(said), 1..) = (self.said.last_mut(), self.more) {
+            *said += &format!("\n{line}");
+            self.more -= 1;
+        }
         let Some((_, counts)) = line.strip_prefix("test result: ").and_then(|rest| rest.split_once(". "))
         else {
             return;
@@ -379,7 +399,8 @@ mod tests {
             Some("test a ... ok\ntest result: ok. 1 passed; 0 failed; 0 ignored\n")
         );
         assert!(!beside.command(&mut Command::new("false"), log.path()).unwrap());
-        let mut all = Report { tally: Tally { passed: 2, failed: 1 }, ..Report::default() };
+        let mut all =
+            Report { tally: Tally { passed: 2, failed: 1, ..Tally::default() }, ..Report::default() };
         all.add(beside);
         assert_eq!((all.tally.passed, all.tally.failed), (3, 1));
     }
@@ -393,5 +414,18 @@ mod tests {
         tally.count("test result: FAILED. 1 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out");
         tally.count("test something ... ok");
         assert_eq!((tally.passed, tally.failed), (6, 3));
+    }
+
+    #[test]
+    fn the_first_lines_of_failed_tests_are_kept_for_the_end() {
+        let mut tally = Tally::default();
+        let output = "test a ... FAILED\n\nfailures:\n\n---- a stdout ----\nError: known-twice\n\nCaused by:\n    \
+                      0: it is not closed\n\nStack backtrace:\n   0: main\n---- b stdout ----\nx\n\nfailures:\n    a\n    b\n";
+        output.lines().for_each(|line| tally.count(line));
+        let a = "---- a stdout ----\nError: known-twice\n\nCaused by:\n    0: it is not closed\n";
+        assert_eq!(tally.said, [a, "---- b stdout ----\nx\n"]);
+        tally.count("---- c stdout ----");
+        (0..100).for_each(|line| tally.count(&line.to_string()));
+        assert_eq!(tally.said[2].lines().count(), 1 + MOST_SAID);
     }
 }

@@ -255,8 +255,12 @@ impl Inbox {
     /// Whether data of a piece may still come for a command.
     fn may_come(&self, key: (u64, u32)) -> bool {
         let state = self.lock();
-        state.expected.contains_key(&key)
-            || key.0 > self.executed.load(Ordering::SeqCst) && !state.unwanted.contains(&key)
+        state.expected.contains_key(&key) || !self.is_done(&state, key)
+    }
+
+    /// Whether a piece that no command expects will be expected by none any more.
+    fn is_done(&self, state: &InboxState, key: (u64, u32)) -> bool {
+        key.0 <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key)
     }
 
     /// Whom to tell. To be called once, before anything comes.
@@ -375,11 +379,14 @@ impl Inbox {
     fn bring_by(&self, header: &DataHeader, copy: impl Fn(usize, usize, NonNull<u8>)) -> Result<u64, String> {
         let key = (header.seq, header.piece);
         let mut state = self.lock();
-        // Nobody wants it any more.
-        let Some(expected) = state.expected.get_mut(&key) else { return Ok(0) };
+        let beyond = || Err(format!("data of command {} beyond what was granted", header.seq));
+        let Some(expected) = state.expected.get_mut(&key) else {
+            // Nobody wants it any more, or nobody has asked for it yet.
+            return if state.over || self.is_done(&state, key) { Ok(0) } else { beyond() };
+        };
         expected.announce(header).map_err(|e| e.to_string())?;
         if header.offset + u64::from(header.len) > expected.granted {
-            return Err(format!("data of command {} beyond what was granted", header.seq));
+            return beyond();
         }
         let landing = Arc::clone(&expected.landing);
         drop(state);
@@ -568,9 +575,7 @@ impl Inbox {
             }
             self.waiting.fetch_add(1, Ordering::SeqCst);
             let unknown = !state.expected.contains_key(&key);
-            if unknown
-                && (header.seq <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key))
-            {
+            if unknown && self.is_done(&state, key) {
                 self.waiting.fetch_sub(1, Ordering::SeqCst);
                 return Ok(Some(Place::Nowhere));
             }
@@ -611,7 +616,7 @@ impl Inbox {
         }
         // Counted before the look, as in `place`.
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        if key.0 <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key) {
+        if self.is_done(&state, key) {
             self.waiting.fetch_sub(1, Ordering::SeqCst);
             drop(state);
             self.eager_placed(len);

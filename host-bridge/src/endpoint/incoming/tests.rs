@@ -394,3 +394,42 @@ fn a_lying_length_of_a_compressed_chunk_ends_the_connection() {
         );
     }
 }
+
+#[test]
+fn a_reference_to_a_known_block_ahead_of_its_grant_ends_the_connection() {
+    use crate::endpoint::cache::{BlockCache, tests::Memory};
+    let (bytes, len) = ([7; 64], 64u32);
+    let cache = Memory::default();
+    cache.keep(&bytes);
+    let begin = || {
+        let (inbox, blocks) = (Inbox::new(0), Blocks::new());
+        inbox.knows(Arc::clone(&blocks));
+        let asks = DataHeader { seq: 1, offset: 0, piece: 0, len: len | HASH_FLAG };
+        read(&inbox, &[asks.as_bytes(), blake3::hash(&bytes).as_bytes()].concat(), 100).unwrap();
+        assert!(blocks.work(&cache, |answer| assert_eq!(answer.known, 1)));
+        inbox
+    };
+    let refers = DataHeader { seq: 1, offset: 0, piece: 0, len: len | KNOWN_FLAG };
+    let refers_to_all = |inbox: &Inbox| read(inbox, refers.as_bytes(), 100);
+    // Its command has not come.
+    let error = refers_to_all(&begin()).unwrap_err();
+    assert!(error.to_string().contains("beyond what was granted"), "{error}");
+    // It has come.
+    let inbox = begin();
+    let queue = inbox.incoming(1, 0, len.into()).into_queue(64);
+    refers_to_all(&inbox).unwrap();
+    assert_eq!(taken(queue, bytes.len()), bytes);
+    // It has come and does not want the data, or it has been executed.
+    for executed in [false, true] {
+        let inbox = begin();
+        drop(inbox.incoming(1, 0, len.into()));
+        if executed {
+            inbox.executed(1);
+        }
+        refers_to_all(&inbox).unwrap();
+    }
+    // The session is over.
+    let inbox = begin();
+    inbox.close();
+    refers_to_all(&inbox).unwrap();
+}
