@@ -241,6 +241,14 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
         Ok(())
     })
     .with_context(|| cluster.logs())?;
+    // A step of a job whose Prolog did not run fails and says why.
+    let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; mv $lease /run/lease; srun echo reached; \
+                  mv /run/lease $lease; echo over";
+    let forgotten = cluster.submit("--gres=rgpu:1", hidden)?;
+    cluster.prints(&forgotten, "over")?;
+    let output = cluster.output(&forgotten);
+    ensure!(output.contains("slurmd has not run its Prolog") && !output.contains("reached"), "{output}");
+    cluster.until_there_are_leases(0)?;
     // A job that finds no GPUs goes back into the queue, and its node is not drained.
     let rgpuctl = "rgpuctl lease --insecure --gpus 1 --exclusive";
     let somebody = cluster.run(rgpuctl)?;
@@ -326,6 +334,59 @@ fn neither_a_dead_job_nor_a_restarted_slurmctld_leaves_a_lease() -> Result<()> {
     ensure!(cluster.leases()?.len() == 1, "of no job: {:?}", cluster.leases()?);
     cluster.run("/etc/rgpu/rgpu-slurm renew")?;
     ensure!(cluster.leases()?.is_empty(), "{:?}", cluster.leases()?);
+    Ok(())
+}
+
+#[test]
+fn a_killed_slurmctld_leaves_no_lease() -> Result<()> {
+    let cluster = Cluster::start()?;
+    for moment in ["submitted", "begun", "ended"] {
+        let never = until_there_is(Path::new("/never"));
+        let words = format!("begun before {moment}");
+        let script = format!("echo {words}; {never}");
+        let job = loop {
+            let job = cluster.submit("-w n1 --gres=rgpu:1", &script)?;
+            if moment == "submitted" {
+                break job;
+            }
+            let mut output = String::new();
+            eventually(|| {
+                output = cluster.output(&job);
+                ensure!(output.contains(&words) || output.contains("not run its Prolog"), "{output}");
+                Ok(())
+            })
+            .with_context(|| cluster.logs())?;
+            if output.contains(&words) {
+                break job;
+            }
+            // It got the number of a job that was forgotten, for which slurmd has run the Prolog.
+        };
+        if moment == "ended" {
+            cluster.run(&format!("scancel {job}"))?;
+        }
+        cluster.run(
+            "pid=$(cat /run/slurmctld.pid); kill -KILL $pid; while kill -0 $pid; do sleep 0.1; done 2>/dev/null",
+        )?;
+        cluster.run("slurmctld")?;
+        // It may have forgotten the job, which ends then, or that the job has begun, which it does again then. Either way
+        // a lease is of a job that runs.
+        eventually(|| {
+            let jobs = cluster.run("squeue -h -o %T")?;
+            let leases = cluster.leases()?;
+            ensure!(jobs.lines().all(|state| state == "RUNNING"), "jobs: {jobs}");
+            ensure!(jobs.lines().count() == leases.len(), "jobs: {jobs}; leases: {leases:?}");
+            Ok(())
+        })
+        .with_context(|| format!("{moment}: {}", cluster.logs()))?;
+        cluster.run("scancel --user=root")?;
+        cluster.until_there_are_leases(0)?;
+        eventually(|| {
+            let jobs = cluster.run("squeue -h -o %T")?;
+            ensure!(jobs.is_empty(), "jobs: {jobs}");
+            Ok(())
+        })
+        .with_context(|| format!("{moment}: {}", cluster.logs()))?;
+    }
     Ok(())
 }
 
