@@ -1,8 +1,9 @@
 //! What the fuzz targets share: each is a function of any input, with one of two `main`s.
 //!
 //! - With libFuzzer, which finds inputs by coverage (`cargo xtask test fuzz`, `cargo fuzz run TARGET`).
-//! - With `--cfg standalone`, [`run`] below: all seeds, inputs made from them, and random ones, the same each time.
-//!   CI runs every target so, because libFuzzer takes another compilation of everything with its sanitizer.
+//! - With `--cfg standalone`, [`run`] below: all seeds, inputs made from them, and random ones, the same each
+//!   time. CI runs every target so, because libFuzzer takes another compilation of everything with its
+//!   sanitizer.
 
 pub use arbitrary;
 #[cfg(not(standalone))]
@@ -30,8 +31,8 @@ macro_rules! target {
     };
 }
 
-/// Runs a target on what `arguments` of this process say: how many inputs, and the folder of its seeds, if there is
-/// one. If it panics, its input is written to a file and the process ends with status 1.
+/// Runs a target on what `arguments` of this process say: how many inputs, and the folder of its seeds, if
+/// there is one. If it panics, its input is written to a file and the process ends with status 1.
 #[cfg(standalone)]
 pub fn run(target: impl Fn(&[u8])) {
     use std::panic::{AssertUnwindSafe, catch_unwind};

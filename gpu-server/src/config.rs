@@ -123,8 +123,9 @@ pub struct Serve {
     /// Idle workers to keep ready until the first session begins. By default as many as later
     #[arg(long, value_name = "N")]
     pub first_workers: Option<usize>,
-    /// Maximum number of sessions, including those waiting for a worker, but not those that have ended and whose
-    /// workers are about to exit. Sessions that only query NVML have the same limit but are counted separately
+    /// Maximum number of sessions, including those waiting for a worker, but not those that have ended and
+    /// whose workers are about to exit. Sessions that only query NVML have the same limit but are counted
+    /// separately
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_sessions: usize,
     /// Maximum seconds a session may wait for a worker while no other session begins and no worker becomes
@@ -138,8 +139,8 @@ pub struct Serve {
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub log: String,
     /// Let kernels of all sessions run on a device at the same time, by NVIDIA's Multi-Process Service, which
-    /// has its sockets and logs in this folder. For clients that trust each other: a kernel that fails may end
-    /// other sessions on its device, and shares of GPU time do not hold. By default clients take turns
+    /// has its sockets and logs in this folder. For clients that trust each other: a kernel that fails may
+    /// end other sessions on its device, and shares of GPU time do not hold. By default clients take turns
     #[arg(long, value_name = "FOLDER")]
     pub mps: Option<PathBuf>,
     /// What each client may use.
@@ -274,8 +275,8 @@ pub struct WorkerOptions {
     /// Which devices.
     #[command(flatten)]
     pub backing: Backing,
-    /// Seconds to keep a session over TCP or verbs whose connections are lost, with everything it has on the devices.
-    /// 0 ends it with its connections
+    /// Seconds to keep a session over TCP or verbs whose connections are lost, with everything it has on the
+    /// devices. 0 ends it with its connections
     #[arg(long, value_name = "N", default_value_t = 600)]
     pub grace_seconds: u32,
     /// Memory of one session for data sent over TCP that the client has not acknowledged, in bytes or with a
@@ -300,7 +301,8 @@ pub struct WorkerOptions {
     #[command(flatten)]
     pub swap: Swap,
     /// Copies between GPUs of this and another server take verbs where --direct-verbs is set at both and both
-    /// have an RDMA device. Their bytes are not encrypted then, even if everything else between the servers is
+    /// have an RDMA device. Their bytes are not encrypted then, even if everything else between the servers
+    /// is
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
     pub direct_verbs: bool,
     /// Sessions and copies over verbs.

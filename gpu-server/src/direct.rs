@@ -10,10 +10,10 @@
 //! first used. Nothing waits for a buffer: the sending end refuses a piece for which it has none, and the
 //! receiving end stops reading.
 //!
-//! A piece that has arrived waits until the client lands it, unless the client has said in advance where it goes
-//! ([`Expected`]): then the thread that receives it starts its copy to the device, too. Receiving like this and
-//! [sending at once](Directs::send_now) both work while the dispatcher is busy ([`near`]). Whole copies go in the same
-//! way, without the client in between ([`series`]).
+//! A piece that has arrived waits until the client lands it, unless the client has said in advance where it
+//! goes ([`Expected`]): then the thread that receives it starts its copy to the device, too. Receiving like
+//! this and [sending at once](Directs::send_now) both work while the dispatcher is busy ([`near`]). Whole
+//! copies go in the same way, without the client in between ([`series`]).
 //!
 //! If both operators allow it and both ends have a device, pieces take [`verbs`] instead of the socket, which
 //! stays open: its end is the connection's. The buffers and everything around them are the same.
@@ -355,7 +355,8 @@ impl Directs {
         incoming.map(|incoming| (stream, incoming)).ok_or_else(unknown)
     }
 
-    /// Makes a connection ready for pieces that are copied without the dispatcher. Answers when its buffers are there.
+    /// Makes a connection ready for pieces that are copied without the dispatcher. Answers when its buffers
+    /// are there.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if there is no such connection.
@@ -375,8 +376,8 @@ impl Directs {
         })
     }
 
-    /// Makes a prepared connection ready for pieces in device memory as well, and names this memory, address and size.
-    /// Answers when its buffers are page-locked.
+    /// Makes a prepared connection ready for pieces in device memory as well, and names this memory, address
+    /// and size. Answers when its buffers are page-locked.
     ///
     /// # Errors
     /// As [`name`](Self::name).
@@ -445,13 +446,14 @@ impl Directs {
     /// Forgets what was named with this address and size.
     ///
     /// # Errors
-    /// `INVALID_HANDLE` if there is no such connection or it was not prepared, `INVALID_VALUE` if there is nothing
-    /// to forget.
+    /// `INVALID_HANDLE` if there is no such connection or it was not prepared, `INVALID_VALUE` if there is
+    /// nothing to forget.
     pub fn unname(&self, direct: u32, outgoing: bool, part: (u64, u64)) -> Result<(), Status> {
         self.with_named(direct, outgoing, |named| named.unname(part))?
     }
 
-    /// Device memory is about to be freed. No piece begins to use it any more, and no piece of a box is being copied.
+    /// Device memory is about to be freed. No piece begins to use it any more, and no piece of a box is being
+    /// copied.
     pub fn forget(&self, address: u64, size: u64) {
         if !self.is_prepared() && !self.boxes.load(Ordering::Acquire) {
             return;
@@ -472,17 +474,19 @@ impl Directs {
         used.iter().for_each(|copies| copies.wait(COPIED_WITHIN));
     }
 
-    /// Whether a connection was ever prepared, so that there can be pieces that the dispatcher must not delay.
+    /// Whether a connection was ever prepared, so that there can be pieces that the dispatcher must not
+    /// delay.
     #[inline]
     pub fn is_prepared(&self) -> bool {
         self.prepared.load(Ordering::Acquire)
     }
 
-    /// Sends a piece. `seq` is the command's. Any thread may call this, and nothing has happened after an error.
+    /// Sends a piece. `seq` is the command's. Any thread may call this, and nothing has happened after an
+    /// error.
     ///
     /// # Errors
-    /// `INVALID_HANDLE` if there is no such connection or it was not prepared, `INVALID_VALUE` for memory that was
-    /// not named, `NOT_READY` while memory [is still](Self::hold_still).
+    /// `INVALID_HANDLE` if there is no such connection or it was not prepared, `INVALID_VALUE` for memory
+    /// that was not named, `NOT_READY` while memory [is still](Self::hold_still).
     pub fn send_now(&self, op: &DirectSendNow, seq: u64) -> Result<(), Status> {
         let outgoing = self.outgoing(op.direct)?;
         let moving = self.motion.begin().ok_or(Status::NOT_READY)?;
@@ -524,8 +528,8 @@ impl Directs {
     /// Sends a box, without the client: see [`DirectSendAll`](protocol::ops::direct::DirectSendAll).
     ///
     /// # Errors
-    /// `INVALID_HANDLE` if there is no such connection, `NOT_READY` while memory [is still](Self::hold_still),
-    /// `OUT_OF_MEMORY` if too many boxes wait.
+    /// `INVALID_HANDLE` if there is no such connection, `NOT_READY` while memory [is
+    /// still](Self::hold_still), `OUT_OF_MEMORY` if too many boxes wait.
     pub fn send_all(&self, direct: u32, series: Series) -> Result<(), Status> {
         let outgoing = self.outgoing(direct)?;
         let moving = self.motion.begin().ok_or(Status::NOT_READY)?;
@@ -533,7 +537,8 @@ impl Directs {
         outgoing.send_all(series, moving)
     }
 
-    /// Receives a box. Otherwise as [`send_all`](Self::send_all), and with errors of [`Incoming::receive_all`].
+    /// Receives a box. Otherwise as [`send_all`](Self::send_all), and with errors of
+    /// [`Incoming::receive_all`].
     pub fn receive_all(
         &self,
         direct: u32,
@@ -547,8 +552,8 @@ impl Directs {
         incoming.receive_all(series, later)
     }
 
-    /// While the result exists, no piece is copied but by the dispatcher. `None`: a piece is being copied, or a
-    /// client expects one that has not come.
+    /// While the result exists, no piece is copied but by the dispatcher. `None`: a piece is being copied, or
+    /// a client expects one that has not come.
     pub fn hold_still(&self) -> Option<Still> {
         let still = self.motion.stop()?;
         let table = lock(&self.table);
@@ -569,8 +574,8 @@ impl Directs {
         Ok(())
     }
 
-    /// Closes a connection to another server once what was sent is out. Answers when nothing is being copied from
-    /// the device any more.
+    /// Closes a connection to another server once what was sent is out. Answers when nothing is being copied
+    /// from the device any more.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if there is none.

@@ -19,8 +19,8 @@ pub(crate) enum Told<'a> {
     Published(&'a [ProgressUpdate]),
 }
 
-/// A client that passes on what the session sends. Results that go to its memory, wherever they should go there,
-/// are written to the start of `memory`; without a region they are refused.
+/// A client that passes on what the session sends. Results that go to its memory, wherever they should go
+/// there, are written to the start of `memory`; without a region they are refused.
 pub(crate) struct Listener<F> {
     pub told: F,
     pub memory: Option<Arc<Region>>,

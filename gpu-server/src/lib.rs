@@ -11,7 +11,8 @@
 //! - [`parent`]: the daemon;
 //! - [`limits`]: what sessions may use; [`worker_protocol`]: the messages between the daemon and its workers;
 //! - [`confinement`]: what a worker may reach;
-//! - [`pages`]: memory that the daemon shares with each worker; [`room`]: how a worker waits for memory of a device;
+//! - [`pages`]: memory that the daemon shares with each worker; [`room`]: how a worker waits for memory of a
+//!   device;
 //! - [`cache`]: what clients need not send again;
 //! - [`cuda_ipc`]: memory and events that sessions share with each other;
 //! - [`worker`]: a process that serves one session;

@@ -1,5 +1,5 @@
-//! The log on standard error. What a client causes in its worker is bounded there: no program's failing calls fill the
-//! log that all clients share.
+//! The log on standard error. What a client causes in its worker is bounded there: no program's failing calls
+//! fill the log that all clients share.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};

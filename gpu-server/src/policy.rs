@@ -78,8 +78,8 @@ struct Rule {
     /// Maximum run time in seconds of a kernel, or of a graph launched as a whole. 0 means no limit
     #[arg(long, value_name = "N")]
     kernel_seconds: Option<u32>,
-    /// Seconds to keep a session over TCP or verbs whose connections are lost, with everything it has on the devices.
-    /// 0 ends it with its connections. The default is the server's
+    /// Seconds to keep a session over TCP or verbs whose connections are lost, with everything it has on the
+    /// devices. 0 ends it with its connections. The default is the server's
     #[arg(long, value_name = "N")]
     grace_seconds: Option<u32>,
     /// Maximum number of leases that one client may hold. 0 means none. The default is 16
@@ -458,7 +458,8 @@ fn parts() -> [Part; 3] {
     ]
 }
 
-/// For fuzzing: reads rules, and asks what clients may use by them. Gives how many were allowed something, if the rules are valid.
+/// For fuzzing: reads rules, and asks what clients may use by them. Gives how many were allowed something, if
+/// the rules are valid.
 #[cfg(any(test, fuzzing))]
 pub fn policy_any(text: &str) -> Option<usize> {
     let path = Path::new("clients.toml");

@@ -684,7 +684,8 @@ fn pieces_are_in_mirrors_of_the_clients_memory_as_well() {
     from.push(&HostWrite { context, address: MIRROR, bytes: &[1, 2, 3, 4] });
     put(&mut from, BASE, &[5, 6, 7, 8]);
     from.call(&StreamSynchronize { stream: STREAM }).unwrap();
-    // From memory of both kinds to memory of both kinds. Some pieces come before the client says where they go.
+    // From memory of both kinds to memory of both kinds. Some pieces come before the client says where they
+    // go.
     let mut number = 0;
     for (src, dst) in [(MIRROR, MIRROR + 4096), (MIRROR, BASE), (BASE, MIRROR + 8192), (BASE, BASE + 4096)] {
         for early in [false, true] {
@@ -758,8 +759,8 @@ fn while_a_call_of_the_driver_waits_pieces_are_landed_in_mirrors_and_not_on_the_
     let grows = to.send(3, &MemGrow { device: 0, address: BASE + (2 << 20), size: 2 << 20 });
     let on_device = receive(&mut to, 2, 1, BASE, 4);
     let in_mirror = [1, 2].map(|number| receive(&mut to, 1, number, MIRROR, 4));
-    // Once the first one is there, the server knows where the others go. Copying one to the device would occupy the
-    // thread that reads commands now.
+    // Once the first one is there, the server knows where the others go. Copying one to the device would
+    // occupy the thread that reads commands now.
     for (direct, number, seq) in [(1, 1, in_mirror[0]), (2, 1, 0), (1, 2, in_mirror[1])] {
         send(&mut from, direct, number, BASE, 4);
         until("the piece is in the mirror", || to.word(mirrors.0) >= seq);

@@ -345,7 +345,8 @@ impl Holding {
         Holding { middle, all, begun: Arc::default() }
     }
 
-    /// Opens a session from `machine`, under TLS or not, makes a call and copies data to the device, in a thread.
+    /// Opens a session from `machine`, under TLS or not, makes a call and copies data to the device, in a
+    /// thread.
     fn begin(&self, server: &Server, machine: Machine, security: Option<Security>) -> JoinHandle<Client> {
         assert_eq!(server.sessions(), 0);
         let begun = Arc::clone(&self.begun);
@@ -404,9 +405,9 @@ fn commands(server: &Server) -> u64 {
     counted(server, "commands")
 }
 
-/// Plays a session's start until the client has made no connection besides its first ones. It makes others if it
-/// hears nothing for two seconds, as on a busy machine while its answers are held back. If the start needed one of
-/// these answers, it would come to its end in no other way.
+/// Plays a session's start until the client has made no connection besides its first ones. It makes others if
+/// it hears nothing for two seconds, as on a busy machine while its answers are held back. If the start
+/// needed one of these answers, it would come to its end in no other way.
 fn undisturbed(start: impl Fn() -> bool) {
     assert!((0..20).any(|_| start()), "the client has made further connections each time");
 }
@@ -422,7 +423,8 @@ fn four_round_trips() -> bool {
     let holding = Holding::between(server.port, false);
     let disturbed = || holding.connections() > CONNECTIONS;
     let client = holding.begin_protected(&server);
-    // First the connection, second the daemon's part of TLS's handshake. The hello went along with the client's.
+    // First the connection, second the daemon's part of TLS's handshake. The hello went along with the
+    // client's.
     until("the daemon has welcomed the session", || holding.all[DAEMON].holds());
     // Third its welcome, and meanwhile the connections to the worker.
     until("there are all connections", || holding.connections() >= CONNECTIONS);
@@ -591,8 +593,8 @@ fn meddle(kind: usize, place: usize, bytes: &mut Vec<u8>) {
     }
 }
 
-/// A man in the middle who meddles with byte `at` of one direction of each connection that `which` selects. The
-/// number says how often he has changed something.
+/// A man in the middle who meddles with byte `at` of one direction of each connection that `which` selects.
+/// The number says how often he has changed something.
 fn meddling(
     server: u16,
     kind: usize,
@@ -742,8 +744,8 @@ fn a_session_goes_on_under_tls_when_its_connections_are_cut() {
     let (_machine, middle, mut client) = through_a_middle(&server, "host1");
     let bytes: Vec<u8> = (0..1_500_000u32).map(|n| (n.wrapping_mul(89) >> 3) as u8).collect();
     for round in 1..=4 {
-        // The first link also has a connection to the daemon, besides its own five. A session continues with the
-        // first of the five; the others follow a moment later.
+        // The first link also has a connection to the daemon, besides its own five. A session continues with
+        // the first of the five; the others follow a moment later.
         middle.stands(if round == 1 { 6 } else { 5 });
         client.write_arena(0, &bytes);
         client.write_arena(2 << 20, &vec![0; bytes.len()]);

@@ -94,8 +94,8 @@ fn swap(server: &Server, field: &str) -> u64 {
     server.status()["swap"][field].as_u64().unwrap()
 }
 
-/// Waits until so many bytes are away: a session comes back as soon as there is room for it, while the rest of another
-/// one's memory is still leaving.
+/// Waits until so many bytes are away: a session comes back as soon as there is room for it, while the rest
+/// of another one's memory is still leaving.
 fn is_away(server: &Server, bytes: u64) {
     until("what has to leave has left", || swap(server, "away") == bytes);
 }
@@ -235,8 +235,8 @@ fn take_again<S: Session>(s: &mut S) {
 /// Host memory for the device memory of one session, and no folder. It is taken in chunks of 64 MiB.
 const ONE: [&str; 2] = ["--swap-memory=192M", SWAP[1]];
 
-/// Two sessions of [`SIZE`]: the first one's memory is away and fills the host memory, the second one's is on the
-/// device.
+/// Two sessions of [`SIZE`]: the first one's memory is away and fills the host memory, the second one's is on
+/// the device.
 fn two_sessions_that_fill_the_host_memory(server: &Server) -> [LocalBridge; 2] {
     let mut sessions = [(); 2].map(|()| LocalBridge::connect(&server.socket()));
     for (number, s) in (0..).zip(&mut sessions) {
@@ -439,8 +439,8 @@ fn memory_without_an_address_leaves_however_it_is_mapped_unless_it_is_shared() {
     check(&mut other, 9, 2, SIZE);
 }
 
-/// Steps of moving a session of [`SIZE`] off a device: preparing the store twice, six copies of at most 64 MiB,
-/// and for each of four pieces waiting for its copies and releasing its memory. Then it returns.
+/// Steps of moving a session of [`SIZE`] off a device: preparing the store twice, six copies of at most 64
+/// MiB, and for each of four pieces waiting for its copies and releasing its memory. Then it returns.
 const STEPS: u32 = 16;
 
 fn failing(from: u32, steps: u32) -> String {
@@ -601,8 +601,9 @@ fn random(state: &mut u64, bound: u64) -> u64 {
     (*state >> 33) % bound
 }
 
-/// Stops the workers of two sessions at a moment when part of the memory of one of them has moved, as the server's
-/// status says while they are stopped. `None`: the first has left and the second is back before such a moment was met.
+/// Stops the workers of two sessions at a moment when part of the memory of one of them has moved, as the
+/// server's status says while they are stopped. `None`: the first has left and the second is back before such
+/// a moment was met.
 fn stop_halfway(server: &Server, leaves: &Tenant, returns: &Tenant, state: &mut u64) -> Option<[Stopped; 2]> {
     let begin = std::time::Instant::now();
     loop {
@@ -638,8 +639,8 @@ fn whoever_is_killed_in_the_middle_leaves_nothing_and_touches_nobodys_data() {
     for round in 1..=kills {
         let mut victim = Tenant::new(&server, round % 2 == 0, &mut workers);
         victim.fill(9, round);
-        // The victim's memory makes room for a survivor's, which comes back. One in four kills comes at any moment,
-        // perhaps before memory moves or after it has; the others come when a part has moved.
+        // The victim's memory makes room for a survivor's, which comes back. One in four kills comes at any
+        // moment, perhaps before memory moves or after it has; the others come when a part has moved.
         let (slot, at) = (1, round as usize % 2);
         let (seq, stopped) = loop {
             let seq = survivors[at].session.send(slot, &StreamSynchronize { stream: STREAM });

@@ -125,7 +125,8 @@ fn an_upgrade_keeps_the_process_and_every_session() {
 fn a_program_that_cannot_take_over_is_not_executed() {
     let service = Service::new(&[]);
     let program = service.folder.path().join("rgpu-server");
-    // By another process: a file that this one has open for writing while a thread starts something cannot be executed.
+    // By another process: a file that this one has open for writing while a thread starts something cannot be
+    // executed.
     let by_another = |words: &[&std::ffi::OsStr]| {
         assert!(Command::new(words[0]).args(&words[1..]).status().unwrap().success());
     };

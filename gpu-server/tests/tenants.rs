@@ -360,8 +360,8 @@ fn clients_share_a_device_by_weight_whatever_their_kernels_and_however_many_sess
     }
 }
 
-/// Starts the client with the lower priority, then the other one. While that has work, it gets all of the time;
-/// then the first continues.
+/// Starts the client with the lower priority, then the other one. While that has work, it gets all of the
+/// time; then the first continues.
 fn the_second_comes_first<L: Session + Send, H: Session + Send>(
     server: &Server,
     low: (usize, impl Fn(&Server) -> L),

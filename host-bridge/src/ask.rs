@@ -1,7 +1,9 @@
 //! What a client asks a server that needs no session: what GPUs there are, and leases of them.
 //!
-//! A [`Question`] is JSON behind the hello of a connection of its own ([`purpose::ASK`](protocol::link::purpose::ASK)), and its [`Answer`] is JSON in a frame behind the welcome. Who asks is known
-//! as for a session: by its key, or by its user on the same machine. What cannot be had is refused in the welcome.
+//! A [`Question`] is JSON behind the hello of a connection of its own
+//! ([`purpose::ASK`](protocol::link::purpose::ASK)), and its [`Answer`] is JSON in a frame behind the
+//! welcome. Who asks is known as for a session: by its key, or by its user on the same machine. What cannot
+//! be had is refused in the welcome.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;

@@ -1,4 +1,5 @@
-//! When a data connection compresses what it sends, to the server or to the client: where that takes less time, at both ends, than the link needs for the bytes that it saves.
+//! When a data connection compresses what it sends, to the server or to the client: where that takes less
+//! time, at both ends, than the link needs for the bytes that it saves.
 //!
 //! ```text
 //!            the link is fast, or not known yet, or the last trials were in vain
@@ -14,9 +15,11 @@
 //!   sent compressed; the next chunk is tried as well
 //! ```
 //!
-//! Each trial in vain doubles what is sent before the next one, up to 64 times what was compressed in vain. Of data that does not compress, 64 KiB in 4 MiB are compressed then.
+//! Each trial in vain doubles what is sent before the next one, up to 64 times what was compressed in vain.
+//! Of data that does not compress, 64 KiB in 4 MiB are compressed then.
 //!
-//! No I/O, and the rule has no clock: whoever compresses says how long that took. How fast the link is, [`LinkRate`](crate::link_rate::LinkRate) says. [`Decompressor`] is the other end.
+//! No I/O, and the rule has no clock: whoever compresses says how long that took. How fast the link is,
+//! [`LinkRate`](crate::link_rate::LinkRate) says. [`Decompressor`] is the other end.
 
 mod decompressor;
 
@@ -45,14 +48,16 @@ pub enum CompressUse {
     Never,
     /// Where it saves time, on connections without TLS
     Auto,
-    /// Where it saves time, on connections with TLS as well. How long a message is then tells somebody on the network how well the data compresses
+    /// Where it saves time, on connections with TLS as well. How long a message is then tells somebody on the
+    /// network how well the data compresses
     EvenTls,
     /// All that becomes shorter, over every link. For tests
     Always,
 }
 
 impl CompressUse {
-    /// What comes of it in a session whose peer understands compressed data, or does not, with TLS or without.
+    /// What comes of it in a session whose peer understands compressed data, or does not, with TLS or
+    /// without.
     pub fn over(self, understood: bool, tls: bool) -> CompressUse {
         match self {
             _ if !understood => CompressUse::Never,
@@ -63,7 +68,8 @@ impl CompressUse {
     }
 }
 
-/// Compresses `plain` into the first bytes of `to`, which becomes as long as that takes at most. Gives how many it made of them, if that pays. The work began at `begun`.
+/// Compresses `plain` into the first bytes of `to`, which becomes as long as that takes at most. Gives how
+/// many it made of them, if that pays. The work began at `begun`.
 pub(crate) fn compress(trial: &mut Trial, plain: &[u8], to: &mut Vec<u8>, begun: Instant) -> Option<usize> {
     let most = get_maximum_output_size(plain.len());
     if to.len() < most {
@@ -108,7 +114,8 @@ impl Trial {
         // Their length comes before them.
         let Some(saved @ 1..) = len.checked_sub(compressed + size_of::<u32>() as u64) else { return false };
         let Some(link) = self.link else { return true };
-        // len / link > len / speed + compressed / link, with link and speed in bytes a second. To decompress is reckoned with half as long as to compress.
+        // len / link > len / speed + compressed / link, with link and speed in bytes a second. To decompress
+        // is reckoned with half as long as to compress.
         let Speed { bytes, time } = self.speed;
         let gain = u128::from(saved) * u128::from(bytes) * 1_000_000_000;
         gain > (u128::from(len) * u128::from(link)).saturating_mul(time.as_nanos() * 3 / 2)
@@ -120,7 +127,8 @@ impl Trial {
 pub(crate) struct Compression {
     when: CompressUse,
     speed: Speed,
-    /// How many times what was compressed in vain is sent before the next trial. 1: the last trial was not in vain, or there was none.
+    /// How many times what was compressed in vain is sent before the next trial. 1: the last trial was not in
+    /// vain, or there was none.
     patience: u64,
     /// Bytes to be sent before the next trial.
     pause: u64,
@@ -144,7 +152,8 @@ impl Compression {
         self.pays
     }
 
-    /// A chunk of `len` bytes is about to be sent over a link that carries so many bytes a second, if that is known. `None`: as it is. Otherwise the trial is told to [`tried`](Self::tried).
+    /// A chunk of `len` bytes is about to be sent over a link that carries so many bytes a second, if that is
+    /// known. `None`: as it is. Otherwise the trial is told to [`tried`](Self::tried).
     pub(crate) fn tries(&mut self, len: u64, link: Option<u64>) -> Option<Trial> {
         let link = match self.when {
             CompressUse::Never => return None,
@@ -193,7 +202,8 @@ mod tests {
         Duration::from_secs_f64(len as f64 / SPEED as f64)
     }
 
-    /// Sends chunks of these lengths, which compress to so many hundredths, the first 64 KiB and the whole. Gives the bytes that were compressed, those of them in vain, and those that were sent.
+    /// Sends chunks of these lengths, which compress to so many hundredths, the first 64 KiB and the whole.
+    /// Gives the bytes that were compressed, those of them in vain, and those that were sent.
     fn send(
         rule: &mut Compression,
         link: Option<u64>,
@@ -235,7 +245,8 @@ mod tests {
 
     #[test]
     fn it_pays_exactly_where_the_link_is_slower_than_what_the_compressor_saves() {
-        // At a half, the compressor saves 400 MB in a second, for which the other end is reckoned with half a second more.
+        // At a half, the compressor saves 400 MB in a second, for which the other end is reckoned with half a
+        // second more.
         for (link, pays) in [(260_000_000, true), (270_000_000, false)] {
             let mut rule = Compression::new(CompressUse::Auto);
             let mut trial = rule.tries(SAMPLE, Some(link)).unwrap();
@@ -246,8 +257,9 @@ mod tests {
         assert!(trial.pays(SAMPLE, SAMPLE - 5, Duration::from_secs(1)));
     }
 
-    /// Sends 64 MiB that compress to a 16th, in chunks of a MiB, with a window of 16 under way, over a link that carries so many bytes a second. Gives the bytes that were compressed, those that
-    /// were sent before the link was known, and those that crossed it.
+    /// Sends 64 MiB that compress to a 16th, in chunks of a MiB, with a window of 16 under way, over a link
+    /// that carries so many bytes a second. Gives the bytes that were compressed, those that were sent before
+    /// the link was known, and those that crossed it.
     fn send_over(rate: u64) -> (u64, u64, u64) {
         const CHUNK: u64 = 1 << 20;
         let (mut rule, mut link) = (Compression::new(CompressUse::Auto), LinkRate::new());
@@ -277,7 +289,8 @@ mod tests {
         (worked, unknown, sent)
     }
 
-    /// What the clock of a busy machine cannot show: over a link that is known as fast, nothing is even tried of data that compresses very well.
+    /// What the clock of a busy machine cannot show: over a link that is known as fast, nothing is even tried
+    /// of data that compresses very well.
     #[test]
     fn nothing_of_64_mib_is_compressed_over_a_fast_link_whatever_they_are() {
         for rate in [FAST + 1000, 4 << 30, 100 << 30] {
@@ -326,7 +339,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the chunks are, of data that does not compress 64 KiB in 4 MiB are compressed, once it has begun.
+        /// Whatever the chunks are, of data that does not compress 64 KiB in 4 MiB are compressed, once it
+        /// has begun.
         #[test]
         fn what_does_not_compress_costs_64_kib_in_4_mib(
             lens in prop::collection::vec(SAMPLE..5 << 20, 1..400), link in 1u64..FAST, few in 97u64..120,

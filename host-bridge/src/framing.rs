@@ -1,7 +1,9 @@
-//! Moving the structures of [`protocol::link`] over sockets: addresses, whole messages with descriptors, and frames out of a byte stream.
+//! Moving the structures of [`protocol::link`] over sockets: addresses, whole messages with descriptors, and
+//! frames out of a byte stream.
 //!
-//! Two styles, for the two ways in which the link is used: blocking ([`send_message`], [`recv_struct`], [`recv_frame`]) during the handshake and on the
-//! control path of `local`; buffered and non-blocking ([`FrameReader`]) in a relay's event loop.
+//! Two styles, for the two ways in which the link is used: blocking ([`send_message`], [`recv_struct`],
+//! [`recv_frame`]) during the handshake and on the control path of `local`; buffered and non-blocking
+//! ([`FrameReader`]) in a relay's event loop.
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Read};
@@ -23,7 +25,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 /// The most descriptors in one message: 62 memories, two eventfds and a socket.
 pub const MAX_FDS: usize = 65;
 
-/// Each second of silence in which an end must show that it is there, it says [`ALIVE`](protocol::link::frame::ALIVE), or asks for it.
+/// Each second of silence in which an end must show that it is there, it says
+/// [`ALIVE`](protocol::link::frame::ALIVE), or asks for it.
 pub(crate) const ALIVE_EVERY: Duration = Duration::from_secs(1);
 
 /// Where a server listens.
@@ -88,13 +91,15 @@ pub fn watch_peer(socket: &impl AsFd) {
     let _ = setsockopt(socket, sockopt::TcpUserTimeout, &11_000);
 }
 
-/// The kernel's smoothed round-trip time of a TCP connection. `None` for another kind of socket, or if nothing was acknowledged yet.
+/// The kernel's smoothed round-trip time of a TCP connection. `None` for another kind of socket, or if
+/// nothing was acknowledged yet.
 pub(crate) fn round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
     // SAFETY: an all-zero `tcp_info` is valid: it is numbers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut size = size_of_val(&info) as libc::socklen_t;
     let to = std::ptr::from_mut(&mut info).cast();
-    // SAFETY: a descriptor that is open, and a structure with its size, of which the kernel writes at most that much.
+    // SAFETY: a descriptor that is open, and a structure with its size, of which the kernel writes at most
+    // that much.
     let answer =
         unsafe { libc::getsockopt(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, to, &raw mut size) };
     (answer == 0 && info.tcpi_rtt > 0).then(|| Duration::from_micros(info.tcpi_rtt.into()))
@@ -136,7 +141,8 @@ pub fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {
     UnixStream::connect(path)
 }
 
-/// Sends all of `parts`, one after the other, with the descriptors alongside the first byte. Blocking sockets only.
+/// Sends all of `parts`, one after the other, with the descriptors alongside the first byte. Blocking sockets
+/// only.
 pub fn send_message(socket: BorrowedFd<'_>, parts: &[&[u8]], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let raw: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
     let total: usize = parts.iter().map(|p| p.len()).sum();
@@ -162,8 +168,9 @@ pub fn send_message(socket: BorrowedFd<'_>, parts: &[&[u8]], fds: &[BorrowedFd<'
     Ok(())
 }
 
-/// Receives exactly `buf.len()` bytes; descriptors that come along are appended to `fds` (at most [`MAX_FDS`] in all, others are closed).
-/// `Ok(false)`: the peer closed the connection before the first byte. Blocking sockets only.
+/// Receives exactly `buf.len()` bytes; descriptors that come along are appended to `fds` (at most [`MAX_FDS`]
+/// in all, others are closed). `Ok(false)`: the peer closed the connection before the first byte. Blocking
+/// sockets only.
 pub fn recv_exact(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<bool> {
     let mut at = 0;
     while at < buf.len() {
@@ -227,7 +234,8 @@ pub fn recv_struct<T: FromBytes + IntoBytes>(
     Ok(recv_exact(socket, value.as_mut_bytes(), fds)?.then_some(value))
 }
 
-/// Receives a greeting and judges it ([`greeting`]). Another major version is refused before the rest of it has come.
+/// Receives a greeting and judges it ([`greeting`]). Another major version is refused before the rest of it
+/// has come.
 pub fn recv_greeting<T: Greeting>(
     from: &mut impl Read,
     ours: &Speaks<'_>,
@@ -315,7 +323,8 @@ pub fn split_struct<T: FromBytes + Immutable>(body: &[u8]) -> io::Result<(T, &[u
     })
 }
 
-/// Frames on their way to a peer: appended as they arise, sent together. Over a link that may be lost, what was sent is kept until the peer has acknowledged it.
+/// Frames on their way to a peer: appended as they arise, sent together. Over a link that may be lost, what
+/// was sent is kept until the peer has acknowledged it.
 #[derive(Debug)]
 pub struct SendBuffer {
     bytes: Vec<u8>,
@@ -352,7 +361,8 @@ impl SendBuffer {
         SendBuffer { keeps: true, ..SendBuffer::new() }
     }
 
-    /// A buffer that [keeps](Self::keeping) what was sent, of a stream of which `bytes` were sent from `begin` on.
+    /// A buffer that [keeps](Self::keeping) what was sent, of a stream of which `bytes` were sent from
+    /// `begin` on.
     pub(crate) fn restored(begin: u64, bytes: Vec<u8>) -> SendBuffer {
         SendBuffer { sent: bytes.len(), bytes, done: 0, begin, keeps: true }
     }
@@ -394,7 +404,8 @@ impl SendBuffer {
         }
     }
 
-    /// The peer has received the stream's first `upto` bytes. (A smaller number than before is old news.) The error: so many were not sent.
+    /// The peer has received the stream's first `upto` bytes. (A smaller number than before is old news.) The
+    /// error: so many were not sent.
     pub fn acknowledge(&mut self, upto: u64) -> Result<(), BadAcknowledgement> {
         let sent = self.begin + self.sent as u64;
         if upto > sent {
@@ -407,8 +418,8 @@ impl SendBuffer {
         Ok(())
     }
 
-    /// The peer goes on behind the stream's first `received` bytes, over a new connection: what follows them counts as not sent. The error: it had acknowledged more before, or so many were not
-    /// sent.
+    /// The peer goes on behind the stream's first `received` bytes, over a new connection: what follows them
+    /// counts as not sent. The error: it had acknowledged more before, or so many were not sent.
     pub fn resume(&mut self, received: u64) -> Result<(), BadAcknowledgement> {
         if received < self.begin + self.done as u64 {
             return Err(BadAcknowledgement { upto: received, sent: self.begin + self.sent as u64 });
@@ -434,7 +445,8 @@ impl SendBuffer {
         &mut self.bytes
     }
 
-    /// Begins a frame: its header, whose length [`finish`](Self::finish) fills in. Its body is appended at the [`end`](Self::end); nothing is sent in between.
+    /// Begins a frame: its header, whose length [`finish`](Self::finish) fills in. Its body is appended at
+    /// the [`end`](Self::end); nothing is sent in between.
     pub fn begin(&mut self, kind: u32) -> OpenFrame {
         let at = self.bytes.len();
         self.bytes.extend_from_slice(FrameHeader { kind, len: 0 }.as_bytes());
@@ -465,7 +477,8 @@ pub struct BadAcknowledgement {
     pub sent: u64,
 }
 
-/// Frames out of a byte stream that is read as it comes. It holds at most one frame and what was read beyond it.
+/// Frames out of a byte stream that is read as it comes. It holds at most one frame and what was read beyond
+/// it.
 #[derive(Debug, Default)]
 pub struct FrameReader {
     buffer: Vec<u8>,
@@ -475,8 +488,9 @@ pub struct FrameReader {
     room: usize,
 }
 
-/// Bytes of a read: so many at first, twice as many after one that took all its room, up to so many. A peer that is ahead then costs a system call, and an acknowledgement that
-/// wakes it, for each of the larger pieces.
+/// Bytes of a read: so many at first, twice as many after one that took all its room, up to so many. A peer
+/// that is ahead then costs a system call, and an acknowledgement that wakes it, for each of the larger
+/// pieces.
 const READ: (usize, usize) = (64 << 10, 1 << 20);
 
 impl FrameReader {

@@ -22,8 +22,9 @@ impl Piece for Vec<u8> {
     }
 }
 
-/// The pieces of one stream, from the first that the peer has not acknowledged to the last that was appended. It does no I/O, and knows nothing of connections: its user takes the pieces
-/// out in order and sends them, and tells it what the peer says.
+/// The pieces of one stream, from the first that the peer has not acknowledged to the last that was appended.
+/// It does no I/O, and knows nothing of connections: its user takes the pieces out in order and sends them,
+/// and tells it what the peer says.
 #[derive(Debug)]
 pub struct Journal<T> {
     pieces: VecDeque<T>,
@@ -94,7 +95,8 @@ impl<T: Piece + Clone> Journal<T> {
         Some((piece, std::mem::take(&mut self.skip)))
     }
 
-    /// The peer has received the stream's first `upto` bytes. Gives the pieces that it has completely to `done`, in order. The error: so many were not sent.
+    /// The peer has received the stream's first `upto` bytes. Gives the pieces that it has completely to
+    /// `done`, in order. The error: so many were not sent.
     pub fn acknowledge(&mut self, upto: u64, mut done: impl FnMut(T)) -> Result<(), BadAcknowledgement> {
         let sent = self.taken_to.max(self.acknowledged);
         if upto > sent {
@@ -114,8 +116,10 @@ impl<T: Piece + Clone> Journal<T> {
         Ok(())
     }
 
-    /// The peer goes on behind the stream's first `received` bytes, over a new connection: what follows them is to be taken again. As [`acknowledge`](Self::acknowledge); an error too if that
-    /// is not kept. (A peer may have acknowledged a part of a piece and want that again: another process of it, which knows of whole pieces only.)
+    /// The peer goes on behind the stream's first `received` bytes, over a new connection: what follows them
+    /// is to be taken again. As [`acknowledge`](Self::acknowledge); an error too if that is not kept. (A peer
+    /// may have acknowledged a part of a piece and want that again: another process of it, which knows of
+    /// whole pieces only.)
     pub fn resume(&mut self, received: u64, done: impl FnMut(T)) -> Result<(), BadAcknowledgement> {
         if received < self.begin {
             return Err(BadAcknowledgement { upto: received, sent: self.taken_to });
@@ -134,7 +138,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Whatever part of it each link carries, the peer gets the stream once and in order, and nothing is kept in the end.
+        /// Whatever part of it each link carries, the peer gets the stream once and in order, and nothing is
+        /// kept in the end.
         #[test]
         fn a_stream_is_delivered_once_over_any_number_of_links(
             lens in prop::collection::vec(1usize..50, 1..20),

@@ -1,7 +1,8 @@
 //! What a link carries in a second, by what one end sends and the other acknowledges.
 //!
-//! One chunk at a time is watched, from when it is given out until the peer has it. The bytes that cross the link meanwhile, and the time that this takes, say how fast the link is. Bytes count as they cross
-//! it, which are fewer where data is compressed.
+//! One chunk at a time is watched, from when it is given out until the peer has it. The bytes that cross the
+//! link meanwhile, and the time that this takes, say how fast the link is. Bytes count as they cross it,
+//! which are fewer where data is compressed.
 //!
 //! The clock is the caller's.
 
@@ -9,7 +10,8 @@ use std::time::{Duration, Instant};
 
 /// A connection without data for so long begins anew: it may have another path then.
 const IDLE: Duration = Duration::from_secs(10);
-/// What the link carries is measured over as many bytes as this. (Each data connection acknowledges a MiB at a time.)
+/// What the link carries is measured over as many bytes as this. (Each data connection acknowledges a MiB at
+/// a time.)
 const MEASURED: u64 = 2 << 20;
 
 /// See the module's text. `K` names a chunk.
@@ -19,7 +21,8 @@ pub(crate) struct LinkRate<K> {
     crossed: u64,
     /// Bytes a second that the link carries, smoothed.
     known: Option<u64>,
-    /// Bytes that crossed the link while a chunk was watched, and in what time, since `known` was last reckoned.
+    /// Bytes that crossed the link while a chunk was watched, and in what time, since `known` was last
+    /// reckoned.
     measured: (u64, Duration),
     watched: Option<Watched<K>>,
     /// When a watched chunk last arrived.
@@ -46,7 +49,8 @@ impl<K: PartialEq> LinkRate<K> {
         LinkRate { known, ..LinkRate::new() }
     }
 
-    /// Bytes a second that the link carries, on average of what was sent lately. `None`: too little has been sent.
+    /// Bytes a second that the link carries, on average of what was sent lately. `None`: too little has been
+    /// sent.
     pub(crate) fn get(&self) -> Option<u64> {
         self.known
     }
@@ -56,7 +60,8 @@ impl<K: PartialEq> LinkRate<K> {
         self.watched.as_ref().map(|watched| &watched.chunk)
     }
 
-    /// A chunk is given out to be sent. It is watched; none was. True: after so long without data, all begins anew.
+    /// A chunk is given out to be sent. It is watched; none was. True: after so long without data, all begins
+    /// anew.
     pub(crate) fn leaves(&mut self, chunk: K, now: Instant) -> bool {
         let anew = self.arrived.is_some_and(|arrived| now.saturating_duration_since(arrived) > IDLE);
         if anew {
@@ -71,7 +76,8 @@ impl<K: PartialEq> LinkRate<K> {
         self.crossed += bytes;
     }
 
-    /// The peer has a chunk, of which `crossed` bytes came over the link. Gives how long it was on its way, if it was watched.
+    /// The peer has a chunk, of which `crossed` bytes came over the link. Gives how long it was on its way,
+    /// if it was watched.
     pub(crate) fn arrives(
         &mut self,
         chunk: &K,

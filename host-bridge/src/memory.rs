@@ -6,8 +6,9 @@
 //!  Runs        a region: host pointers      ChannelView   the channel: one contiguous mapping, its parts by a checked Geometry
 //! ```
 //!
-//! Addresses come from a guest and are checked here, once. The memory behind [`Runs`] or a [`ChannelView`] is valid and stays mapped until they are dropped. Its *content* can change at any
-//! time, so it is accessed through atomics, through [`SharedBytes`](crate::shared::SharedBytes), and by the kernel or a device only.
+//! Addresses come from a guest and are checked here, once. The memory behind [`Runs`] or a [`ChannelView`] is
+//! valid and stays mapped until they are dropped. Its *content* can change at any time, so it is accessed
+//! through atomics, through [`SharedBytes`](crate::shared::SharedBytes), and by the kernel or a device only.
 
 use std::ffi::c_void;
 use std::io;
@@ -126,7 +127,8 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `map` made exactly this mapping, and every pointer into it is held together with an `Arc` of it.
+        // SAFETY: `map` made exactly this mapping, and every pointer into it is held together with an `Arc`
+        // of it.
         let _ = unsafe { munmap(self.at.cast(), self.memory.size as usize) };
     }
 }
@@ -180,7 +182,8 @@ impl Memories {
             };
             let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
             let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
-            // SAFETY: a fresh mapping at an address of the kernel's choice; it aliases nothing in this process.
+            // SAFETY: a fresh mapping at an address of the kernel's choice; it aliases nothing in this
+            // process.
             let at = unsafe { mmap(None, length, protection, flags, &file, memory.file_offset as i64) }
                 .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
             let page = page_size(&file);
@@ -189,7 +192,8 @@ impl Memories {
         Ok(Memories { mappings: Arc::new(mappings) })
     }
 
-    /// The memories with their files, in the order given to [`map`](Self::map): what `local` hands to a worker.
+    /// The memories with their files, in the order given to [`map`](Self::map): what `local` hands to a
+    /// worker.
     pub fn files(&self) -> impl Iterator<Item = (Memory, &OwnedFd)> {
         self.mappings.iter().map(|m| (m.memory, &m.file))
     }
@@ -226,7 +230,8 @@ impl Memories {
         Ok(Runs { runs, size: size as usize, _memories: self.clone() })
     }
 
-    /// A channel's extents, checked. Those that adjoin in a file are one piece: each piece costs a system call and a mapping, of which a process has few.
+    /// A channel's extents, checked. Those that adjoin in a file are one piece: each piece costs a system
+    /// call and a mapping, of which a process has few.
     fn pieces(&self, extents: &[Extent]) -> Result<Vec<Piece<'_>>, MemoryError> {
         let mut pieces: Vec<Piece<'_>> = Vec::new();
         for (index, extent) in extents.iter().enumerate() {
@@ -250,7 +255,8 @@ impl Memories {
         Ok(pieces)
     }
 
-    /// Maps a channel's extents a second time, one behind the other, and checks the header that the client has written there.
+    /// Maps a channel's extents a second time, one behind the other, and checks the header that the client
+    /// has written there.
     pub fn view(&self, extents: &[Extent], size: u64) -> Result<ChannelView, MemoryError> {
         if size < HEADER_SIZE as u64 {
             return Err(MemoryError::Small { size });
@@ -275,12 +281,14 @@ impl Memories {
             let target = NonZeroUsize::new(reserved.at.as_ptr() as usize + offset);
             let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
             let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
-            // SAFETY: the target lies inside the reservation made above (the lengths add up to its size), which nothing else uses yet.
+            // SAFETY: the target lies inside the reservation made above (the lengths add up to its size),
+            // which nothing else uses yet.
             unsafe { mmap(target, length, protection, flags, mapping.file.as_fd(), file_offset as i64) }
                 .map_err(failed)?;
             offset += len as usize;
         }
-        // SAFETY: the first page is mapped and page-aligned; `Header` is made of atomics alone and any bit pattern is valid.
+        // SAFETY: the first page is mapped and page-aligned; `Header` is made of atomics alone and any bit
+        // pattern is valid.
         let header = unsafe { reserved.at.cast::<Header>().as_ref() };
         let fields = header.read_fields();
         let geometry = Geometry::check(&fields, size)?;
@@ -299,7 +307,8 @@ pub struct Run {
     pub offset: usize,
 }
 
-/// A region of the client's memory: checked pointers, in order. The memory stays mapped as long as this lives.
+/// A region of the client's memory: checked pointers, in order. The memory stays mapped as long as this
+/// lives.
 #[derive(Debug, Clone)]
 pub struct Runs {
     runs: Vec<Run>,
@@ -323,7 +332,8 @@ impl Runs {
         &self.runs
     }
 
-    /// The runs that make up `len` bytes from `offset`, cut to it. `None` when the range is not inside the region.
+    /// The runs that make up `len` bytes from `offset`, cut to it. `None` when the range is not inside the
+    /// region.
     pub fn range(&self, offset: u64, len: u64) -> Option<impl Iterator<Item = (NonNull<u8>, usize)> + '_> {
         let end = offset.checked_add(len).filter(|end| *end <= self.size as u64)? as usize;
         let offset = offset as usize;
@@ -401,7 +411,8 @@ impl ChannelView {
         unsafe { self.reserved.at.add(offset).cast() }
     }
 
-    /// First byte of the channel in this process: for futex calls on its words, and to register the memory with a device.
+    /// First byte of the channel in this process: for futex calls on its words, and to register the memory
+    /// with a device.
     pub fn base(&self) -> NonNull<u8> {
         self.reserved.at
     }
@@ -412,7 +423,8 @@ impl ChannelView {
         unsafe { self.part::<Header>(0, HEADER_SIZE).as_ref() }
     }
 
-    /// The consumer of the ring, from `position` on: `Position::default()` for a ring that nobody has read yet. There must be only one for a channel.
+    /// The consumer of the ring, from `position` on: `Position::default()` for a ring that nobody has read
+    /// yet. There must be only one for a channel.
     pub fn consumer(&self, position: Position) -> Consumer<'_> {
         let g = &self.geometry;
         let words = self.part(g.ring_offset, g.ring_size);

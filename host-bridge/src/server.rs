@@ -1,4 +1,5 @@
-//! A server as a configuration or a user names it: `ADDRESS/DEVICE,DEVICE#LEASE`, of which only the address must be there.
+//! A server as a configuration or a user names it: `ADDRESS/DEVICE,DEVICE#LEASE`, of which only the address
+//! must be there.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +10,8 @@ use thiserror::Error;
 
 use crate::framing::{Address, AddressError};
 
-/// A server as a configuration or a user names it: an address, and the devices to use there, or a lease of some.
+/// A server as a configuration or a user names it: an address, and the devices to use there, or a lease of
+/// some.
 #[derive(Debug, Clone)]
 pub struct Server {
     /// Its address.
@@ -31,7 +33,8 @@ pub enum ServerError {
         "{0:?}: the devices behind the last \"/\" are numbers below 255, separated by commas, none twice, at most {MAX_DEVICE_LIST}"
     )]
     Devices(String),
-    /// What is behind its "#" is no lease's key. The text is not repeated, because part of a key may be in it.
+    /// What is behind its "#" is no lease's key. The text is not repeated, because part of a key may be in
+    /// it.
     #[error("what follows \"#\" is the key of a lease, 64 hexadecimal digits, as rgpuctl lease prints it")]
     Lease,
 }

@@ -1,10 +1,13 @@
 //! Bytes that somebody outside this process may write at any time, and the only copies to and from them.
 //!
-//! A guest, a native client or a peer's RDMA device can change such memory during a copy. Rust forbids references to it, and a plain `memcpy` from it is a data race. So this module copies
-//! through raw pointers, with accesses that the compiler assumes nothing about: relaxed atomic words for short runs, and one `rep movsb` for long ones on x86-64. A concurrent write then
-//! spoils the bytes that were copied and nothing else; the code that uses them checks the copy.
+//! A guest, a native client or a peer's RDMA device can change such memory during a copy. Rust forbids
+//! references to it, and a plain `memcpy` from it is a data race. So this module copies through raw pointers,
+//! with accesses that the compiler assumes nothing about: relaxed atomic words for short runs, and one `rep
+//! movsb` for long ones on x86-64. A concurrent write then spoils the bytes that were copied and nothing
+//! else; the code that uses them checks the copy.
 //!
-//! Measured on one core: from 64 KiB on, `rep movsb` is as fast as `memcpy`. Words alone would be 30 to 50 % slower below 4 MiB.
+//! Measured on one core: from 64 KiB on, `rep movsb` is as fast as `memcpy`. Words alone would be 30 to 50 %
+//! slower below 4 MiB.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -25,8 +28,9 @@ impl<'m> SharedBytes<'m> {
     /// The `len` bytes at `at`.
     ///
     /// # Safety
-    /// They stay mapped and readable for `'m`. For [`write`](Self::write) they must be writable too. This process accesses them in the meantime through this module, through
-    /// atomics, or through the kernel or a device only.
+    /// They stay mapped and readable for `'m`. For [`write`](Self::write) they must be writable too. This
+    /// process accesses them in the meantime through this module, through atomics, or through the kernel or a
+    /// device only.
     pub unsafe fn new(at: NonNull<u8>, len: usize) -> SharedBytes<'m> {
         SharedBytes { at, len, _mapped: PhantomData }
     }
@@ -71,8 +75,9 @@ impl<'m> SharedBytes<'m> {
             return;
         }
         let (from, to) = (self.at.as_ptr(), to.as_ptr());
-        // SAFETY: every access lies below `len` in both runs. `words` gives offsets at which the shared side is 8-aligned. All accesses of this process to the shared side are atomic
-        // (see `new`), and the other side is this thread's.
+        // SAFETY: every access lies below `len` in both runs. `words` gives offsets at which the shared side
+        // is 8-aligned. All accesses of this process to the shared side are atomic (see `new`), and the other
+        // side is this thread's.
         words(
             from,
             self.len,
@@ -108,7 +113,8 @@ impl<'m> SharedBytes<'m> {
     }
 }
 
-/// Calls `byte` or `word` for offsets that cover `len` bytes once each, `word` for 8 bytes at an offset at which `shared` is 8-aligned.
+/// Calls `byte` or `word` for offsets that cover `len` bytes once each, `word` for 8 bytes at an offset at
+/// which `shared` is 8-aligned.
 fn words(shared: *const u8, len: usize, byte: impl Fn(usize), word: impl Fn(usize)) {
     let lead = shared.align_offset(8).min(len);
     let whole = lead + (len - lead) / 8 * 8;
@@ -117,8 +123,9 @@ fn words(shared: *const u8, len: usize, byte: impl Fn(usize), word: impl Fn(usiz
     (whole..len).for_each(byte);
 }
 
-/// Copies `len` bytes by the processor's own loop, which the compiler does not look into. False: the run is short, or there is no such loop here, and nothing was copied. (Miri cannot run
-/// assembly; it checks the words.)
+/// Copies `len` bytes by the processor's own loop, which the compiler does not look into. False: the run is
+/// short, or there is no such loop here, and nothing was copied. (Miri cannot run assembly; it checks the
+/// words.)
 ///
 /// # Safety
 /// `from` is readable and `to` writable for `len` bytes, and they do not overlap.
@@ -126,7 +133,8 @@ fn words(shared: *const u8, len: usize, byte: impl Fn(usize), word: impl Fn(usiz
 unsafe fn copy_long(from: *const u8, to: *mut u8, len: usize) -> bool {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if len >= SHORT {
-        // SAFETY: the caller's promise. The instruction touches these bytes and the three registers; the direction flag is clear, as the ABI has it.
+        // SAFETY: the caller's promise. The instruction touches these bytes and the three registers; the
+        // direction flag is clear, as the ABI has it.
         unsafe {
             std::arch::asm!(
                 "rep movsb",

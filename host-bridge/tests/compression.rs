@@ -319,7 +319,8 @@ fn compressed_data_is_taken_unless_it_is_refused_or_the_client_is_older() {
     assert!(!takes_compressed(CompressUse::Never, VERSION));
 }
 
-/// A server sends `bytes` behind `header` in place of `len` bytes of a copy to the host: the session ends, the reason has these words, and nothing of the client's memory is written.
+/// A server sends `bytes` behind `header` in place of `len` bytes of a copy to the host: the session ends,
+/// the reason has these words, and nothing of the client's memory is written.
 fn refused(words: &str, len: u32, says: u32, bytes: &[u8], change: impl Fn(&mut SessionConfig)) {
     let header = DataHeader { seq: 2, offset: 0, piece: 0, len: len | COMPRESSED_FLAG };
     let stream = [header.as_bytes(), says.as_bytes(), bytes].concat();

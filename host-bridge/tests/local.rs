@@ -260,7 +260,8 @@ fn what_does_not_take_over_properly_ends_the_session() {
     assert!(worker.ended().is_err());
 }
 
-/// A server whose worker answers the process that takes over with these frames, and lets go when that one hangs up.
+/// A server whose worker answers the process that takes over with these frames, and lets go when that one
+/// hangs up.
 fn answers_successors_with(
     frames: Vec<(u32, Vec<u8>)>,
 ) -> (SessionConfig, std::thread::JoinHandle<()>, tempfile::TempDir) {

@@ -41,8 +41,8 @@ fn commands_arrive_in_order_and_many_in_a_frame() {
     assert_eq!(server.programs(), ["test-program"]);
     let counters = client.session.counters();
     assert_eq!((counters.commands.get(), counters.replies.get()), (50_001, 1));
-    // How many go in one frame depends on who gets a processor when. So these are all in the ring when the relay, which
-    // has nothing left to do, is woken.
+    // How many go in one frame depends on who gets a processor when. So these are all in the ring when the
+    // relay, which has nothing left to do, is woken.
     eventually(|| client.progress().executed() == 50_001 && client.header().host_sleep.is_asleep());
     assert!(client.header().host_sleep.take(), "nobody else rings");
     let before = server.frames();
@@ -137,7 +137,8 @@ fn a_commands_data_request_is_sent_before_the_command() {
     let bytes = pattern(all as usize, 7);
     client.write(&extents, &bytes);
     client.register(1, extents, true).unwrap();
-    // More short ones than may go eagerly, and some that may not because of those before them on their stream.
+    // More short ones than may go eagerly, and some that may not because of those before them on their
+    // stream.
     let copies: Vec<(u64, u64)> =
         (0..120u64).map(|n| (n * 37_777 % (3 << 20), lengths[n as usize % lengths.len()])).collect();
     for (number, (offset, len)) in copies.iter().enumerate() {
@@ -337,7 +338,8 @@ fn a_session_is_resumed_in_two_round_trips() {
     turns.lose();
     client.htod(2, arena(0, LEN as u64));
     until("data is lost", || turns.lost() >= LEN);
-    // The connections come about beside each other: each has said its hello before one has an answer. One answer is all that comes.
+    // The connections come about beside each other: each has said its hello before one has an answer. One
+    // answer is all that comes.
     turns.hold(4, |purpose| match purpose {
         purpose::RESUME => {
             Exchange { says: size_of::<Hello>() + resumed(4), hears: size_of::<Welcome>() + resumed(4) }
@@ -466,7 +468,8 @@ fn only_a_server_that_owes_an_answer_is_asked_for_a_sign_of_life() {
     let mut config = server.config();
     config.silence = Duration::from_millis(500);
     let client = Client::connect(&config);
-    // Longer than the silence that would count, and longer than the pause between two questions. It comes to sleep first.
+    // Longer than the silence that would count, and longer than the pause between two questions. It comes to
+    // sleep first.
     let counters = client.session.counters();
     eventually(|| {
         let before = (counters.sleeps.get(), counters.control_bytes_sent.get());

@@ -1,5 +1,7 @@
-//! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break, clients that are stopped, processes of the bridge that end (`RGPU_SURVIVAL_CUTS`
-//! of each), links that are silent ([`silence`]), ends that lie to each other when they resume ([`lies`]), and what a server can write when ([`keys`]).
+//! The transport `verbs` between real ends, over queue pairs that are in this process only: links that break,
+//! clients that are stopped, processes of the bridge that end (`RGPU_SURVIVAL_CUTS` of each), links that are
+//! silent ([`silence`]), ends that lie to each other when they resume ([`lies`]), and what a server can write
+//! when ([`keys`]).
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -54,8 +56,8 @@ impl Turn for Patient {
     }
 }
 
-/// A server that welcomes a session under TLS, and on the session's own connection says nothing. Gives what the
-/// bridge says there: its hello's purpose, and the kind of its first frame.
+/// A server that welcomes a session under TLS, and on the session's own connection says nothing. Gives what
+/// the bridge says there: its hello's purpose, and the kind of its first frame.
 fn greets_and_listens(listener: &TcpListener, daemon: &Identity, client: Fingerprint) -> (u32, Option<u32>) {
     let worker = Identity::generate().unwrap();
     let next = |identity: &Identity| {
@@ -176,7 +178,8 @@ fn on_lost(lost: &Arc<Mutex<Option<String>>>) -> Box<dyn FnOnce(&str) + Send> {
     Box::new(move |reason| *lost.lock().unwrap() = Some(reason.to_owned()))
 }
 
-/// Copies data to the device and back, and checks every byte, until `stop` is set. Returns the number of rounds, which is at least one.
+/// Copies data to the device and back, and checks every byte, until `stop` is set. Returns the number of
+/// rounds, which is at least one.
 fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBool) -> u64 {
     let mut rounds = 0;
     while rounds == 0 || !stop.load(Ordering::SeqCst) {
@@ -300,7 +303,8 @@ fn a_stopped_client_keeps_its_session_and_nobody_touches_its_memory() {
 fn a_session_that_nobody_can_come_back_to_is_not_kept() {
     let _one = alone();
     let server = TcpServer::start();
-    // The process of the one ends when it has the session saved, before it has said anything through the queue pairs.
+    // The process of the one ends when it has the session saved, before it has said anything through the
+    // queue pairs.
     let (mut known, mut client) = Bridge::begin(&server.config, true);
     software::end_process_after(0);
     client.mark();

@@ -20,8 +20,8 @@ use crate::options;
 const CONNECTIONS: usize = 16;
 /// Maximum connections of one source: an address, or all of this machine's users together.
 const CONNECTIONS_OF_ONE: usize = 6;
-/// How long a scraper may take to send its request, and again to receive the answer. Longer in tests, whose machine may
-/// be busy.
+/// How long a scraper may take to send its request, and again to receive the answer. Longer in tests, whose
+/// machine may be busy.
 const WITHIN: Duration = Duration::from_secs(if cfg!(test) { 240 } else { 5 });
 /// Maximum bytes of a request.
 const MAX_REQUEST: usize = 8 << 10;

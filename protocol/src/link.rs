@@ -121,7 +121,8 @@ pub const DATA_FLAGS: u32 = EAGER_FLAG | HASH_FLAG | KNOWN_FLAG | KEEP_FLAG | CO
 pub const COMPRESSED_SINCE: Version = Version { major: 2, minor: 1 };
 /// The first version in which a bridge takes compressed data, if it [says so](wish::COMPRESSED).
 pub const COMPRESSED_OUT_SINCE: Version = Version { major: 2, minor: 2 };
-/// The first version in which a session over verbs survives its connections and the bridge's process. (Versions 2.2 to 2.4 had another way for connections alone; with them such a session ends.)
+/// The first version in which a session over verbs survives its connections and the bridge's process.
+/// (Versions 2.2 to 2.4 had another way for connections alone; with them such a session ends.)
 pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 5 };
 /// The first version in which a server can do with several [keys](RegionKey) for a memory at a time.
 pub const SEVERAL_KEYS_SINCE: Version = Version { major: 2, minor: 7 };
@@ -160,8 +161,8 @@ pub const SLOT_DATA: u32 = 64;
 pub const MAX_DEVICE_LIST: usize = 32;
 /// `region` of [`RegionKey`]: the channel's arena.
 pub const ARENA_KEY: u32 = u32::MAX;
-/// `reserved` of the first [`DirectHeader`] on a connection, whose number is 0, to a server of version 2.2 or later: a [`DirectQueue`] follows, because the
-/// connecting side would like to send pieces over verbs.
+/// `reserved` of the first [`DirectHeader`] on a connection, whose number is 0, to a server of version 2.2 or
+/// later: a [`DirectQueue`] follows, because the connecting side would like to send pieces over verbs.
 pub const DIRECT_VERBS: u32 = 1;
 /// The version from which on a server understands [`DIRECT_VERBS`].
 pub const DIRECT_VERBS_SINCE: Version = Version { major: 2, minor: 2 };
@@ -228,7 +229,8 @@ numbers! {
         /// [`State::Waiting`](crate::channel::State::Waiting)). A client that does not gets no answer until
         /// its session begins.
         MAY_WAIT = 2;
-        /// In a hello only: the bridge takes compressed data ([`COMPRESSED_FLAG`](super::COMPRESSED_FLAG)). Without it none may be sent to it.
+        /// In a hello only: the bridge takes compressed data ([`COMPRESSED_FLAG`](super::COMPRESSED_FLAG)).
+        /// Without it none may be sent to it.
         COMPRESSED = 4, since 2;
     }
 
@@ -264,7 +266,8 @@ numbers! {
         /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in
         /// order.
         ACK = 10;
-        /// Either way, `verbs`, the first frame on the session's first control connection, and behind `RESUMED` on others: [`Queues`](super::Queues).
+        /// Either way, `verbs`, the first frame on the session's first control connection, and behind
+        /// `RESUMED` on others: [`Queues`](super::Queues).
         QUEUES = 11;
         /// Bridge → server, `verbs`: [`RegionKey`](super::RegionKey). Comes before the first command that has
         /// the server write into that memory. Between `RESUMED` and `QUEUES`, since version 2.5: the same
@@ -286,11 +289,12 @@ numbers! {
         /// Server → bridge, `verbs`: u64: the server has taken this many more bytes of records for execution
         /// ([`COMMANDS_AHEAD`](super::COMMANDS_AHEAD)).
         COMMANDS_TAKEN = 17;
-        /// Either way, `tcp`, and since version 2.5 `verbs`: one or more [`Received`](super::Received): how much of the session's streams
-        /// has come. (`verbs` has stream 0 alone.) The peer need not keep it any longer. A bridge acknowledges only the control stream in
-        /// this way, because a server may read nothing after a command while it executes it. It acknowledges
-        /// a data connection's stream on that connection, with a [`DataHeader`](super::DataHeader) of no
-        /// bytes whose `seq` is 0 and whose `offset` is the number.
+        /// Either way, `tcp`, and since version 2.5 `verbs`: one or more [`Received`](super::Received): how
+        /// much of the session's streams has come. (`verbs` has stream 0 alone.) The peer need not keep it
+        /// any longer. A bridge acknowledges only the control stream in this way, because a server may read
+        /// nothing after a command while it executes it. It acknowledges a data connection's stream on that
+        /// connection, with a [`DataHeader`](super::DataHeader) of no bytes whose `seq` is 0 and whose
+        /// `offset` is the number.
         RECEIVED = 18;
         /// Either way, the first frame on each control connection but the session's first: a
         /// [`Received`](super::Received) for each of the session's streams, in order, before the stream of
@@ -514,7 +518,8 @@ layouts! {
         pub reserved: u32,
     }
 
-    /// One end's queue pair for the pieces of a [direct connection](crate::ops::direct), as the other end must know it.
+    /// One end's queue pair for the pieces of a [direct connection](crate::ops::direct), as the other end
+    /// must know it.
     pub struct DirectQueue since 2 {
         /// Its number. 0: this end cannot use verbs; `reason` says why, and the other fields are 0.
         pub queue_pair: u32,
@@ -553,8 +558,8 @@ layouts! {
         /// Zero.
         pub reserved: u32,
         /// Bytes of the stream that have come since the session began, over all of the session's links.
-        /// Greetings and [`frame::RESUMED`] are not part of a stream. `verbs`: of stream 0, bytes whose frames
-        /// were acted on; of others, the peer's writes on this queue that were acted on, likewise.
+        /// Greetings and [`frame::RESUMED`] are not part of a stream. `verbs`: of stream 0, bytes whose
+        /// frames were acted on; of others, the peer's writes on this queue that were acted on, likewise.
         pub bytes: u64,
     }
 
@@ -663,8 +668,8 @@ layouts! {
         pub credits: [u16; MAX_QUEUES],
     }
 
-    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write, as far as commands wait for it.
-    /// With this key from now on: an earlier one is valid only for writes that were posted.
+    /// Body of [`frame::REGION_KEY`]: memory of the client that the server may write, as far as commands wait
+    /// for it. With this key from now on: an earlier one is valid only for writes that were posted.
     pub struct RegionKey {
         /// Address of the first byte.
         pub address: u64,
@@ -672,8 +677,8 @@ layouts! {
         pub size: u64,
         /// The region, or [`ARENA_KEY`] for the arena.
         pub region: u32,
-        /// The key. It covers all that commands before the next `REGION_KEY` of this memory wait for. Once nothing is awaited in the memory any more,
-        /// neither this key nor an earlier one is valid.
+        /// The key. It covers all that commands before the next `REGION_KEY` of this memory wait for. Once
+        /// nothing is awaited in the memory any more, neither this key nor an earlier one is valid.
         pub key: u32,
     }
 }

@@ -116,7 +116,8 @@ fn command(binary: &Path, arguments: &[OsString]) -> Command {
     command
         .args(arguments)
         .env("NO_COLOR", "1")
-        // The program chooses among the server's devices. If the server did so, too, ordinals would count twice.
+        // The program chooses among the server's devices. If the server did so, too, ordinals would count
+        // twice.
         .env_remove("CUDA_VISIBLE_DEVICES")
         .stdin(Stdio::null())
         // Ctrl-C at the terminal goes to the program. The daemons end after it.

@@ -22,9 +22,9 @@ use crate::installation::{find, libraries};
 use crate::lease::{Renewed, SERVERS};
 use crate::pool::{Place, Wanted};
 
-/// NCCL's settings for GPUs of several servers if it uses another network than libcuda's, which makes its own. NCCL
-/// assumes that a process's GPUs are in one machine, and has their kernels synchronize through a file in /dev/shm.
-/// Buffers of 4 MiB, its default, are more than a server remembers of mirrored memory.
+/// NCCL's settings for GPUs of several servers if it uses another network than libcuda's, which makes its
+/// own. NCCL assumes that a process's GPUs are in one machine, and has their kernels synchronize through a
+/// file in /dev/shm. Buffers of 4 MiB, its default, are more than a server remembers of mirrored memory.
 const NCCL: [(&str, &str); 2] = [("NCCL_SHM_DISABLE", "1"), ("NCCL_BUFFSIZE", "524288")];
 
 /// Whether NCCL is told to use another network.

@@ -234,8 +234,8 @@ fn resolve(root: &Path, path: &Path) -> Option<PathBuf> {
 fn show(entry: &Visible, all: &[Visible], old: &Path, new: &Path) -> Result<(), Failure> {
     let shown = entry.path.display().to_string();
     let Some(source) = resolve(old, &entry.path) else { return Ok(()) };
-    // Inside another visible folder the path is there already, with the links on its way, and none of it can be
-    // made here. Links are resolved by what they lead to.
+    // Inside another visible folder the path is there already, with the links on its way, and none of it can
+    // be made here. Links are resolved by what they lead to.
     let inside = |path: &Path| {
         let mut parents = all.iter().filter(|other| other.access == Access::Read && other.path != entry.path);
         parents.any(|other| path.starts_with(&other.path) && resolve(old, &other.path).is_some())

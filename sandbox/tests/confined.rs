@@ -334,7 +334,8 @@ fn only_visible_files_can_be_opened() {
 }
 
 fn folders_behind_links_in_visible_folders_can_be_read() {
-    // As CUDA is installed: /usr/local/cuda leads to /etc/alternatives/cuda, and that to /usr/local/cuda-13.0.
+    // As CUDA is installed: /usr/local/cuda leads to /etc/alternatives/cuda, and that to
+    // /usr/local/cuda-13.0.
     let tree = scratch().join("links");
     let (cuda, elsewhere) = (tree.join("usr/local/cuda-13.0"), tree.join("opt/elsewhere"));
     for folder in [cuda.join("targets/lib"), tree.join("etc/alternatives"), elsewhere.join("lib")] {

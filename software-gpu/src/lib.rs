@@ -12,10 +12,10 @@
 //! - [`Module`] holds loaded PTX: [`Function`]s to launch, and globals.
 //! - [`Stream`] runs launches and closures in order; [`Event`] marks points in a stream.
 //!
-//! The modules, in reading order; each uses only those before it: `fatbin` finds the PTX in a container; `ptx`
-//! parses it; `machine` is a register machine whose instructions work on a whole warp: what they work on, and
-//! what an instruction is; `exec` has the functions that execute them, and runs warps and clusters; `lower`
-//! links files and chooses a function for each instruction; `device` is the public interface.
+//! The modules, in reading order; each uses only those before it: `fatbin` finds the PTX in a container;
+//! `ptx` parses it; `machine` is a register machine whose instructions work on a whole warp: what they work
+//! on, and what an instruction is; `exec` has the functions that execute them, and runs warps and clusters;
+//! `lower` links files and chooses a function for each instruction; `device` is the public interface.
 //!
 //! The crate depends on nothing else of rgpu and can be used alone, as `examples/vector_add.rs` does.
 

@@ -54,7 +54,8 @@ pub struct Options {
     /// Microseconds that both daemons poll before they sleep, in place of the default.
     pub poll_us: Option<u32>,
     /// Seconds for which the server keeps a session whose bridge is gone or whose guest is stopped. Sessions
-    /// of a killed bridge are not kept for long, but a busy machine may take some seconds to bring back a link.
+    /// of a killed bridge are not kept for long, but a busy machine may take some seconds to bring back a
+    /// link.
     pub grace: u32,
     /// The daemons' build.
     pub build: Build,

@@ -49,8 +49,8 @@ fn cache_status(rig: &Rig, name: &str) -> Result<u64> {
     status["cache"][name].as_u64().with_context(|| format!("the server's cache has no {name}: {status}"))
 }
 
-/// Waits until at least this many bytes are kept and no more will be (blocks are stored in the background), and returns
-/// how many.
+/// Waits until at least this many bytes are kept and no more will be (blocks are stored in the background),
+/// and returns how many.
 fn eventually_kept(rig: &Rig, least: u64) -> Result<u64> {
     eventually(|| {
         let bytes = cache_status(rig, "bytes")?;
@@ -61,8 +61,8 @@ fn eventually_kept(rig: &Rig, least: u64) -> Result<u64> {
     cache_status(rig, "bytes")
 }
 
-/// Waits until no block is being written: each session has a thread in the daemon that writes its blocks, and ends
-/// when the last one of a session that is over is written.
+/// Waits until no block is being written: each session has a thread in the daemon that writes its blocks, and
+/// ends when the last one of a session that is over is written.
 fn nothing_more_is_kept(rig: &Rig) -> Result<()> {
     eventually(|| {
         for thread in std::fs::read_dir(format!("/proc/{}/task", rig.server.pid()))? {

@@ -1,6 +1,8 @@
-//! Over a slow link, data that compresses is sent compressed, both ways, and other data costs nothing. Decided by bytes that cross the link.
+//! Over a slow link, data that compresses is sent compressed, both ways, and other data costs nothing.
+//! Decided by bytes that cross the link.
 //!
-//! `cargo test -p rgpu-tests --test compression -- --ignored --nocapture` measures how long copies take with the daemons in `target/release`.
+//! `cargo test -p rgpu-tests --test compression -- --ignored --nocapture` measures how long copies take with
+//! the daemons in `target/release`.
 
 mod support;
 
@@ -179,7 +181,8 @@ fn copy(setup: &Setup, way: Way, bytes: &[u8], count: u64) -> Result<Copies> {
             Way::Up => client.push(&htod(number), NO_SLOT)?,
             Way::Down => client.push(&dtoh(0), NO_SLOT)?,
         };
-        // Otherwise all of it is in the relay before the link is known: that holds more than the buffers of a real one.
+        // Otherwise all of it is in the relay before the link is known: that holds more than the buffers of a
+        // real one.
         client.call(&StreamSynchronize { stream })?.map_err(refused)?;
         if way == Way::Down && number + 2 == count {
             client.write_arena(&vec![0; COPY]);
@@ -265,7 +268,8 @@ fn setup_with_tls(name: &str, mbit: u32, [server, bridge]: [&str; 2]) -> Result<
     Ok(Setup { daemons: Daemons::Tls { _server: server, bridge, folder }, carried, _relay: relay })
 }
 
-/// How often a machine may be so busy while it compresses that this seems to take longer than to send the data as it is.
+/// How often a machine may be so busy while it compresses that this seems to take longer than to send the
+/// data as it is.
 const BUSY: usize = 10;
 
 fn over_a_slow_link(way: Way) -> Result<()> {
@@ -298,7 +302,8 @@ fn what_is_not_to_be_compressed_is_sent_as_it_is() -> Result<()> {
         ensure!(copies.compressed == 0 && copies.link >= 4 * COPY as u64, "{way:?}: {copies:?}");
         Ok(())
     };
-    // What a client does not want compressed it does not get compressed either, whatever its server would like.
+    // What a client does not want compressed it does not get compressed either, whatever its server would
+    // like.
     let of_client = setup("compression-never", 200, ["always", "never"])?;
     plain(&of_client, Way::Up)?;
     plain(&of_client, Way::Down)?;

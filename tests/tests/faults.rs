@@ -105,8 +105,8 @@ fn a_worker_that_is_killed_costs_one_session() -> Result<()> {
             let running = Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
             kill(worker_of(&rig, "kill_me")?, Signal::SIGKILL)?;
             told(running.ended()?, "is lost")?;
-            // The program may notice before the server has seen that the worker ended. The next program must not be
-            // taken for this one.
+            // The program may notice before the server has seen that the worker ended. The next program must
+            // not be taken for this one.
             eventually(|| {
                 ensure!(killed() == before + 1, "{}", rig.server.log_text());
                 ensure!(worker_of(&rig, "kill_me").is_err(), "the session is still listed");
@@ -151,7 +151,8 @@ fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()
 
 #[test]
 fn a_bridge_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()> {
-    // The server keeps the session of a lost bridge this long. A busy machine may take some seconds to bring back a link.
+    // The server keeps the session of a lost bridge this long. A busy machine may take some seconds to bring
+    // back a link.
     let mut rig = Rig::with("faults-bridge", &["--grace-seconds", "20"], &[])?;
     for transport in TRANSPORTS {
         rig.passes(transport, "vectorAdd", &[])?;

@@ -52,8 +52,9 @@ fn attack(name: &str, attack: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
 /// Attacks daemons that have served programs. Afterwards they must still serve, and must hold no more
 /// resources than before.
 fn besieged(name: &str, siege: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
-    // The grace period is how long a session is kept whose connections close without a `BYE`. It is also how long a
-    // busy machine may take to bring back a bystander's link. A test exceeds the eager data that every server accepts.
+    // The grace period is how long a session is kept whose connections close without a `BYE`. It is also how
+    // long a busy machine may take to bring back a bystander's link. A test exceeds the eager data that every
+    // server accepts.
     let mut rig =
         Rig::with(&format!("hostile-{name}"), &["--grace-seconds", "20", "--ahead-memory", "16M"], &[])?;
     for transport in TRANSPORTS {

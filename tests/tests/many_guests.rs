@@ -1,7 +1,8 @@
-//! Many guests on one host: 64 virtual machines that one `vhost-rgpu` serves, each with eight programs at a time.
+//! Many guests on one host: 64 virtual machines that one `vhost-rgpu` serves, each with eight programs at a
+//! time.
 //!
-//! It runs on request. Emulated guests take ten minutes on two processors, and 12 GiB of memory. `RGPU_GUESTS`
-//! sets another number. The figures that it prints are in docs/benchmarks/tenants.md.
+//! It runs on request. Emulated guests take ten minutes on two processors, and 12 GiB of memory.
+//! `RGPU_GUESTS` sets another number. The figures that it prints are in docs/benchmarks/tenants.md.
 
 use std::fmt::Write;
 use std::sync::Mutex;

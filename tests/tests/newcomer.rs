@@ -1,11 +1,11 @@
-//! Follows `docs/quickstart-trial.md` in a new Debian 12 with systemd: every command, in the page's order, as a
-//! newcomer would. Prints how long each took. It compiles everything and boots a guest, which takes 15 to
+//! Follows `docs/quickstart-trial.md` in a new Debian 12 with systemd: every command, in the page's order, as
+//! a newcomer would. Prints how long each took. It compiles everything and boots a guest, which takes 15 to
 //! 20 minutes on two processors, so this part runs only on request.
 //!
-//! The machine is a container of systemd-nspawn, at this machine's speed. It shares this machine's network and
-//! its settings for reaching package registries. Two things are replaced, because not every machine reaches
-//! where they come from: Rust is this machine's own, and the image that podman would pull is made of the
-//! machine itself.
+//! The machine is a container of systemd-nspawn, at this machine's speed. It shares this machine's network
+//! and its settings for reaching package registries. Two things are replaced, because not every machine
+//! reaches where they come from: Rust is this machine's own, and the image that podman would pull is made of
+//! the machine itself.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -94,8 +94,8 @@ fn aside(command: &str) -> &'static str {
     }
 }
 
-/// A script that runs the commands and stops at the first that fails. Lines that begin with `@ ` say when each
-/// began.
+/// A script that runs the commands and stops at the first that fails. Lines that begin with `@ ` say when
+/// each began.
 fn script(commands: &[String]) -> String {
     let mut text = String::from("tell() { printf '\\n@ %s %s\\n' \"$1\" \"$(date +%s.%N)\"; }\n");
     for (i, command) in commands.iter().enumerate() {

@@ -348,8 +348,8 @@ fn over_tls(machine: &Machine) -> Result<()> {
 /// The processes that handle clients' data have their own cgroups with limits.
 fn groups(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "groups")?;
-    // The doctor is to see the same processes: those of programs that have ended go, and a worker is started in place
-    // of the one that serves this program.
+    // The doctor is to see the same processes: those of programs that have ended go, and a worker is started
+    // in place of the one that serves this program.
     status_once(machine, "server", |status| {
         let pool = (&status["workers_ready"], &status["workers_starting"]);
         pool == (&WORKERS.into(), &0.into()) && count(status, "workers") == WORKERS + 1
@@ -446,8 +446,8 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// A program's session continues while the keeper of its device process is reloaded, and while systemd restarts one
-/// that was killed. New sessions can begin.
+/// A program's session continues while the keeper of its device process is reloaded, and while systemd
+/// restarts one that was killed. New sessions can begin.
 fn keeper(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "keeper")?;
     let processes = |machine: &Machine| -> Result<Vec<serde_json::Value>> {

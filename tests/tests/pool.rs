@@ -383,8 +383,8 @@ fn whatever_fails_in_the_middle_of_copies_leaves_nothing_behind() -> Result<()> 
     Ok(())
 }
 
-/// Something fails while a program copies between servers. No copy has wrong bytes, and the program learns of it,
-/// unless copies can go on in another way.
+/// Something fails while a program copies between servers. No copy has wrong bytes, and the program learns of
+/// it, unless copies can go on in another way.
 fn fails(rigs: &mut [Rig; 2], transport: Transport, round: usize, failure: Failure) -> Result<()> {
     let kill = |pid| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
     let mut command = with_servers(&servers(rigs, [transport, transport]), PROGRAM)?;
@@ -470,8 +470,8 @@ fn told(said: &str) -> Result<[u64; 2]> {
     Ok([(); 2].map(|()| numbers.next().unwrap_or(0)))
 }
 
-/// Which of the messages between kernels go from server to server over this transport. Over `local`, they are in
-/// memory that the processes share with the servers.
+/// Which of the messages between kernels go from server to server over this transport. Over `local`, they are
+/// in memory that the processes share with the servers.
 fn direct_of(transport: Transport, kernels: u64) -> u64 {
     if matches!(transport, Transport::Local) { 0 } else { kernels }
 }

@@ -23,8 +23,8 @@ fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result
     })
 }
 
-/// Half of them over each transport, on one server. All of them have had a result, and keep their sessions, before
-/// they go on together with `RGPU_TURNS` turns each.
+/// Half of them over each transport, on one server. All of them have had a result, and keep their sessions,
+/// before they go on together with `RGPU_TURNS` turns each.
 #[test]
 fn a_hundred_and_twenty_eight_programs_at_once_are_all_served() -> Result<()> {
     const PROGRAMS: u64 = 128;
@@ -74,7 +74,8 @@ fn programs_report_that_they_wait_in_the_queue() -> Result<()> {
     // At most as many contexts are created at a time as there are processors, so the last programs wait for
     // several.
     let processors = std::thread::available_parallelism().map_or(1, usize::from).max(2);
-    // No worker is ready, so even a program that a busy machine starts after all others were served has to wait.
+    // No worker is ready, so even a program that a busy machine starts after all others were served has to
+    // wait.
     let rig = Rig::with("queue", &["--workers", "0", "--software-imitate", "context-ms=3000"], &[])?;
     for transport in TRANSPORTS {
         let outcomes = together(&rig, transport, "vectorAdd", 3 * processors)?;

@@ -9,12 +9,12 @@
 //! The tests are here, with whatever may depend on the device once more on a virtual function. Their parts:
 //!
 //! - [`layer`]: the layer itself, between two processes;
-//! - [`sessions`]: programs, with a server that keeps no sessions (`--grace-seconds 0`), as in all tests but those
-//!   of [`survival`];
+//! - [`sessions`]: programs, with a server that keeps no sessions (`--grace-seconds 0`), as in all tests but
+//!   those of [`survival`];
 //! - [`hostile`]: peers that break the protocol;
-//! - [`survival`]: queue pairs and control connections that break, keepers and device processes that are killed,
-//!   and a guest that is stopped. With `RGPU_SURVIVE_CUTS`, so many interruptions of each kind; the figures are in
-//!   `target/logs/survive-verbs/`;
+//! - [`survival`]: queue pairs and control connections that break, keepers and device processes that are
+//!   killed, and a guest that is stopped. With `RGPU_SURVIVE_CUTS`, so many interruptions of each kind; the
+//!   figures are in `target/logs/survive-verbs/`;
 //! - [`copies`]: copies between two servers, one at each end of the link.
 //!
 //! See `rgpu_tests::machine::rdma` for the machine.
@@ -170,8 +170,8 @@ fn every_program_runs_over_verbs_and_hostile_peers_harm_no_other_session() -> Re
     parts.end()
 }
 
-/// The whole chain: programs in a virtual machine, on a host that reaches the server by RDMA. The hosts are in an
-/// emulated machine, so the virtual machine is emulated twice.
+/// The whole chain: programs in a virtual machine, on a host that reaches the server by RDMA. The hosts are
+/// in an emulated machine, so the virtual machine is emulated twice.
 #[test]
 fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<()> {
     // A line begins the second program, and another one ends it.

@@ -48,8 +48,8 @@ fn bench_measures_calls_and_copies_over_both_transports() -> Result<()> {
     Ok(())
 }
 
-/// Of a link that is slower than everything else, `rgpuctl bench` shows the link's own figures, even if the server
-/// could do without the bytes.
+/// Of a link that is slower than everything else, `rgpuctl bench` shows the link's own figures, even if the
+/// server could do without the bytes.
 #[test]
 fn bench_shows_how_long_and_how_wide_the_link_is() -> Result<()> {
     const MBIT: f64 = 200.0;
@@ -79,8 +79,8 @@ fn bench_shows_how_long_and_how_wide_the_link_is() -> Result<()> {
     for name in
         ["in a row to device", "in a row to host", "pinned to device, 8 MiB", "pageable to device, 8 MiB"]
     {
-        // Twice as much, because after a pause the data that has waited comes at once. From the cache, it would be five
-        // times as much.
+        // Twice as much, because after a pause the data that has waited comes at once. From the cache, it
+        // would be five times as much.
         let rate = figure(name, "median")?;
         ensure!(rate > 0.0 && rate <= 2.0 * MBIT / 8e3, "{name} at {rate} GB/s: {figures}");
     }
@@ -132,8 +132,8 @@ fn trace_shows_the_stages_of_commands_in_every_process() -> Result<()> {
     Ok(())
 }
 
-/// Functions that waited, by `rgpuctl trace`'s second table: for each its calls, the answers that it waited for, and
-/// the milliseconds.
+/// Functions that waited, by `rgpuctl trace`'s second table: for each its calls, the answers that it waited
+/// for, and the milliseconds.
 fn waits(transport: &str, program: &str, arguments: &[&str]) -> Result<Vec<(String, [f64; 3])>> {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command

@@ -199,8 +199,8 @@ fn a_training_step_of_torch_compile_waits_once() -> Result<()> {
     waits_of_a_step("compiled_graphs", 1)
 }
 
-/// It waits for an event, unless that has come by then, and reads a number that comes with it. After every fiftieth step
-/// two arrays come back.
+/// It waits for an event, unless that has come by then, and reads a number that comes with it. After every
+/// fiftieth step two arrays come back.
 #[test]
 fn a_step_of_openmm_waits_once() -> Result<()> {
     /// All round trips, and those of waits for events.
@@ -220,8 +220,9 @@ fn a_step_of_openmm_waits_once() -> Result<()> {
     Ok(())
 }
 
-/// BabelStream's dot product waits for its kernel, and then the program's first access gets both pages of sums that the
-/// kernel has written to page-locked memory. The program has waited for its only stream, so nothing is watched.
+/// BabelStream's dot product waits for its kernel, and then the program's first access gets both pages of
+/// sums that the kernel has written to page-locked memory. The program has waited for its only stream, so
+/// nothing is watched.
 #[test]
 fn sums_that_a_kernel_writes_to_page_locked_memory_come_at_once() -> Result<()> {
     waits_of_a_step("dot", 2)
@@ -236,9 +237,9 @@ fn memory_that_an_ended_stream_changes_is_not_taken_for_settled() -> Result<()> 
     Ok(())
 }
 
-/// A step of OpenMM's constraints makes two waits for an event, and looks at a flag that a kernel sets: it writes it once
-/// and reads it twice. Meanwhile the device works, so the server also watches the page. The limit leaves room for a
-/// busy machine.
+/// A step of OpenMM's constraints makes two waits for an event, and looks at a flag that a kernel sets: it
+/// writes it once and reads it twice. Meanwhile the device works, so the server also watches the page. The
+/// limit leaves room for a busy machine.
 #[test]
 fn a_flag_in_page_locked_memory_takes_few_round_trips() -> Result<()> {
     for transport in ["local", "tcp"] {

@@ -3,7 +3,8 @@
 //!
 //! The link is a relay on this host ([`Link`]) or a network of two namespaces. `RGPU_SURVIVE_CUTS` is the
 //! least number of cuts for each; without it, each program runs once. `RGPU_SURVIVE_SILENCE` is how long the
-//! network of the namespaces is silent at most, in seconds. The figures are in `target/logs/survive-*/figures`.
+//! network of the namespaces is silent at most, in seconds. The figures are in
+//! `target/logs/survive-*/figures`.
 
 #[path = "survive/host.rs"]
 mod host;
@@ -275,8 +276,8 @@ const UP: Duration = Duration::from_secs(2);
 const MOST_UP: Duration = Duration::from_secs(64);
 
 /// Cuts the link again and again, in one way or another, while `work` runs. It usually waits for the session
-/// to resume before the next cut, for longer each time in vain; otherwise a machine so busy that new connections
-/// take longer than the time between two cuts would never get anywhere.
+/// to resume before the next cut, for longer each time in vain; otherwise a machine so busy that new
+/// connections take longer than the time between two cuts would never get anywhere.
 fn while_cut<T>(link: &Arc<Link>, seed: u64, work: impl FnOnce() -> T) -> T {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -470,8 +471,9 @@ fn lost(running: Running, why: &str) -> Result<String> {
     after.with_context(|| format!("{why:?}: {errors:?}"))
 }
 
-/// Requires that a program's session is lost because its link was gone for this many seconds: for longer on a busy
-/// machine, which looks later, but for less than servers keep sessions in these tests without such a limit.
+/// Requires that a program's session is lost because its link was gone for this many seconds: for longer on a
+/// busy machine, which looks later, but for less than servers keep sessions in these tests without such a
+/// limit.
 fn lost_after(running: Running, seconds: u64) -> Result<()> {
     const LATER: u64 = 50;
     let after = lost(running, "did not come back within ")?;

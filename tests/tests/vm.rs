@@ -109,7 +109,8 @@ fn passed(name: &str, output: &Output) -> Result<()> {
     Ok(())
 }
 
-/// The only line of rgpu's libraries on standard error, apart from lines about waiting for the server or a worker.
+/// The only line of rgpu's libraries on standard error, apart from lines about waiting for the server or a
+/// worker.
 fn said(output: &Output) -> Result<String> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let lines = programs::told_beside_waits(&stderr);

@@ -12,8 +12,8 @@
 //! - [`config`]: what to serve, from the command line and the configuration file;
 //! - [`sockets`]: listening sockets, created here or by systemd;
 //! - [`keeper`]: the process that owns the sockets and starts the others;
-//! - [`link`]: what the keeper and a device process say to each other, partly in [files](memory_file); [`role`]: what
-//!   the process serves;
+//! - [`link`]: what the keeper and a device process say to each other, partly in [files](memory_file);
+//!   [`role`]: what the process serves;
 //! - [`device_process`]: a process for one virtual machine, or for one user's programs;
 //! - [`confinement`]: what such a process may reach;
 //! - [`vm`]: the virtio device of a virtual machine: requests, doorbell, events;

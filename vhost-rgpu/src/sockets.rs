@@ -102,8 +102,8 @@ impl Listening {
     }
 
     /// Like [`accept`](Self::accept), but waits and tries again when descriptors or memory run out: sessions
-    /// return them when they end. `stays` is called before each attempt; what it returns keeps this process in
-    /// place while it has a connection that nobody has handled.
+    /// return them when they end. `stays` is called before each attempt; what it returns keeps this process
+    /// in place while it has a connection that nobody has handled.
     pub fn accept_patiently<G>(&self, what: &str, stays: impl Fn() -> G) -> Option<(OwnedFd, G)> {
         loop {
             let accepted = self.wait().and_then(|goes_on| {

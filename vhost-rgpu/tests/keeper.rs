@@ -55,8 +55,8 @@ impl Service {
         record.is_some_and(|record| record["words"]["busy"] == true)
     }
 
-    /// Kills the daemon when it has acted on all messages of a VMM, which has [settled](Guest::settle), and starts
-    /// another one.
+    /// Kills the daemon when it has acted on all messages of a VMM, which has [settled](Guest::settle), and
+    /// starts another one.
     fn crash(&self, mut daemon: Daemon) -> Daemon {
         eventually(|| !self.is_busy());
         daemon.end(Signal::SIGKILL);

@@ -17,8 +17,9 @@ use crate::{debian, process};
 /// Debian packages that the build needs besides Cargo.
 pub const PACKAGES: &[&str] = &["gcc", "libc6-dev", "binutils"];
 
-/// Arguments of `cargo build` with which dependencies have the features that they have in tests. Cargo enables
-/// those of development dependencies only if it builds something that may use these, such as this small example.
+/// Arguments of `cargo build` with which dependencies have the features that they have in tests. Cargo
+/// enables those of development dependencies only if it builds something that may use these, such as this
+/// small example.
 const WITH_TESTS_FEATURES: [&str; 3] = ["--workspace", "--example", "kernels"];
 
 /// The packages with an executable of the same name.
@@ -120,7 +121,8 @@ pub fn build_as(build: Build) -> Result<()> {
     let profile: &[&str] = if build == Build::Release { &["--release"] } else { &[] };
     let step = Step::spinner("building the daemons, rgpuctl and the libraries that programs load");
     // All packages at once: one by one, they would have other features of some dependencies, which Cargo
-    // would compile once more. Libraries with features of their own have archives of the same names as others.
+    // would compile once more. Libraries with features of their own have archives of the same names as
+    // others.
     let mut features: Vec<&[&str]> = LIBRARIES.iter().map(|library| library.features).collect();
     features.sort_unstable();
     features.dedup();
@@ -225,8 +227,8 @@ fn link(library: &Library, build: Build, log: &Path) -> Result<()> {
     link.arg(format!("-Wl,-soname,{}", library.name));
     link.arg("-Wl,--whole-archive").arg(build.binaries().join(library.archive));
     link.args(["-Wl,--no-whole-archive", "-Wl,--gc-sections", "-Wl,--strip-all"]);
-    // nodelete: the driver, the C library and other libraries of these keep addresses in a library, so it must
-    // stay loaded when its last user closes it.
+    // nodelete: the driver, the C library and other libraries of these keep addresses in a library, so it
+    // must stay loaded when its last user closes it.
     link.args(["-Wl,-z,defs", "-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,nodelete"]);
     // A listed name that the library lacks is an error where every name has a version.
     link.args(match library.versioned {

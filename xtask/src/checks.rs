@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use crate::progress::Step;
-use crate::{fuzz, licenses, process, structure};
+use crate::{comments, fuzz, licenses, process, structure};
 
 /// Runs the checks in order and stops at the first that fails.
 pub fn checks() -> Result<()> {
@@ -15,6 +15,9 @@ pub fn checks() -> Result<()> {
         Ok(())
     };
     check("checking the format", &["fmt", "--all", "--check", "--", "--color", "never"])?;
+    let step = Step::spinner("checking the width of comments");
+    comments::check()?;
+    step.done("");
     let step = Step::spinner("checking the cycles of modules");
     structure::check()?;
     step.done("");

@@ -16,8 +16,8 @@ use crate::{debian, process, toolchain};
 /// Default duration of each target in seconds; `RGPU_FUZZ_SECONDS` overrides it. For longer runs of one
 /// target use `cargo fuzz run TARGET`.
 const SECONDS: u32 = 30;
-/// Targets that start threads. The leak checker does not see a thread that is just starting or ending, and takes its
-/// memory for lost.
+/// Targets that start threads. The leak checker does not see a thread that is just starting or ending, and
+/// takes its memory for lost.
 const WITH_THREADS: [&str; 5] = ["control", "handshake", "kernel", "module", "session"];
 
 /// Inputs of each target in [`briefly`].
@@ -25,8 +25,8 @@ const INPUTS: u32 = 10_000;
 /// The same for targets whose inputs are programs that take milliseconds.
 const PROGRAMS: u32 = 1000;
 
-/// Runs every target on its seeds and some other inputs, the same each time, without libFuzzer. The targets are a
-/// workspace of their own: without this, a change elsewhere would break them unnoticed.
+/// Runs every target on its seeds and some other inputs, the same each time, without libFuzzer. The targets
+/// are a workspace of their own: without this, a change elsewhere would break them unnoticed.
 pub fn briefly(log: &Path) -> Result<()> {
     let step = Step::spinner("running the fuzz targets briefly");
     let (manifest, folder) = (tree::root().join("fuzz/Cargo.toml"), tree::target().join("fuzz"));

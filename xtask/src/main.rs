@@ -14,6 +14,7 @@ mod artifacts;
 mod bench;
 mod book;
 mod checks;
+mod comments;
 mod debian;
 mod demo;
 mod demo_shell;

@@ -406,8 +406,8 @@ fn check_libraries(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies a file; in a package only programs are executable. A link stays one: a second copy of a library would
-/// be a second library in a process.
+/// Copies a file; in a package only programs are executable. A link stays one: a second copy of a library
+/// would be a second library in a process.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     if let Ok(target) = fs::read_link(from) {
         return std::os::unix::fs::symlink(target, to)

@@ -4,7 +4,8 @@
 //! `self` or the name of a child. Method calls show no path, so a method must be in the module of its type or
 //! above all its callers.
 //!
-//! [`check`] holds the cycles of each crate to a few modules, and the tests hold libcuda's chapters to one direction.
+//! [`check`] holds the cycles of each crate to a few modules, and the tests hold libcuda's chapters to one
+//! direction.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -39,14 +39,14 @@ const ON_REQUEST: &[&str] = &[
 #[derive(Args)]
 pub struct Arguments {
     /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
-    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `image`, `libvirt`, `many_guests`, `newcomer`, `fuzz` and
-    /// `miri`
+    /// parts except `gpu`, `debug_kernels`, `guest_packages`, `image`, `libvirt`, `many_guests`, `newcomer`,
+    /// `fuzz` and `miri`
     parts: Vec<String>,
 }
 
-/// Parts that boot machines, longest first, and `dist`, which writes the same folder as `packages`. They run one
-/// after another. The others run beside them, also one after another: most of their tests wait for a server that
-/// was killed, a link that is cut, or a lease to end.
+/// Parts that boot machines, longest first, and `dist`, which writes the same folder as `packages`. They run
+/// one after another. The others run beside them, also one after another: most of their tests wait for a
+/// server that was killed, a link that is cut, or a lease to end.
 const MACHINES: &[&str] = &[
     "rdma",
     "vm",
@@ -120,8 +120,8 @@ pub fn test(arguments: &Arguments) -> Result<()> {
         others.into_iter().partition(|part| MACHINES.contains(part));
     machines.sort_by_key(|part| MACHINES.iter().position(|name| name == part));
     if machines.iter().chain(&others).any(|part| !WITHOUT_BUILDS.contains(part)) {
-        // Here, because its minutes are not those of the parts that happen to come first. They build once more, and say
-        // what is wrong.
+        // Here, because its minutes are not those of the parts that happen to come first. They build once
+        // more, and say what is wrong.
         let start = Instant::now();
         let _ = artifacts::build().and_then(|()| programs::build());
         report.times.push(format!("builds {:.0} s", start.elapsed().as_secs_f64()));
@@ -359,8 +359,8 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
 }
 
 impl Tally {
-    /// Takes note of a line: adds up one like `test result: ok. 5 passed; 0 failed; …`, and keeps those behind one like
-    /// `---- test stdout ----`.
+    /// Takes note of a line: adds up one like `test result: ok. 5 passed; 0 failed; …`, and keeps those
+    /// behind one like `---- test stdout ----`.
     fn count(&mut self, line: &str) {
         if line.starts_with("---- ") && line.ends_with(" stdout ----") {
             self.said.push(line.to_owned());

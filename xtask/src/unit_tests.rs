@@ -1,5 +1,5 @@
-//! Compiles the programs that contain tests, and runs those of the unit tests several at once: many tests wait
-//! most of the time.
+//! Compiles the programs that contain tests, and runs those of the unit tests several at once: many tests
+//! wait most of the time.
 //!
 //! Each command to Cargo selects the whole workspace. With fewer packages, Cargo would choose other features
 //! for some dependencies, and compile these and everything that needs them once more.

@@ -166,8 +166,8 @@ impl Memory {
         let [(at, len)] = runs[..] else {
             return Err(VerbsError::Region { size: len as u64, why: "it is not in one piece".into() });
         };
-        // SAFETY: the region is mapped as long as this, which drops the registration first. Slices of it exist
-        // only while its buffer is with its owner, and not with a queue.
+        // SAFETY: the region is mapped as long as this, which drops the registration first. Slices of it
+        // exist only while its buffer is with its owner, and not with a queue.
         let registration = unsafe { domain.register(at, len, access) }?;
         // Nobody else registers it: one thread has the buffer.
         let _ = self.registration.set(registration);
@@ -231,8 +231,8 @@ impl Drop for Buffer {
     }
 }
 
-// SAFETY: the memory belongs to the buffer, and whoever has the buffer has it exclusively (`Buffer::bytes`). A
-// registration that was made stays as long as the memory.
+// SAFETY: the memory belongs to the buffer, and whoever has the buffer has it exclusively (`Buffer::bytes`).
+// A registration that was made stays as long as the memory.
 unsafe impl PieceBuffer for Buffer {
     fn registration(&self) -> Option<&Registration> {
         self.memory.registration.get()

@@ -167,12 +167,12 @@ impl Incoming {
         Ok(())
     }
 
-    /// Lands the pieces of a box as they come, and answers `later` when all are landed, or will not be. Nothing has
-    /// happened after an error.
+    /// Lands the pieces of a box as they come, and answers `later` when all are landed, or will not be.
+    /// Nothing has happened after an error.
     ///
     /// # Errors
-    /// `INVALID_VALUE` unless the numbers are higher than those of all that were awaited before; `OUT_OF_MEMORY` if too
-    /// many others are not here.
+    /// `INVALID_VALUE` unless the numbers are higher than those of all that were awaited before;
+    /// `OUT_OF_MEMORY` if too many others are not here.
     pub fn receive_all(&self, series: Series, later: impl FnOnce() -> Pending) -> Result<(), Status> {
         let mut state = lock(&self.state);
         if series.next().is_none_or(|next| next.number < state.awaited_end) {
@@ -189,8 +189,8 @@ impl Incoming {
         Ok(())
     }
 
-    /// Lands what has arrived of the awaited boxes, and gives up those of which something will not come. The state
-    /// stays locked, so that pieces are landed in their order.
+    /// Lands what has arrived of the awaited boxes, and gives up those of which something will not come. The
+    /// state stays locked, so that pieces are landed in their order.
     fn advance(&self, state: &mut Arrived) {
         while let Some(Awaited { series, landing }) = state.awaited.front_mut() {
             let Some(next) = series.next() else {
@@ -219,16 +219,16 @@ impl Incoming {
         }
     }
 
-    /// Device memory is about to be freed: no piece of a box is landed there any more. Returns those that are just
-    /// being landed.
+    /// Device memory is about to be freed: no piece of a box is landed there any more. Returns those that are
+    /// just being landed.
     pub(super) fn forget(&self, address: u64, size: u64) -> Vec<Arc<Copies>> {
         let mut state = lock(&self.state);
         state.awaited.retain(|awaited| !awaited.series.touches(address, size));
         state.in_motion.within(address, size)
     }
 
-    /// Lands an expected piece. `None`: it will not come. The state stays locked, so that pieces are landed in
-    /// their order.
+    /// Lands an expected piece. `None`: it will not come. The state stays locked, so that pieces are landed
+    /// in their order.
     pub(super) fn land_expected(
         &self,
         state: &mut Arrived,

@@ -1,12 +1,12 @@
 //! The memory that a connection's pieces are in, for ends that copy them without the dispatcher.
 //!
-//! A kernel may be waiting for a piece, and the dispatcher for that kernel, in a call of the driver. So what such a
-//! piece needs is made in advance: what copies it ([`Carrier`]), and which memory it may be in. Any thread can then
-//! copy it, as long as the session's device memory [stays where it is](Motion).
+//! A kernel may be waiting for a piece, and the dispatcher for that kernel, in a call of the driver. So what
+//! such a piece needs is made in advance: what copies it ([`Carrier`]), and which memory it may be in. Any
+//! thread can then copy it, as long as the session's device memory [stays where it is](Motion).
 //!
-//! Pieces in mirrors of the client's memory are copied by the processor, and no call of the driver is on their way.
-//! Those in device memory are added to a stream, and NVIDIA's driver does that only while no other thread is in a call
-//! that waits for a kernel.
+//! Pieces in mirrors of the client's memory are copied by the processor, and no call of the driver is on
+//! their way. Those in device memory are added to a stream, and NVIDIA's driver does that only while no other
+//! thread is in a call that waits for a kernel.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;

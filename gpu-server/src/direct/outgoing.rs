@@ -112,8 +112,8 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Begins the next pieces of boxes, as far as there are buffers. Called whenever there may be one: whatever ends a
-    /// piece's use of its buffer, good or bad, is a job of the connection's thread.
+    /// Begins the next pieces of boxes, as far as there are buffers. Called whenever there may be one:
+    /// whatever ends a piece's use of its buffer, good or bad, is a job of the connection's thread.
     fn advance(self: &Arc<Outgoing>) {
         // Stays locked, so that pieces are begun in their order.
         let (all, _) = &mut *lock(&self.series);
@@ -150,7 +150,8 @@ impl Outgoing {
         }
     }
 
-    /// Device memory is about to be freed: no piece of a box in it is read any more. Returns those that are being read.
+    /// Device memory is about to be freed: no piece of a box in it is read any more. Returns those that are
+    /// being read.
     pub(super) fn forget(&self, address: u64, size: u64) -> Vec<Arc<Copies>> {
         let (all, in_motion) = &mut *lock(&self.series);
         all.retain(|Leaving { series, .. }| {
@@ -164,7 +165,8 @@ impl Outgoing {
     }
 
     pub(super) fn push(&self, job: Job) {
-        // The connection may just have been lost. What is dropped then may push another job, so not under the lock.
+        // The connection may just have been lost. What is dropped then may push another job, so not under the
+        // lock.
         let refused = lock(&self.jobs).as_ref().and_then(|jobs| jobs.send(job).err());
         drop(refused);
         self.bell.iter().for_each(|bell| bell.ring());

@@ -1,7 +1,7 @@
 //! Boxes of device memory that travel in pieces without the client in between.
 //!
-//! The sending end begins the next piece as soon as it has a buffer for it, the receiving end lands each when it has
-//! come. Neither waits for a stream: the client asks for this when everything before the copy is over.
+//! The sending end begins the next piece as soon as it has a buffer for it, the receiving end lands each when
+//! it has come. Neither waits for a stream: the client asks for this when everything before the copy is over.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -44,7 +44,8 @@ impl Series {
     /// A box that was checked, in pieces of `piece` bytes, the first of which has this number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if it is empty, for a size that pieces do not have, and for numbers that there are not.
+    /// `INVALID_VALUE` if it is empty, for a size that pieces do not have, and for numbers that there are
+    /// not.
     pub fn new(rows: Rows, piece: u64, first: u64, carrier: Arc<dyn Carrier>) -> Result<Series, Status> {
         let (packed, span) = rows.sizes()?;
         if packed == 0 || piece == 0 || piece > MAX_PIECE || first == 0 {
@@ -123,7 +124,8 @@ pub(super) struct Awaited {
     pub(super) landing: Arc<Landing>,
 }
 
-/// Answers the client, when dropped: all pieces are landed, or something has failed and none is being landed any more.
+/// Answers the client, when dropped: all pieces are landed, or something has failed and none is being landed
+/// any more.
 pub(super) struct Landing {
     answer: Mutex<Option<Pending>>,
     left: AtomicU64,

@@ -38,8 +38,8 @@ impl Directs {
         Directs::new(Arc::clone(&IDENTITY), broker, None)
     }
 
-    /// The same, with prepared connections of this number in both directions, for pieces at any address. Nothing is
-    /// copied. Returns the other ends, too.
+    /// The same, with prepared connections of this number in both directions, for pieces at any address.
+    /// Nothing is copied. Returns the other ends, too.
     pub(crate) fn prepared_double(direct: u32) -> (Arc<Directs>, [UnixStream; 2]) {
         let directs = Directs::double();
         let ((ours, theirs), (from, to)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());

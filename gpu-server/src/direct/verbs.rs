@@ -10,8 +10,8 @@
 //!                                             ◀──socket──  a byte: it has posted so many more receives
 //! ```
 //!
-//! Up to the byte, either end may decline, and then pieces take the socket. After it, whatever goes wrong ends
-//! the connection at both ends, as on a socket.
+//! Up to the byte, either end may decline, and then pieces take the socket. After it, whatever goes wrong
+//! ends the connection at both ends, as on a socket.
 //!
 //! [`host_bridge::verbs::pieces`] says why pieces are messages and not writes: neither end gets a key to the
 //! other's memory.
@@ -262,8 +262,8 @@ impl Receiving {
         }
         let posted = self.post(&incoming.pool).map_err(broken)?;
         if posted > 0 && stream.write_all(&[posted]).is_err() {
-            // The sending end has just closed the connection. The next turn sees that, and takes what has come
-            // before.
+            // The sending end has just closed the connection. The next turn sees that, and takes what has
+            // come before.
             return Ok(Turn::Worked);
         }
         Ok(if came { Turn::Worked } else { Turn::Idle(None) })
@@ -328,8 +328,8 @@ impl Sender {
         Sender { pieces, jobs, next: None, done: Vec::new(), stalled: None }
     }
 
-    /// Sends what there is, as far as the other end has receives for it. The stream does not block. `now`: the
-    /// time.
+    /// Sends what there is, as far as the other end has receives for it. The stream does not block. `now`:
+    /// the time.
     ///
     /// # Errors
     /// The connection is lost, or the peer does what it may not.
@@ -367,7 +367,8 @@ impl Sender {
     }
 }
 
-/// Sends what arrives in the queue, and calls `after` whenever something was. Returns when the connection is lost.
+/// Sends what arrives in the queue, and calls `after` whenever something was. Returns when the connection is
+/// lost.
 pub(super) fn send(
     stream: &Stream,
     pieces: Pieces<Buffer>,
@@ -397,8 +398,8 @@ pub(super) fn send(
 /// something.
 ///
 /// # Errors
-/// The connection is lost, or the other end grants nothing: so it could keep a piece waiting for ever, and this
-/// thread busy.
+/// The connection is lost, or the other end grants nothing: so it could keep a piece waiting for ever, and
+/// this thread busy.
 pub(super) fn granted(stream: &Stream, mut grant: impl FnMut(usize) -> io::Result<()>) -> io::Result<bool> {
     let mut worked = false;
     let mut bytes = [0; PIECES];

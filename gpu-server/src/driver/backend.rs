@@ -77,7 +77,8 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// Moves the session's movable memory off its devices into `store`: to `file`, or to memory. Call this
     /// between two commands. Waits up to `patience` until no device works for the session. No command may be
-    /// executed until [`come_back`](Backend::come_back) has succeeded. What has left before stays in the store.
+    /// executed until [`come_back`](Backend::come_back) has succeeded. What has left before stays in the
+    /// store.
     ///
     /// # Errors
     /// `NOT_READY` if a device is still working; otherwise what went wrong. What has not been moved stays in

@@ -1,5 +1,5 @@
-//! Mirrors of the client's memory, for every thread of a worker: the [express lane](super::express) and direct
-//! connections use them while the dispatcher is busy. Each backend has its own.
+//! Mirrors of the client's memory, for every thread of a worker: the [express lane](super::express) and
+//! direct connections use them while the dispatcher is busy. Each backend has its own.
 
 use protocol::Status;
 use protocol::channel::MAX_PAYLOAD;

@@ -243,8 +243,8 @@ impl Drop for Pending {
     }
 }
 
-/// Answers with a status alone. An error that leaves the context unusable is published first: a client that has the answer
-/// finds the context failed, whichever thread was about to publish the error.
+/// Answers with a status alone. An error that leaves the context unusable is published first: a client that
+/// has the answer finds the context failed, whichever thread was about to publish the error.
 fn refuse(client: &Arc<dyn Client>, context: ContextId, seq: u64, slot: u16, status: Status) {
     if is_sticky(status) && context != UNNAMED {
         Errors::new(Arc::clone(client)).publish(context, status, 0);

@@ -1,11 +1,12 @@
 //! The few operations that are executed even while the dispatcher is busy.
 //!
 //! One of the client's host functions may need the bytes of a mirror, or a kernel may wait for a word of one
-//! that a later command writes, or for a piece that another server sends. If a call into the driver waits for that
-//! kernel, the dispatcher is stuck, and so are all commands behind it. The worker therefore also executes these
-//! operations next to the dispatcher ([`crate::worker`]), using state that is shared for this purpose: each
-//! backend's [mirrors](Beside), and the session's connections to other servers ([`Directs`]). Nothing here calls the
-//! driver, except to add a copy to a stream that waits for nothing, for pieces in device memory.
+//! that a later command writes, or for a piece that another server sends. If a call into the driver waits for
+//! that kernel, the dispatcher is stuck, and so are all commands behind it. The worker therefore also
+//! executes these operations next to the dispatcher ([`crate::worker`]), using state that is shared for this
+//! purpose: each backend's [mirrors](Beside), and the session's connections to other servers ([`Directs`]).
+//! Nothing here calls the driver, except to add a copy to a stream that waits for nothing, for pieces in
+//! device memory.
 
 use std::sync::Arc;
 

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! In reading order:
-//! - [`backend`]: what a worker runs its session on; [`call`]: one command that is being executed, and answers that are given later;
+//! - [`backend`]: what a worker runs its session on; [`call`]: one command that is being executed, and
+//!   answers that are given later;
 //! - [`session`]: each operation, implemented once: what the client has made, and what it may do with it;
 //! - [`gpu`]: what the session needs from a GPU, documented as a contract; [`cuda`] and [`software`]
 //!   implement it and contain only what differs;
@@ -14,8 +15,8 @@
 //! - the session's tables: [`ids`], [`ranges`] (addresses), [`space`] (virtual memory management),
 //!   [`streams`], [`parts`] (of devices), [`rows`] (boxes of rows in memory);
 //! - [`slots`]: which transfer uses which staging buffer; [`output`]: what kernels print;
-//! - [`beside`]: mirrors of the client's memory, for every thread; [`express`]: the few operations that are also
-//!   executed while the dispatcher is busy; [`nvml`]: NVML queries, which need no session;
+//! - [`beside`]: mirrors of the client's memory, for every thread; [`express`]: the few operations that are
+//!   also executed while the dispatcher is busy; [`nvml`]: NVML queries, which need no session;
 //! - [`activity`]: device activity, for profilers;
 //! - [`health`]: what can go wrong with a device; [`watchdog`]: finds kernels that run too long.
 //!

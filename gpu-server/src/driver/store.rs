@@ -188,8 +188,8 @@ impl Store {
         self.file.is_some()
     }
 
-    /// Makes memory for the first `bytes`, or for what passes through on its way to the file. `lock` page-locks
-    /// chunks.
+    /// Makes memory for the first `bytes`, or for what passes through on its way to the file. `lock`
+    /// page-locks chunks.
     ///
     /// # Errors
     /// `OUT_OF_MEMORY` if there is no room. Existing contents stay.

@@ -1,7 +1,8 @@
 //! A session's streams and events.
 //!
-//! The table of streams is passed to the backend with each operation on a stream, because such an operation may concern other
-//! streams, too: work on a legacy default stream is ordered with the blocking streams of its context.
+//! The table of streams is passed to the backend with each operation on a stream, because such an operation
+//! may concern other streams, too: work on a legacy default stream is ordered with the blocking streams of
+//! its context.
 
 use protocol::handle::{ContextId, GreenId};
 

@@ -132,7 +132,8 @@ mod tests {
         (Watchdog::start(LIMIT, move |context| found.send(context).unwrap()).unwrap(), overrun)
     }
 
-    /// A kernel that has not run for the limit when it ends, however busy this machine is: its clock is ahead.
+    /// A kernel that has not run for the limit when it ends, however busy this machine is: its clock is
+    /// ahead.
     fn ends_in_time(watchdog: &Arc<Watchdog>, context: u32) {
         watchdog.watch(ContextId(context)).begin_at(Status::SUCCESS, || Instant::now() + LONG);
     }

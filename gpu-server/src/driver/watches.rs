@@ -343,8 +343,8 @@ impl Watches {
     /// Begins a watch, which replaces the one before.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if too much is watched; `OUT_OF_MEMORY` if no thread can be started. It is not answered
-    /// then.
+    /// `INVALID_VALUE` if too much is watched; `OUT_OF_MEMORY` if no thread can be started. It is not
+    /// answered then.
     pub fn begin(
         &self,
         client: &Arc<dyn Client>,

@@ -1,5 +1,5 @@
-//! [`rgpuctl`'s requests](handover::admin) to the daemon. Only `drain` is answered with several objects, until
-//! the daemon has ended ([`drain`]).
+//! [`rgpuctl`'s requests](handover::admin) to the daemon. Only `drain` is answered with several objects,
+//! until the daemon has ended ([`drain`]).
 //!
 //! ```text
 //!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …}, which contains addresses and this

@@ -420,7 +420,8 @@ impl Arbiter {
             let turn = &mut held[at];
             match turn.closed {
                 None if self.is_over(now, turn, next, all) => {
-                    // Beside others it ends, too: then the others are alone, and it shows how much room they leave.
+                    // Beside others it ends, too: then the others are alone, and it shows how much room they
+                    // leave.
                     if !beside && next == Some(turn.holder.as_str()) {
                         turn.used = 0;
                         self.allow(&turn.holder, views);
@@ -471,8 +472,8 @@ impl Arbiter {
         self.clock == Clock::Observed && self.parts.get(name).is_some_and(|part| part.idle >= ROOM)
     }
 
-    /// Who may have its turn beside those who have theirs: none of them fills the devices, and it is not ahead
-    /// of its share.
+    /// Who may have its turn beside those who have theirs: none of them fills the devices, and it is not
+    /// ahead of its share.
     fn next_beside<'a>(
         &self,
         now: u64,

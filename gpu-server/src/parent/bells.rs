@@ -8,7 +8,8 @@ use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// Wakes the thread that gives [turns](super::turns). It is a pipe whose write end workers have, so none can take away what another has rung.
+/// Wakes the thread that gives [turns](super::turns). It is a pipe whose write end workers have, so none can
+/// take away what another has rung.
 pub(super) struct Bell {
     read: OwnedFd,
     write: OwnedFd,

@@ -1,9 +1,9 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`state`]: what the threads share, with every [`session`], below all that acts on it; [`bells`]: what wakes them; [`host`]: the
-//!   server's name;
-//! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with one;
-//!   [`direct`]: connections between workers of two servers;
+//! - [`state`]: what the threads share, with every [`session`], below all that acts on it; [`bells`]: what
+//!   wakes them; [`host`]: the server's name;
+//! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with
+//!   one; [`direct`]: connections between workers of two servers;
 //! - [`handshake`]: the first message of a connection;
 //! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; the [policy](crate::policy): what
 //!   they may use;

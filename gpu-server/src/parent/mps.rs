@@ -1,9 +1,9 @@
 //! NVIDIA's Multi-Process Service (`--mps`): kernels of several sessions run on a device at the same time.
 //!
-//! Workers find the service by [two variables](variables) and one folder of sockets. It takes clients of several
-//! users (`-multiuser-server`), because each worker has its own. Its control daemon runs apart from this one, as
-//! workers survive a daemon that crashes or is upgraded; the next daemon finds it in the folder. It ends when the
-//! daemon ends in an orderly way.
+//! Workers find the service by [two variables](variables) and one folder of sockets. It takes clients of
+//! several users (`-multiuser-server`), because each worker has its own. Its control daemon runs apart from
+//! this one, as workers survive a daemon that crashes or is upgraded; the next daemon finds it in the folder.
+//! It ends when the daemon ends in an orderly way.
 //!
 //! Reference: NVIDIA Multi-Process Service, <https://docs.nvidia.com/deploy/mps/>.
 
@@ -105,7 +105,8 @@ impl Drop for Service {
 mod tests {
     use super::*;
 
-    /// A control command that notes what it is asked in `asked`, and of which a service runs while `up` exists.
+    /// A control command that notes what it is asked in `asked`, and of which a service runs while `up`
+    /// exists.
     fn control(folder: &Path, starts: bool) -> PathBuf {
         let path = folder.join("control");
         let start = if starts { "touch $d/up" } else { "echo unknown option; exit 1" };
@@ -114,8 +115,8 @@ mod tests {
              read word; echo \"$word\" >> $d/asked\n[ -e $d/up ] || exit 1\ncase $word in quit*) rm $d/up;; esac\n",
             folder.display()
         );
-        // By another process: a file that this one has open for writing while another test starts something cannot be
-        // executed.
+        // By another process: a file that this one has open for writing while another test starts something
+        // cannot be executed.
         let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
         assert!(Command::new("sh").args(["-c", write]).arg(&path).arg(script).status().unwrap().success());
         path

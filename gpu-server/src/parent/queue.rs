@@ -42,9 +42,10 @@ use crate::worker_protocol::{Counters, Kind, ToWorker, Transport, Visitor};
 
 /// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);
-/// How long the worker of a session over `local` may stay when the client is gone. It ends by itself within 5 seconds,
-/// whatever its driver does (decision 14), unless it is stopped, hangs, or does not want to. The client's host waits
-/// for it for 10 seconds before it lets a guest reuse the memory that it shares with the worker.
+/// How long the worker of a session over `local` may stay when the client is gone. It ends by itself within 5
+/// seconds, whatever its driver does (decision 14), unless it is stopped, hangs, or does not want to. The
+/// client's host waits for it for 10 seconds before it lets a guest reuse the memory that it shares with the
+/// worker.
 const LEAVES_WITHIN: Duration = Duration::from_secs(8);
 
 /// Adds a client to the queue, and serves it if a worker is ready.
@@ -63,9 +64,9 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             return Err(Refused(Reason::NoLease, UNKNOWN.into()));
         }
         let most = server.options.max_sessions;
-        // A waiting client will become a session, so both count. One that has ended does not: its worker will be gone
-        // in a moment. So that a client which begins and ends many cannot fill the machine with those, there are at
-        // most as many again.
+        // A waiting client will become a session, so both count. One that has ended does not: its worker will
+        // be gone in a moment. So that a client which begins and ends many cannot fill the machine with
+        // those, there are at most as many again.
         let sessions = state.sessions.values().filter(|session| session.kind == kind);
         let (all, waiting) = (sessions.clone().count(), state.pool(kind).queue.len());
         let running = sessions.filter(|session| !session.ended).count();
@@ -353,8 +354,9 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sleeps until a connection is closed that waits or whose session shares memory with its worker, clients' positions
-/// must be sent, a worker's time to leave is over, or another thread nudges. Returns the closed connections.
+/// Sleeps until a connection is closed that waits or whose session shares memory with its worker, clients'
+/// positions must be sent, a worker's time to leave is over, or another thread nudges. Returns the closed
+/// connections.
 fn wait(server: &Server) -> Vec<Arc<Control>> {
     let (parked, timed): (Vec<Arc<Control>>, bool) = {
         let state = server.lock();

@@ -113,8 +113,8 @@ pub(super) struct Decided {
     pub(super) orders: Vec<(u32, u32, MemoryOrder, bool)>,
     /// Sessions that wait for room only because of others' residency.
     pub(super) held_back: Vec<u32>,
-    /// Sessions that wait for room, perhaps until another session ends: others would leave, but this machine has no
-    /// more memory for what they have.
+    /// Sessions that wait for room, perhaps until another session ends: others would leave, but this machine
+    /// has no more memory for what they have.
     pub(super) no_store: Vec<u32>,
     /// Whether another step is needed before anybody rings.
     pub(super) pending: bool,

@@ -184,8 +184,8 @@ impl Door {
         state.then = Some(then);
     }
 
-    /// Waits for the control connection, or for what says that the client's end of it was lost: then it is one
-    /// that is closed. Until then, nobody else receives the daemon's messages.
+    /// Waits for the control connection, or for what says that the client's end of it was lost: then it is
+    /// one that is closed. Until then, nobody else receives the daemon's messages.
     pub fn control(self: &Arc<Door>, daemon: &OwnedFd, terms: &Page<Terms>) -> Result<Stream, Lost> {
         let failed = |e: io::Error| Lost::new(format!("waiting for the client's connections: {e}"));
         let deadline = Instant::now() + FIRST_WITHIN;

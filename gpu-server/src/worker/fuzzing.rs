@@ -1,6 +1,9 @@
-//! A client that does whatever it likes with its session, as a fuzzer says: operations of the table, in any order, with values and handles of which some are valid.
+//! A client that does whatever it likes with its session, as a fuzzer says: operations of the table, in any
+//! order, with values and handles of which some are valid.
 //!
-//! [`session_any`] runs the dispatcher ([`session::run`](super::session::run)) and all below it on a software GPU. It checks that each command is answered at most once, in its own slot; that progress only grows; that the quota holds; and that a session which is lost has a reason.
+//! [`session_any`] runs the dispatcher ([`session::run`](super::session::run)) and all below it on a software
+//! GPU. It checks that each command is answered at most once, in its own slot; that progress only grows; that
+//! the quota holds; and that a session which is lost has a reason.
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;

@@ -415,8 +415,8 @@ impl HostWaits {
         Some((held.record, body))
     }
 
-    /// Keeps a command that is to be executed, if it is a question for room and there is none. Returns whether
-    /// it was kept.
+    /// Keeps a command that is to be executed, if it is a question for room and there is none. Returns
+    /// whether it was kept.
     #[inline]
     pub(super) fn keeps(&mut self, record: &Record, body: &[u8]) -> bool {
         if record.opcode != ROOM || self.asked.len() == MAX_ASKED || self.has_room(body) {
@@ -439,7 +439,8 @@ impl HostWaits {
         Some(self.asked.remove(next?))
     }
 
-    /// Whether a question for room can be answered. One that cannot be decoded is refused when it is executed.
+    /// Whether a question for room can be answered. One that cannot be decoded is refused when it is
+    /// executed.
     fn has_room(&self, body: &[u8]) -> bool {
         let Some(op) = decoded::<StreamRoom>(ROOM, body) else { return true };
         let would_be_held = |stream| {

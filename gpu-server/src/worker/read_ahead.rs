@@ -2,8 +2,8 @@
 //!
 //! The dispatcher reads a session's commands and executes each before reading the next. A driver call may
 //! block until a kernel continues that waits for memory written by the client, while the command that writes
-//! it, or sends what it waits for, comes later. So while that can happen ([`Express::is_needed`]), the dispatcher
-//! lends its source of commands to a watcher before executing a command:
+//! it, or sends what it waits for, comes later. So while that can happen ([`Express::is_needed`]), the
+//! dispatcher lends its source of commands to a watcher before executing a command:
 //!
 //! ```text
 //!  dispatcher   next ─ lend ─ execute ────────────────────────── take back ─ next (commands read ahead come first)
@@ -105,8 +105,8 @@ impl<'a> Ahead<'a> {
         self.source.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Whether a command may block in a driver call and need a later one. One of the express lane does not, and
-    /// must not be overtaken by another one, however long it takes.
+    /// Whether a command may block in a driver call and need a later one. One of the express lane does not,
+    /// and must not be overtaken by another one, however long it takes.
     #[inline]
     pub(super) fn is_needed(&self, record: &Record) -> bool {
         self.express.is_needed() && !is_served(record.opcode)

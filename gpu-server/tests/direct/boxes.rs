@@ -78,8 +78,8 @@ fn boxes_are_sent_and_landed_by_the_servers_whoever_comes_first() {
     }
     assert_eq!(get(&mut to, BASE + 1000, 256), expected);
     first += 9;
-    // Many at once, and pieces that the client lands before them and behind them. Those are sent by other streams, so
-    // the client waits between them.
+    // Many at once, and pieces that the client lands before them and behind them. Those are sent by other
+    // streams, so the client waits between them.
     send(&mut from, 1, first, BASE, 8);
     to.call(&DirectArrival { direct: 1, number: first }).unwrap();
     let answers: Vec<u64> = (0..MAX_COPIES as u64)

@@ -42,7 +42,8 @@ fn a_kernel_fault_is_sticky_until_the_context_is_reset() {
     on_each_transport!(Server::start(&[]), body);
 }
 
-/// Clients wait for streams' progress words, so a mark or a record that a failed context refuses raises the word, too.
+/// Clients wait for streams' progress words, so a mark or a record that a failed context refuses raises the
+/// word, too.
 #[test]
 fn progress_goes_on_in_a_failed_context() {
     fn body<S: Session>(s: &mut S) {
@@ -64,7 +65,8 @@ fn progress_goes_on_in_a_failed_context() {
     on_each_transport!(Server::start(&[]), body);
 }
 
-/// As long as no mark, record or synchronization stands behind the fault, only the answers themselves can tell the client.
+/// As long as no mark, record or synchronization stands behind the fault, only the answers themselves can
+/// tell the client.
 #[test]
 fn a_client_that_is_answered_with_a_fault_finds_the_context_failed() {
     fn body<S: Session>(s: &mut S, ask: impl Fn(&mut S) -> Option<Status>) {

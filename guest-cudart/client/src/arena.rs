@@ -389,8 +389,8 @@ mod tests {
         assert!(lock(&arena.state).used && lock(&arena.state).in_use_for.is_some());
     }
 
-    /// A session with a host that takes `distance` for each answer, which the session knows by then, or nothing if
-    /// that is zero.
+    /// A session with a host that takes `distance` for each answer, which the session knows by then, or
+    /// nothing if that is zero.
     fn session(distance: Duration) -> (&'static Session, NativeHost) {
         let answer = protocol::device::Response::new(protocol::device::Answer::Ok, "");
         let host = NativeHost::start(answer, move |host, record, _| {

@@ -71,7 +71,8 @@ counters! {
     doorbells;
     /// Bytes that this process copied between program memory and the arena, or into records.
     copied_bytes;
-    /// Bytes of NCCL's messages that went over direct connections of servers, without this process touching them.
+    /// Bytes of NCCL's messages that went over direct connections of servers, without this process touching
+    /// them.
     nccl_direct_bytes;
     /// Bytes of NCCL's messages that this process has sent over its own sockets.
     nccl_staged_bytes;

@@ -4,8 +4,8 @@
 //! arguments and meanings of NVIDIA's "CUDA Driver API" manual; comments here add only what the manual leaves
 //! out.
 //!
-//! The crate has eight chapters. Each uses only those above it in this list (`xtask/src/structure.rs` checks this;
-//! docs/decisions/0029 gives the reasons):
+//! The crate has eight chapters. Each uses only those above it in this list (`xtask/src/structure.rs` checks
+//! this; docs/decisions/0029 gives the reasons):
 //!
 //! - [`abi`]: structures of `cuda.h`, argument types, status codes, and the macro that exports functions;
 //! - `process`: the session and its devices, contexts, and the state of their streams;

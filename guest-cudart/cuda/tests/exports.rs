@@ -1,5 +1,5 @@
-//! The list of what the library exports has every name of `cuda.h` 13.0 and of the headers for OpenGL, EGL and
-//! VDPAU, and nothing else. `tests/tests/libraries.rs` holds the library against the list.
+//! The list of what the library exports has every name of `cuda.h` 13.0 and of the headers for OpenGL, EGL
+//! and VDPAU, and nothing else. `tests/tests/libraries.rs` holds the library against the list.
 
 use std::collections::BTreeSet;
 use std::fs;

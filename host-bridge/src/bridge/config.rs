@@ -84,7 +84,8 @@ pub trait Connector: std::fmt::Debug + Send + Sync {
 pub struct SessionConfig {
     /// The server.
     pub server: Address,
-    /// The devices to ask the server for, by its numbers and in this order. Empty: those that it gives anyway.
+    /// The devices to ask the server for, by its numbers and in this order. Empty: those that it gives
+    /// anyway.
     pub devices: Vec<u8>,
     /// The lease under which to open sessions, if any.
     pub lease: Option<Secret>,
@@ -104,11 +105,13 @@ pub struct SessionConfig {
     pub io_threads: bool,
     /// Longest time to wait for a connection.
     pub connect_timeout: Duration,
-    /// Longest time, after that, that the server may be silent before its welcome. A server that lets the session wait its turn says so again and again.
+    /// Longest time, after that, that the server may be silent before its welcome. A server that lets the
+    /// session wait its turn says so again and again.
     pub handshake_timeout: Duration,
     /// A server silent for longer is lost.
     pub silence: Duration,
-    /// A server that keeps the session without connections, and is silent for longer, is asked for new ones (transport `tcp`).
+    /// A server that keeps the session without connections, and is silent for longer, is asked for new ones
+    /// (transport `tcp`).
     pub link_silence: Duration,
     /// The most bytes that one session may register; 0: no limit.
     pub max_registered: u64,

@@ -1,4 +1,5 @@
-//! Connections to a server: reached, protected, and greeted. The same for every transport that leaves this host.
+//! Connections to a server: reached, protected, and greeted. The same for every transport that leaves this
+//! host.
 //!
 //! ```text
 //!   plain   ── Hello ─▶ ◀─ Welcome ──                       the session's control connection
@@ -8,8 +9,10 @@
 //!           ── Hello{DATA} ─▶ ◀─ Welcome ──                 data connections, all at once
 //! ```
 //!
-//! The session's own connections are established while the daemon answers ([`Spares`]). Nobody waits for data connections before a session begins ([`Opening`]): commands go on the control connection meanwhile.
-//! Nor for the welcome on each connection, which comes before anything else there ([`Unwelcomed`]): version and limits are in the daemon's welcome, and under TLS the worker is known by its key.
+//! The session's own connections are established while the daemon answers ([`Spares`]). Nobody waits for data
+//! connections before a session begins ([`Opening`]): commands go on the control connection meanwhile. Nor
+//! for the welcome on each connection, which comes before anything else there ([`Unwelcomed`]): version and
+//! limits are in the daemon's welcome, and under TLS the worker is known by its key.
 
 use std::fmt::Display;
 use std::io;
@@ -56,13 +59,15 @@ pub(super) struct Greeted {
     pub(super) dialed_in: Duration,
 }
 
-/// Most connections of a process for data on which nothing was said yet. A server keeps few such connections for one address; beyond this number they are opened when the welcome has come.
+/// Most connections of a process for data on which nothing was said yet. A server keeps few such connections
+/// for one address; beyond this number they are opened when the welcome has come.
 const MOST_SPARES: u32 = 32;
 
 /// How many there are.
 static SPARES: AtomicU32 = AtomicU32::new(0);
 
-/// Connections for a session that has not been welcomed. The server would close them if the session had to wait its turn.
+/// Connections for a session that has not been welcomed. The server would close them if the session had to
+/// wait its turn.
 #[derive(Debug, Default)]
 struct Spares {
     /// For the session's control connection, under TLS.
@@ -177,7 +182,8 @@ fn credentials(config: &SessionConfig) -> Result<Option<Credentials>, ConnectErr
     credentials.map_err(|source| ConnectError::Credentials { server, source })
 }
 
-/// Reaches the server and waits until it welcomes the session, which will have about so many data connections.
+/// Reaches the server and waits until it welcomes the session, which will have about so many data
+/// connections.
 pub(super) fn greet(
     config: &SessionConfig,
     hello: &Hello,
@@ -310,7 +316,8 @@ impl Opening {
         Ok(Opening { outcome, unwelcomed: !waits, done })
     }
 
-    /// The connections, in the order of their hellos, or why there is one that the session will not have. Once. `None`: not yet.
+    /// The connections, in the order of their hellos, or why there is one that the session will not have.
+    /// Once. `None`: not yet.
     pub(super) fn outcome(&self) -> Option<Result<Vec<Stream>, ConnectError>> {
         match self.outcome.try_recv() {
             Ok(outcome) => Some(outcome),
@@ -337,7 +344,8 @@ struct Own {
     waits: bool,
 }
 
-/// Opens connections of a session side by side: each waits for the network a few times, and all of them together no longer.
+/// Opens connections of a session side by side: each waits for the network a few times, and all of them
+/// together no longer.
 fn open_all(
     config: &SessionConfig,
     session: Option<&Arc<ClientConfig>>,
@@ -385,7 +393,8 @@ impl Greeted {
         Hello { token: self.token, secret: self.secret.0, ..hello }
     }
 
-    /// The session's control connection, and under TLS then the one to the daemon. There it has to be opened; it begins with `control`, for which the worker's welcome comes on it, not waited for.
+    /// The session's control connection, and under TLS then the one to the daemon. There it has to be opened;
+    /// it begins with `control`, for which the worker's welcome comes on it, not waited for.
     pub(super) fn begin_control(
         self,
         config: &SessionConfig,
@@ -414,7 +423,8 @@ impl Greeted {
     }
 }
 
-/// Gives the server at `address` a token's secret, so that it knows the key of `credentials` from now on. Returns the name that this client has there.
+/// Gives the server at `address` a token's secret, so that it knows the key of `credentials` from now on.
+/// Returns the name that this client has there.
 pub fn join(address: &Address, credentials: &Credentials, secret: &Secret) -> Result<String, ConnectError> {
     let config = SessionConfig::new(address.clone(), "");
     let connection = protect(&config, reach(&config)?, credentials.greeting(), server_name(address))?;

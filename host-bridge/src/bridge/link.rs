@@ -1,6 +1,8 @@
-//! The connection that carries a session, as an operator wants to know it: whether it stands, and how long the way to the server is.
+//! The connection that carries a session, as an operator wants to know it: whether it stands, and how long
+//! the way to the server is.
 //!
-//! Nothing is measured here: the kernel knows the round-trip time of every TCP connection, and is asked when somebody wants to know.
+//! Nothing is measured here: the kernel knows the round-trip time of every TCP connection, and is asked when
+//! somebody wants to know.
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

@@ -1,10 +1,13 @@
-//! Transport `local`: the server is on this host. It gets the descriptors of the client's memory and of the doorbell and reads the ring itself. What remains
-//! here is a Unix socket on which regions are added and removed, and whose end says that the worker is gone.
+//! Transport `local`: the server is on this host. It gets the descriptors of the client's memory and of the
+//! doorbell and reads the ring itself. What remains here is a Unix socket on which regions are added and
+//! removed, and whose end says that the worker is gone.
 //!
-//! A session that was saved ([`Saved`](super::Saved)) outlives this process: another one brings the worker a socket of its own, and goes on.
+//! A session that was saved ([`Saved`](super::Saved)) outlives this process: another one brings the worker a
+//! socket of its own, and goes on.
 //!
-//! A worker that has died, or has closed its socket, touches the client's memory no more: its mappings went with it. That is what `unregister_region` and
-//! `close` wait for where the worker does not acknowledge first.
+//! A worker that has died, or has closed its socket, touches the client's memory no more: its mappings went
+//! with it. That is what `unregister_region` and `close` wait for where the worker does not acknowledge
+//! first.
 
 use std::collections::VecDeque;
 use std::io;
@@ -112,7 +115,8 @@ struct Shared {
     socket: OwnedFd,
     /// Where the worker waits for another process, if the session was saved.
     succession: Option<OwnedFd>,
-    /// The worker writes it to wake a guest's threads. `None`: threads are reached by futex, which the worker does itself.
+    /// The worker writes it to wake a guest's threads. `None`: threads are reached by futex, which the worker
+    /// does itself.
     wake: Option<EventFd>,
     state: Mutex<State>,
     changed: Condvar,
@@ -183,7 +187,8 @@ impl Local {
         if answer != Answer::Ok {
             return Err(ConnectError::Refused { server, answer, reason });
         }
-        // From here on the thread waits as long as it takes; a worker that does not read makes a sender give up.
+        // From here on the thread waits as long as it takes; a worker that does not read makes a sender give
+        // up.
         setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(0, 0)).map_err(|e| here(e.into()))?;
         setsockopt(&socket, sockopt::SendTimeout, &TimeVal::new(10, 0)).map_err(|e| here(e.into()))?;
         session.header().set_ready();
@@ -198,8 +203,9 @@ impl Local {
         .map_err(here)
     }
 
-    /// Goes on with a session that another process had: brings its worker, which waits at `worker`, a connection with this one. The receiver gets the session's regions, at most `max_regions`, when
-    /// the worker has told them; nothing if the session ends before. Does not block.
+    /// Goes on with a session that another process had: brings its worker, which waits at `worker`, a
+    /// connection with this one. The receiver gets the session's regions, at most `max_regions`, when the
+    /// worker has told them; nothing if the session ends before. Does not block.
     pub(super) fn resume(
         session: Arc<SessionState>,
         worker: OwnedFd,
@@ -212,7 +218,8 @@ impl Local {
         let packet = FrameHeader { kind: frame::TAKE_OVER, len: 0 };
         let fds = [theirs.as_raw_fd()];
         let rights = [ControlMessage::ScmRights(&fds)];
-        // What the predecessor has left need not be what it should be: nothing that this thread could wait for.
+        // What the predecessor has left need not be what it should be: nothing that this thread could wait
+        // for.
         let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
         sendmsg::<()>(worker.as_raw_fd(), &[io::IoSlice::new(packet.as_bytes())], &rights, flags, None)?;
         drop(theirs);
@@ -316,7 +323,8 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// The worker finds that its client is gone, and that nobody takes its place. Its answer is that it closes the socket.
+    /// The worker finds that its client is gone, and that nobody takes its place. Its answer is that it
+    /// closes the socket.
     fn hang_up(&self) {
         for socket in std::iter::once(&self.socket).chain(&self.succession) {
             let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);

@@ -8,15 +8,21 @@
 //! ```
 //!
 //! In reading order:
-//! - [`session`]: [`Session`], what a daemon holds for each channel; [`config`]: how it is configured; `error`: why there is none;
+//! - [`session`]: [`Session`], what a daemon holds for each channel; [`config`]: how it is configured;
+//!   `error`: why there is none;
 //! - [`saved`]: what of a session outlives the process that had it;
-//! - `connect`: connections to a server, protected and greeted; `welcome`: the first message of each, and its answer;
-//! - [`state`]: what session and transport share; the only code that writes into a channel when a session is lost;
+//! - `connect`: connections to a server, protected and greeted; `welcome`: the first message of each, and its
+//!   answer;
+//! - [`state`]: what session and transport share; the only code that writes into a channel when a session is
+//!   lost;
 //! - [`transport`]: what a session needs of a transport;
-//! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out; `relayed`: such a session as a transport;
+//! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them
+//!   out; `relayed`: such a session as a transport;
 //! - `resume`: new connections for a session that has lost its own;
-//! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no relay;
-//! - [`counters`], `link` (how long the way to the server is), `socket` (a stream that never waits): small parts.
+//! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no
+//!   relay;
+//! - [`counters`], `link` (how long the way to the server is), `socket` (a stream that never waits): small
+//!   parts.
 //!
 //! Whatever a client does wrong ends its own session, with a readable reason, and no other session.
 

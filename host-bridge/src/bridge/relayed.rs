@@ -1,4 +1,5 @@
-//! A session whose server is elsewhere, as its daemon uses it: a relay, and the list of the session's regions for another process.
+//! A session whose server is elsewhere, as its daemon uses it: a relay, and the list of the session's regions
+//! for another process.
 
 use std::io;
 use std::time::Duration;

@@ -6,7 +6,8 @@
 //!     └── Interruption: how long it has lasted; tells the client
 //! ```
 //!
-//! A server keeps a session whose connections are merely closed, so [`end`] makes sure that it learns of the end.
+//! A server keeps a session whose connections are merely closed, so [`end`] makes sure that it learns of the
+//! end.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,9 +37,11 @@ use crate::stream::Stream;
 const TELL_AFTER: Duration = Duration::from_secs(5);
 /// Pauses between two attempts: the first one, and the longest, to which they double.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(300));
-/// The least time that a connection may take to come about. One that takes longer may hang on a packet that is repeated only after seconds, so it is tried again instead.
+/// The least time that a connection may take to come about. One that takes longer may hang on a packet that
+/// is repeated only after seconds, so it is tried again instead.
 const DIAL_WITHIN: Duration = Duration::from_millis(500);
-/// How long the server's answers may take: the first time, and at most. Doubled each time that they did not come.
+/// How long the server's answers may take: the first time, and at most. Doubled each time that they did not
+/// come.
 const ANSWER_WITHIN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(15));
 
 /// How often the daemon is listened to while a session is interrupted: its last words come without an event.
@@ -84,7 +87,8 @@ impl<T> Drop for Resumption<T> {
 }
 
 impl<T> Resumption<T> {
-    /// New connections, or why the session cannot be resumed. `None`: neither is there yet. The thread rings the mailbox when it is.
+    /// New connections, or why the session cannot be resumed. `None`: neither is there yet. The thread rings
+    /// the mailbox when it is.
     fn outcome(&mut self) -> Option<Result<T, String>> {
         match self.outcome.try_recv() {
             Ok(outcome) => Some(outcome),
@@ -98,7 +102,8 @@ impl<T> Resumption<T> {
         self.last_failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits for new connections, doing `turn` each time that something happens. The error: the session is over.
+    /// Waits for new connections, doing `turn` each time that something happens. The error: the session is
+    /// over.
     pub(super) fn wait(
         mut self,
         lost: &Interruption,
@@ -188,7 +193,8 @@ impl Ticket {
         Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls }
     }
 
-    /// For a session of which another process has left this. `compresses`: the server understands compressed data.
+    /// For a session of which another process has left this. `compresses`: the server understands compressed
+    /// data.
     pub(super) fn restored(
         Farewell { hello, key, grace }: Farewell,
         config: &SessionConfig,
@@ -240,7 +246,8 @@ impl Ticket {
         Ok((connection, deadline))
     }
 
-    /// Begins attempt number `attempt`: its control connection, on which the server was told and has told how much has come of each stream. It is welcome, and its time limit stands.
+    /// Begins attempt number `attempt`: its control connection, on which the server was told and has told how
+    /// much has come of each stream. It is welcome, and its time limit stands.
     pub(super) fn greet(
         &self,
         config: &SessionConfig,
@@ -274,7 +281,8 @@ impl Ticket {
     }
 }
 
-/// The first attempt to resume of the process that comes after so many others: higher than any that they have made.
+/// The first attempt to resume of the process that comes after so many others: higher than any that they have
+/// made.
 pub(super) fn first_attempt(generation: u64) -> Result<u32, EndReason> {
     const OF_A_PROCESS: u32 = 1 << 20;
     let first =
@@ -355,7 +363,8 @@ impl Drop for Unbegun {
     }
 }
 
-/// What it takes to tell a server that a session has ended, also from another process than the one that had it.
+/// What it takes to tell a server that a session has ended, also from another process than the one that had
+/// it.
 #[derive(Clone, Copy)]
 pub(super) struct Farewell {
     hello: Hello,
@@ -396,7 +405,8 @@ impl Farewell {
         self.say_unless(config, || false);
     }
 
-    /// Does the same unless the server knows already, which `knows` may find out in the thread that would tell it.
+    /// Does the same unless the server knows already, which `knows` may find out in the thread that would
+    /// tell it.
     fn say_unless(self, config: &SessionConfig, knows: impl FnOnce() -> bool + Send + 'static) {
         let Farewell { hello, key, grace } = self;
         if grace.is_zero() {
@@ -461,7 +471,8 @@ impl Drop for Saying {
     }
 }
 
-/// Waits up to `patience` until all servers know which sessions have ended. For a process that ends: a server that was not told keeps a session for its grace period.
+/// Waits up to `patience` until all servers know which sessions have ended. For a process that ends: a server
+/// that was not told keeps a session for its grace period.
 pub fn finish_farewells(patience: Duration) {
     let saying = SAYING.0.lock().unwrap_or_else(PoisonError::into_inner);
     drop(SAYING.1.wait_timeout_while(saying, patience, |saying| *saying > 0));
@@ -502,7 +513,8 @@ impl<A: Attempt> Attempts<A> {
         while !self.given_up.load(Ordering::Acquire) {
             match self.attempt.once(attempt, patience) {
                 Ok(resumed) => {
-                    // The relay may have ended meanwhile; then the connections close, and the server keeps the session for its grace period.
+                    // The relay may have ended meanwhile; then the connections close, and the server keeps
+                    // the session for its grace period.
                     let _ = outcome.send(Ok(resumed));
                     break;
                 }
@@ -547,7 +559,8 @@ impl Interruption {
         self.begun.elapsed()
     }
 
-    /// Tells the client when it is time. Gives the time until something is to be done; the error is the number of seconds after which it is over.
+    /// Tells the client when it is time. Gives the time until something is to be done; the error is the
+    /// number of seconds after which it is over.
     pub(super) fn look(&self) -> Result<Duration, u64> {
         let since = self.since();
         if since >= self.limit {

@@ -34,7 +34,8 @@ impl Turn for Patient {
     }
 }
 
-/// A server that has welcomed a session. Nothing else has been done for it yet, so it can be [saved](Self::save); then it is [opened](Self::open) and [started](Opened::start).
+/// A server that has welcomed a session. Nothing else has been done for it yet, so it can be
+/// [saved](Self::save); then it is [opened](Self::open) and [started](Opened::start).
 #[derive(Debug)]
 pub struct Prepared {
     config: SessionConfig,
@@ -58,8 +59,9 @@ enum Link<T> {
 }
 
 impl Prepared {
-    /// Reaches the server and has it welcome a session for this channel. Blocks until that is done or has failed, which may be long after others were served; `turn` hears of it. Takes from the
-    /// channel only its slots' number and what its header says of the client.
+    /// Reaches the server and has it welcome a session for this channel. Blocks until that is done or has
+    /// failed, which may be long after others were served; `turn` hears of it. Takes from the channel only
+    /// its slots' number and what its header says of the client.
     pub fn connect(
         config: &SessionConfig,
         channel: &ChannelMemory,
@@ -76,8 +78,10 @@ impl Prepared {
         Ok(Prepared { config: config.clone(), link, handshake })
     }
 
-    /// What another process needs to go on with the session when this one has ended, or to end it. It must be kept by somebody before [`open`](Self::open), and forgotten when the session has been
-    /// closed; a session that is not saved ends with this process. `None`: it ends with this process in any case, and nothing is to be done then.
+    /// What another process needs to go on with the session when this one has ended, or to end it. It must be
+    /// kept by somebody before [`open`](Self::open), and forgotten when the session has been closed; a
+    /// session that is not saved ends with this process. `None`: it ends with this process in any case, and
+    /// nothing is to be done then.
     pub fn save(&mut self, channel: &ChannelMemory) -> io::Result<Option<Saved>> {
         let about = About::now(&self.handshake.server);
         Ok(match &mut self.link {
@@ -100,11 +104,12 @@ impl Prepared {
 }
 
 impl Opened {
-    /// Begins the session. On success the channel's state is `READY`; on failure its memory is released before this returns. `channel` is the one that was
-    /// given to [`Prepared::connect`].
+    /// Begins the session. On success the channel's state is `READY`; on failure its memory is released
+    /// before this returns. `channel` is the one that was given to [`Prepared::connect`].
     ///
-    /// `wakeup` is how the client's threads are reached. `on_lost` is called once, with the reason, if the session ends against the caller's will, from one of
-    /// the session's own threads: it must neither block nor call back into this session.
+    /// `wakeup` is how the client's threads are reached. `on_lost` is called once, with the reason, if the
+    /// session ends against the caller's will, from one of the session's own threads: it must neither block
+    /// nor call back into this session.
     pub fn start(
         self,
         channel: ChannelMemory,
@@ -158,12 +163,14 @@ enum Inherited {
 
 /// One channel's connection to one server.
 ///
-/// Dropping it closes it, which may block; a daemon calls [`close`](Self::close) first, at a place where blocking is right.
+/// Dropping it closes it, which may block; a daemon calls [`close`](Self::close) first, at a place where
+/// blocking is right.
 #[derive(Debug)]
 pub struct Session {
     session: Arc<SessionState>,
     transport: Box<dyn Transport>,
-    /// Sizes of the registered regions by id. An entry stands from before the transport knows the region until after it has forgotten it.
+    /// Sizes of the registered regions by id. An entry stands from before the transport knows the region
+    /// until after it has forgotten it.
     regions: Mutex<HashMap<u32, u64>>,
     max_registered: u64,
     max_regions: usize,
@@ -184,8 +191,11 @@ impl Session {
         Prepared::connect(config, &channel, &mut Patient)?.open()?.start(channel, wakeup, on_lost)
     }
 
-    /// Goes on with a session that another process had saved before it ended. The caller then rings the doorbell and wakes the client's threads: that process may have been about to. Regions lie
-    /// in `channel`'s memories, or, if there are any, in `own` memories by their ids; with `local` the worker has them. Does not block. Where the session cannot go on in another process this is an error, and the caller has it [ended](Saved::end).
+    /// Goes on with a session that another process had saved before it ended. The caller then rings the
+    /// doorbell and wakes the client's threads: that process may have been about to. Regions lie in
+    /// `channel`'s memories, or, if there are any, in `own` memories by their ids; with `local` the worker
+    /// has them. Does not block. Where the session cannot go on in another process this is an error, and the
+    /// caller has it [ended](Saved::end).
     pub fn resume(
         config: &SessionConfig,
         saved: &Saved,
@@ -237,7 +247,8 @@ impl Session {
         })
     }
 
-    /// Wakes all threads of the client, wherever they sleep: a process before this one may have been about to.
+    /// Wakes all threads of the client, wherever they sleep: a process before this one may have been about
+    /// to.
     pub fn wake_all(&self) {
         let (mut waker, geometry) = (self.session.waker(), *self.session.channel.view.geometry());
         let words = [Header::STATE_OFFSET, Header::RING_SLEEP_OFFSET, Header::PROGRESS_SLEEP_OFFSET];
@@ -245,8 +256,9 @@ impl Session {
         (0..geometry.slot_count).for_each(|slot| waker.wake(geometry.slot_offset(slot) as u64));
     }
 
-    /// Waits until it is known what regions a resumed session has. They are registered from then on, also where the predecessor had not told the client so yet. False: the session is over, and
-    /// it was never known; nothing has its regions any more.
+    /// Waits until it is known what regions a resumed session has. They are registered from then on, also
+    /// where the predecessor had not told the client so yet. False: the session is over, and it was never
+    /// known; nothing has its regions any more.
     pub fn wait_for_regions(&self) -> bool {
         self.inherit(true)
     }
@@ -282,7 +294,8 @@ impl Session {
         self.regions().contains_key(&id)
     }
 
-    /// Passes a guest's doorbell on, if the channel has records that nobody has taken yet; in any case the guest sees that it was heard. Never blocks.
+    /// Passes a guest's doorbell on, if the channel has records that nobody has taken yet; in any case the
+    /// guest sees that it was heard. Never blocks.
     pub fn doorbell(&self) {
         if self.session.ended().is_some() || self.session.is_paused() {
             return;
@@ -298,7 +311,8 @@ impl Session {
         &self.session.doorbell
     }
 
-    /// Registers a region of the client's memory. Blocks until records may name it. See [`Transport::register_region`].
+    /// Registers a region of the client's memory. Blocks until records may name it. See
+    /// [`Transport::register_region`].
     pub fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         self.ended()?;
         self.wait_for_regions();
@@ -336,7 +350,8 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the session; see [`Transport::close`]. When this returns [`Closed::Released`], the client's memory is nobody's but the client's.
+    /// Ends the session; see [`Transport::close`]. When this returns [`Closed::Released`], the client's
+    /// memory is nobody's but the client's.
     pub fn close(&self, reason: &str, patience: Duration) -> Closed {
         self.transport.close(reason, patience)
     }
@@ -346,7 +361,8 @@ impl Session {
         self.transport.pause();
     }
 
-    /// Waits up to `patience` until nothing touches the client's memory any more, until [`go_on`](Self::go_on). False: something does, and the session has to be closed.
+    /// Waits up to `patience` until nothing touches the client's memory any more, until
+    /// [`go_on`](Self::go_on). False: something does, and the session has to be closed.
     pub fn is_paused(&self, patience: Duration) -> bool {
         let paused = self.transport.is_paused(patience);
         if paused {
@@ -355,7 +371,8 @@ impl Session {
         paused
     }
 
-    /// The session goes on where it was when it was [paused](Self::pause). One that has ended meanwhile tells its client so.
+    /// The session goes on where it was when it was [paused](Self::pause). One that has ended meanwhile tells
+    /// its client so.
     pub fn go_on(&self) {
         self.session.unpause();
         if self.over().is_some() {
@@ -369,7 +386,8 @@ impl Session {
         self.doorbell();
     }
 
-    /// The client's memory is somebody else's: a session that is [paused](Self::pause) ends without touching it. To be called before [`close`](Self::close).
+    /// The client's memory is somebody else's: a session that is [paused](Self::pause) ends without touching
+    /// it. To be called before [`close`](Self::close).
     pub fn seal(&self) {
         self.session.seal();
     }

@@ -62,7 +62,8 @@ impl Socket {
         self.0.has_input()
     }
 
-    /// Waits for at most a second until something can be received (`input`) or sent, or the connection is broken.
+    /// Waits for at most a second until something can be received (`input`) or sent, or the connection is
+    /// broken.
     pub(super) fn wait(&self, input: bool) -> io::Result<()> {
         let what = if input { PollFlags::POLLIN } else { PollFlags::POLLOUT };
         match poll(&mut [PollFd::new(self.0.as_fd(), what)], 1000u16) {

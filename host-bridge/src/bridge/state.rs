@@ -1,4 +1,5 @@
-//! What a session and its transport share: the channel's memory, the doorbell, counters, and how the session ended.
+//! What a session and its transport share: the channel's memory, the doorbell, counters, and how the session
+//! ended.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -16,7 +17,8 @@ use super::link::Link;
 use crate::log_limit::LogLimit;
 use crate::memory::{ChannelView, Memories, MemoryError};
 
-/// For lines about sessions that begin or are lost. A device process has those of one guest or user, who can cause as many as they like.
+/// For lines about sessions that begin or are lost. A device process has those of one guest or user, who can
+/// cause as many as they like.
 pub(super) static SESSION_LINES: LogLimit = LogLimit::new(200);
 
 /// A channel's memory, checked and mapped, with what is needed to pass it on.
@@ -88,12 +90,14 @@ impl ChannelMemory {
         self.view.header().set_servers(servers);
     }
 
-    /// Tells the client that its session waits in the queue of the server of that name, and how many come first.
+    /// Tells the client that its session waits in the queue of the server of that name, and how many come
+    /// first.
     pub fn tell_waiting(&self, server: &str, ahead: u32) {
         self.view.header().set_waiting(server, ahead);
     }
 
-    /// Tells a client that was made to wait that it gets no session. It sleeps on the word at [`Header::STATE_OFFSET`], and is woken by the caller.
+    /// Tells a client that was made to wait that it gets no session. It sleeps on the word at
+    /// [`Header::STATE_OFFSET`], and is woken by the caller.
     pub fn tell_refused(&self, reason: &str) {
         self.view.header().set_lost(reason);
     }
@@ -133,8 +137,9 @@ type OnLost = Box<dyn FnOnce(&str) + Send>;
 pub struct SessionState {
     /// The channel.
     pub channel: ChannelMemory,
-    /// Rings when the client has appended records while the other end slept. A native client holds this descriptor too, so nothing here may depend on the
-    /// state in which it leaves it: it is watched edge-triggered and never read.
+    /// Rings when the client has appended records while the other end slept. A native client holds this
+    /// descriptor too, so nothing here may depend on the state in which it leaves it: it is watched
+    /// edge-triggered and never read.
     pub doorbell: Arc<EventFd>,
     /// What was done so far.
     pub counters: Counters,
@@ -254,7 +259,8 @@ impl SessionState {
         matches!(self.wakeup, Wakeup::Futex)
     }
 
-    /// The session ended against the client's will: tells the client, wakes all its threads, tells the daemon. Only the first call does anything.
+    /// The session ended against the client's will: tells the client, wakes all its threads, tells the
+    /// daemon. Only the first call does anything.
     ///
     /// The transport calls this as the last thing that it does with the channel.
     pub fn lose(&self, reason: &str) {
@@ -299,7 +305,8 @@ impl SessionState {
     }
 }
 
-/// Tells a channel's client that its session is over: all its calls fail with `reason`. `wake` is called with the offset of each word on which its threads may sleep.
+/// Tells a channel's client that its session is over: all its calls fail with `reason`. `wake` is called with
+/// the offset of each word on which its threads may sleep.
 pub fn tell_lost(view: &ChannelView, reason: &str, mut wake: impl FnMut(u64)) {
     let header = view.header();
     // A worker that reads the ring itself may have said why already; its words are the better ones.

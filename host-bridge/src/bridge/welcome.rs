@@ -1,4 +1,5 @@
-//! The first message of a connection to a server, and the server's answer, for which a session may have to wait its turn.
+//! The first message of a connection to a server, and the server's answer, for which a session may have to
+//! wait its turn.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -69,11 +70,13 @@ pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u3
 
 /// How a client waits while the server serves others before it.
 pub trait Turn {
-    /// The session waits in the queue of the server of that name, and `ahead` others come first. Called as soon as that is known, and at least each second from then on, by the
-    /// thread that connects. Must not block for long.
+    /// The session waits in the queue of the server of that name, and `ahead` others come first. Called as
+    /// soon as that is known, and at least each second from then on, by the thread that connects. Must not
+    /// block for long.
     fn wait(&mut self, server: &str, ahead: u32);
 
-    /// A descriptor, and the events on it, that say that nobody wants the session any more. The wait then ends with [`ConnectError::GivenUp`].
+    /// A descriptor, and the events on it, that say that nobody wants the session any more. The wait then
+    /// ends with [`ConnectError::GivenUp`].
     fn given_up(&self) -> Option<PollFd<'_>>;
 }
 

@@ -1,4 +1,5 @@
-//! A chunk that comes compressed. Its bytes are received whole and decompressed into memory of this module's; from there they go where they would have gone if they had come as they are.
+//! A chunk that comes compressed. Its bytes are received whole and decompressed into memory of this module's;
+//! from there they go where they would have gone if they had come as they are.
 
 use lz4_flex::block::decompress_into;
 
@@ -24,7 +25,8 @@ fn reserve(memory: &mut Vec<u8>, len: usize) {
 }
 
 impl Decompressor {
-    /// Begins a chunk of `len` bytes, for which so many compressed ones are to come. The error: nobody sends that.
+    /// Begins a chunk of `len` bytes, for which so many compressed ones are to come. The error: nobody sends
+    /// that.
     pub(crate) fn begin(&mut self, len: u32, compressed: u32) -> Result<(), String> {
         self.clear();
         if compressed == 0 || compressed >= len {
@@ -50,7 +52,8 @@ impl Decompressor {
         self.got
     }
 
-    /// `n` bytes have come to where [`room`](Self::room) said. True: the chunk is there. The error: they are not what the chunk compresses to.
+    /// `n` bytes have come to where [`room`](Self::room) said. True: the chunk is there. The error: they are
+    /// not what the chunk compresses to.
     pub(crate) fn filled(&mut self, n: usize) -> Result<bool, String> {
         self.got += n;
         if self.got < self.whole {

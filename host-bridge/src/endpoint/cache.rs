@@ -1,4 +1,5 @@
-//! Blocks of a session's uploads that the server has already, and those that it gathers to have them the next time.
+//! Blocks of a session's uploads that the server has already, and those that it gathers to have them the next
+//! time.
 //!
 //! ```text
 //!   bridge                                    reader threads                     the thread here ──▶ BlockCache
@@ -8,8 +9,10 @@
 //!   bytes of others (KEEP_FLAG)          ──▶  gather ─── a whole block ──────▶   keep
 //! ```
 //!
-//! Only a bridge knows when it is worth its while to ask, and it alone decides for each part of a block whether it sends the bytes or says that they are known. What was found for it is kept until
-//! all of that block has come one way or the other. Both are bounded: beyond that, blocks are not known, and are not gathered.
+//! Only a bridge knows when it is worth its while to ask, and it alone decides for each part of a block
+//! whether it sends the bytes or says that they are known. What was found for it is kept until all of that
+//! block has come one way or the other. Both are bounded: beyond that, blocks are not known, and are not
+//! gathered.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -191,7 +194,8 @@ impl Blocks {
         drop(self.came.wait_timeout_while(self.lock(), limit, |state| !state.done));
     }
 
-    /// Asks `cache` and gives to it, and tells `answer` what is known, until the session is over and all is kept.
+    /// Asks `cache` and gives to it, and tells `answer` what is known, until the session is over and all is
+    /// kept.
     pub(super) fn serve(&self, cache: &dyn BlockCache, answer: impl Fn(DataKnown)) {
         while let Some(task) = self.wait() {
             self.carry_out(task, cache, &answer);
@@ -233,7 +237,8 @@ impl Blocks {
         }
     }
 
-    /// What the bridge is told of a block that was looked for. One of which everything has come meanwhile is not kept; the answer only says what to expect of others.
+    /// What the bridge is told of a block that was looked for. One of which everything has come meanwhile is
+    /// not kept; the answer only says what to expect of others.
     fn found(&self, key: Key, bytes: Option<Vec<u8>>) -> DataKnown {
         let mut state = self.lock();
         state.unanswered -= 1;

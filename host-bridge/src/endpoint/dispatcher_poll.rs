@@ -1,8 +1,10 @@
 //! How long a dispatcher polls for its next command before it sleeps.
 //!
-//! Waking a thread takes tens of microseconds, and more than a hundred on a virtual machine whose processors have been idle for a while. A program that waits for its device calls again as
-//! soon as it has its answer. So while a reply is outstanding and processors are free, the dispatcher polls for longer: as long as the program's thread and the worker's completer do.
-//! Otherwise each copy of a few milliseconds would start late by a wake-up.
+//! Waking a thread takes tens of microseconds, and more than a hundred on a virtual machine whose processors
+//! have been idle for a while. A program that waits for its device calls again as soon as it has its answer.
+//! So while a reply is outstanding and processors are free, the dispatcher polls for longer: as long as the
+//! program's thread and the worker's completer do. Otherwise each copy of a few milliseconds would start late
+//! by a wake-up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -12,7 +14,8 @@ use protocol::polling::{self, PollTime};
 /// How long a worker's threads poll before they sleep.
 #[derive(Debug, Clone, Copy)]
 pub struct Polling {
-    /// The longest time for which [`Commands::next`](super::Commands::next) polls an empty ring or a silent connection.
+    /// The longest time for which [`Commands::next`](super::Commands::next) polls an empty ring or a silent
+    /// connection.
     pub most: Duration,
     /// The same while the client waits for a reply, and will probably call again soon (`local`, `tcp`).
     pub while_due: Duration,
@@ -25,7 +28,8 @@ impl Default for Polling {
     }
 }
 
-/// Number of replies that a session's client waits for. The dispatcher adds commands; the threads that answer them subtract.
+/// Number of replies that a session's client waits for. The dispatcher adds commands; the threads that answer
+/// them subtract.
 #[derive(Debug, Default)]
 pub(super) struct Replies {
     asked: AtomicU32,
@@ -90,7 +94,8 @@ impl DispatcherPoll {
             || (now - round.begun < self.while_due.get() && replies.are_outstanding())
     }
 
-    /// Ends a round of polling. `found`: whether a command arrived. If the thread lost its processor meanwhile, another thread needed it, so polling did not pay.
+    /// Ends a round of polling. `found`: whether a command arrived. If the thread lost its processor
+    /// meanwhile, another thread needed it, so polling did not pay.
     pub(super) fn end(&mut self, round: &Round, found: bool) {
         if round.begun.elapsed() <= self.most {
             return;

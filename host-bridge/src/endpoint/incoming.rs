@@ -4,12 +4,15 @@
 //!  connection ──reader──▶ header (seq, piece, offset, len) ──▶ the landing that the command's driver gave ──▶ bytes, in place
 //! ```
 //!
-//! A reader thread for each connection reads a chunk's header, asks the command's [`Landing`] for room, and receives straight into it. No chunk waits in a connection for its
-//! stream to go on: everything behind it would wait as well, perhaps even what the stream waits for. So the bridge sends what there is room for:
-//! - what was **granted**: a landing says how far it has room ([`Incoming::land`]), and as room comes free, how far then ([`Grants`]);
-//! - a little of each piece **eagerly**, so that short data need not wait for a grant. Where a command's turn has not come, or where its landing has no room yet, eager
-//!   bytes are set aside in memory; the session's eager bytes are bounded, and exceeding the bound is a protocol violation. Over a long distance a bridge sends most of its
-//!   data so: grants come a round trip late there.
+//! A reader thread for each connection reads a chunk's header, asks the command's [`Landing`] for room, and
+//! receives straight into it. No chunk waits in a connection for its stream to go on: everything behind it
+//! would wait as well, perhaps even what the stream waits for. So the bridge sends what there is room for:
+//! - what was **granted**: a landing says how far it has room ([`Incoming::land`]), and as room comes free,
+//!   how far then ([`Grants`]);
+//! - a little of each piece **eagerly**, so that short data need not wait for a grant. Where a command's turn
+//!   has not come, or where its landing has no room yet, eager bytes are set aside in memory; the session's
+//!   eager bytes are bounded, and exceeding the bound is a protocol violation. Over a long distance a bridge
+//!   sends most of its data so: grants come a round trip late there.
 //!
 //! A bridge that sends more than it may, without saying that it is eager, waits: in its connection.
 //!
@@ -38,9 +41,11 @@ pub(crate) use chunk_reader::ChunkReader;
 pub use chunk_reader::receive_compressed;
 pub(super) use chunk_reader::{DataSource, look_for_some};
 
-/// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
+/// How long eager bytes wait in their connection for a command that is about to be executed, before they are
+/// set aside: setting aside costs a copy.
 const BRIEFLY: Duration = Duration::from_millis(1);
-/// How long a connection's thread polls for its next chunk, and for the command of the one that it has, before it sleeps. The chunks of one transfer come soon after one another.
+/// How long a connection's thread polls for its next chunk, and for the command of the one that it has,
+/// before it sleeps. The chunks of one transfer come soon after one another.
 fn linger() -> Duration {
     static TIME: OnceLock<Duration> = OnceLock::new();
     *TIME.get_or_init(|| polling::DATA_CONNECTION.here())
@@ -49,15 +54,18 @@ fn linger() -> Duration {
 /// Runs of data that a bridge may have asked for ahead of their commands' turn.
 const MAX_ASKED: usize = 1 << 16;
 
-/// Chunks of eager bytes that may be set aside at the same time. Each costs some 200 bytes besides its own, so a bridge that sends single bytes could otherwise make a session
-/// take a hundred times what it may.
+/// Chunks of eager bytes that may be set aside at the same time. Each costs some 200 bytes besides its own,
+/// so a bridge that sends single bytes could otherwise make a session take a hundred times what it may.
 const MAX_ASIDE: usize = 1 << 20;
 
-/// Where a command's incoming bytes go. Called by the connections' reader threads and by threads that grant, at the same time.
+/// Where a command's incoming bytes go. Called by the connections' reader threads and by threads that grant,
+/// at the same time.
 pub trait Landing: Send + Sync {
-    /// Room for bytes from `offset` of the data on, at least 1 and at most `len` of them, all of them granted. Never waits. `None`: nobody wants them any more.
+    /// Room for bytes from `offset` of the data on, at least 1 and at most `len` of them, all of them
+    /// granted. Never waits. `None`: nobody wants them any more.
     ///
-    /// The caller writes the whole room, once, then calls [`landed`](Self::landed); no other call is given overlapping room in between.
+    /// The caller writes the whole room, once, then calls [`landed`](Self::landed); no other call is given
+    /// overlapping room in between.
     fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)>;
 
     /// The bytes of a room are there.
@@ -103,7 +111,8 @@ impl Incoming {
         self.len == 0
     }
 
-    /// The same data, to be read by the client's side no sooner than it is granted ([`protocol::data::HostIn::Late`]).
+    /// The same data, to be read by the client's side no sooner than it is granted
+    /// ([`protocol::data::HostIn::Late`]).
     pub fn late(mut self) -> Incoming {
         self.late = true;
         self
@@ -114,7 +123,8 @@ impl Incoming {
         self.late
     }
 
-    /// Lets the bytes land, of which there is room for the first `window` (for late data: once that is granted). They may come from now on.
+    /// Lets the bytes land, of which there is room for the first `window` (for late data: once that is
+    /// granted). They may come from now on.
     pub fn land(mut self, landing: Arc<dyn Landing>, window: u64) -> Grants {
         self.used = true;
         let (hub, key, len) = (Arc::clone(&self.hub), self.key, self.len);
@@ -163,8 +173,9 @@ pub(crate) struct Inbox {
     changed: Condvar,
     /// Commands up to this have been executed: what they did not ask for, nobody will.
     executed: AtomicU64,
-    /// What an execution may concern: threads that wait for one, and pieces kept for commands whose turn has not come. Each is counted before it looks, and the dispatcher
-    /// looks after it has executed, so one sees the other.
+    /// What an execution may concern: threads that wait for one, and pieces kept for commands whose turn has
+    /// not come. Each is counted before it looks, and the dispatcher looks after it has executed, so one sees
+    /// the other.
     waiting: AtomicUsize,
     bridge: OnceLock<Weak<dyn Bridge>>,
     /// Raised whenever a thread that waits for a command or for room may look again.
@@ -287,7 +298,8 @@ impl Inbox {
         Incoming { hub: Arc::clone(self), key: (seq, piece), len, late: false, used: len == 0 }
     }
 
-    /// Wakes the threads that wait for a command or for room. (Waking nobody would be a system call all the same.)
+    /// Wakes the threads that wait for a command or for room. (Waking nobody would be a system call all the
+    /// same.)
     fn wake(&self) {
         self.changes.fetch_add(1, Ordering::Release);
         if self.waiting.load(Ordering::SeqCst) > 0 {
@@ -345,8 +357,9 @@ impl Inbox {
         self.place_aside(key);
     }
 
-    /// The bridge has data of this piece that it may not send before it is granted. It says so before it sends the command, because the server may read nothing further while it executes that
-    /// until the data is there. The error is what the bridge has done wrong.
+    /// The bridge has data of this piece that it may not send before it is granted. It says so before it
+    /// sends the command, because the server may read nothing further while it executes that until the data
+    /// is there. The error is what the bridge has done wrong.
     pub(crate) fn ask(&self, key: (u64, u32)) -> Result<(), String> {
         let mut state = self.lock();
         if state.expected.contains_key(&key) || key.0 <= self.executed.load(Ordering::SeqCst) {
@@ -364,7 +377,8 @@ impl Inbox {
         self.lock().asked.contains(&key)
     }
 
-    /// Granted bytes of a piece, which this thread brings by a copy. The error is what the bridge has done wrong.
+    /// Granted bytes of a piece, which this thread brings by a copy. The error is what the bridge has done
+    /// wrong.
     pub(super) fn bring(&self, header: &DataHeader, bytes: SharedBytes<'_>) -> Result<(), String> {
         let brought = self.bring_by(header, |at, n, room| {
             // SAFETY: the landing has just given this thread `n` writable bytes of its own.
@@ -375,7 +389,8 @@ impl Inbox {
         Ok(())
     }
 
-    /// Granted bytes of a piece, which `copy` copies as [`copy_in`] has it. Gives how many were wanted. The error is what the bridge has done wrong.
+    /// Granted bytes of a piece, which `copy` copies as [`copy_in`] has it. Gives how many were wanted. The
+    /// error is what the bridge has done wrong.
     fn bring_by(&self, header: &DataHeader, copy: impl Fn(usize, usize, NonNull<u8>)) -> Result<u64, String> {
         let key = (header.seq, header.piece);
         let mut state = self.lock();
@@ -419,7 +434,8 @@ impl Inbox {
             return self.set_aside(key, noted, Aside { offset: header.offset, bytes, keep: false });
         }
         let brought = self.bring_by(header, |at, n, room| {
-            // SAFETY: the landing has just given this thread `n` writable bytes of its own; `at + n` is at most the chunk's length.
+            // SAFETY: the landing has just given this thread `n` writable bytes of its own; `at + n` is at
+            // most the chunk's length.
             unsafe { std::ptr::copy_nonoverlapping(bytes[at..at + n].as_ptr(), room.as_ptr(), n) };
         });
         brought.map(drop).map_err(wrong)
@@ -515,7 +531,8 @@ impl Inbox {
         }
     }
 
-    /// Notes a chunk whose header has come. False: its command's turn has not come, so it is to be noted there later.
+    /// Notes a chunk whose header has come. False: its command's turn has not come, so it is to be noted
+    /// there later.
     fn announce(&self, header: &DataHeader, eager: bool) -> io::Result<bool> {
         let mut state = self.lock();
         if eager {
@@ -531,8 +548,8 @@ impl Inbox {
         }
     }
 
-    /// What is to be done with `left` bytes from `offset` of a chunk. `noted`: whether the chunk was announced to its command. Waits until that is known, if `wait`; otherwise `None` says that it
-    /// is not.
+    /// What is to be done with `left` bytes from `offset` of a chunk. `noted`: whether the chunk was
+    /// announced to its command. Waits until that is known, if `wait`; otherwise `None` says that it is not.
     fn place(
         &self,
         header: &DataHeader,
@@ -646,7 +663,8 @@ impl Inbox {
             state.aside -= usize::from(!rest);
             drop(state);
             copy_in(&*landing, offset, now, |at, n, room| {
-                // SAFETY: the landing has just given this thread `n` writable bytes of its own; `at + n <= now`.
+                // SAFETY: the landing has just given this thread `n` writable bytes of its own; `at + n <=
+                // now`.
                 unsafe { std::ptr::copy_nonoverlapping(bytes[at..at + n].as_ptr(), room.as_ptr(), n) };
             });
             self.copied.fetch_add(now as u64, Ordering::Relaxed);
@@ -697,7 +715,8 @@ impl Expected {
     }
 }
 
-/// Has `len` bytes copied to where a landing has room for all of them. `copy(at, n, room)` copies `n` bytes from `at` on to `room`, which is this thread's alone until it returns.
+/// Has `len` bytes copied to where a landing has room for all of them. `copy(at, n, room)` copies `n` bytes
+/// from `at` on to `room`, which is this thread's alone until it returns.
 fn copy_in(landing: &dyn Landing, offset: u64, len: usize, copy: impl Fn(usize, usize, NonNull<u8>)) {
     let mut at = 0;
     while at < len {

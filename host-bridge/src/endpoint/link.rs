@@ -1,4 +1,5 @@
-//! The connections of a session over `tcp` or `verbs`: those that it has now, and those that take their place when they are lost.
+//! The connections of a session over `tcp` or `verbs`: those that it has now, and those that take their place
+//! when they are lost.
 //!
 //! ```text
 //!             a connection breaks                     the grace period is over
@@ -10,8 +11,9 @@
 //!                         └────── also from up: whoever knows the session's secret may bring new connections at any time
 //! ```
 //!
-//! Links are counted by the bridge's attempts: the first link is 0, and only a higher attempt replaces one. A thread that finds a connection broken names the attempt that it belongs to, so that it
-//! cannot harm the next.
+//! Links are counted by the bridge's attempts: the first link is 0, and only a higher attempt replaces one. A
+//! thread that finds a connection broken names the attempt that it belongs to, so that it cannot harm the
+//! next.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -122,7 +124,8 @@ impl Link {
         if self.introduced.load(Ordering::Acquire) { self.grace } else { self.grace.min(UNKNOWN) }
     }
 
-    /// Adds a connection to the first link, and calls `install`. No later link begins in between. `None`: the first one is gone, and the connection with it.
+    /// Adds a connection to the first link, and calls `install`. No later link begins in between. `None`: the
+    /// first one is gone, and the connection with it.
     pub(super) fn join_first<T>(&self, stream: &Arc<Stream>, install: impl FnOnce() -> T) -> Option<T> {
         let mut state = self.lock();
         if state.attempt > 0 || state.down.is_some() || state.over {
@@ -132,8 +135,9 @@ impl Link {
         Some(install())
     }
 
-    /// A connection of `attempt` is broken: shuts the data connections down, so that the bridge notices. The control connection is read to its end: the bridge's farewell may be on it. True: the
-    /// caller must start a thread that [counts the grace period](Self::outlasts).
+    /// A connection of `attempt` is broken: shuts the data connections down, so that the bridge notices. The
+    /// control connection is read to its end: the bridge's farewell may be on it. True: the caller must start
+    /// a thread that [counts the grace period](Self::outlasts).
     pub(super) fn lose(&self, attempt: u32) -> bool {
         let mut state = self.lock();
         if state.over || state.attempt != attempt || state.down.is_some() {
@@ -148,7 +152,8 @@ impl Link {
         self.lock().down.is_some()
     }
 
-    /// Begins `attempt`, whose control connection this is, in place of whatever connections there are. `None`: there was a later one. Otherwise as [`lose`](Self::lose).
+    /// Begins `attempt`, whose control connection this is, in place of whatever connections there are.
+    /// `None`: there was a later one. Otherwise as [`lose`](Self::lose).
     pub(super) fn begin(&self, attempt: u32, control: &Arc<Stream>) -> Option<bool> {
         let mut state = self.lock();
         if state.over || attempt <= state.attempt {
@@ -175,7 +180,8 @@ impl Link {
         self.changed.notify_all();
     }
 
-    /// Waits for the `count` data connections of an attempt. `None`: they have not come in time, or a later attempt has begun.
+    /// Waits for the `count` data connections of an attempt. `None`: they have not come in time, or a later
+    /// attempt has begun.
     pub(super) fn data(&self, attempt: u32, count: usize, patience: Duration) -> Option<Vec<Arc<Stream>>> {
         let deadline = Instant::now() + patience;
         let mut state = self.lock();
@@ -201,7 +207,8 @@ impl Link {
         }
     }
 
-    /// Calls `install`, and counts the link as up, unless a later attempt has begun. No later one begins in between.
+    /// Calls `install`, and counts the link as up, unless a later attempt has begun. No later one begins in
+    /// between.
     pub(super) fn finish<T, E>(
         &self,
         attempt: u32,
@@ -240,8 +247,9 @@ impl Link {
         }
     }
 
-    /// Counts the grace period of a link that is down because of `why`, in a thread of its own. `down` is called when it is down for so long that it is worth telling, and `lost`, with the reason, if
-    /// none has come in time.
+    /// Counts the grace period of a link that is down because of `why`, in a thread of its own. `down` is
+    /// called when it is down for so long that it is worth telling, and `lost`, with the reason, if none has
+    /// come in time.
     pub(super) fn count_down(&self, why: &str, down: impl FnOnce(), lost: impl FnOnce(&str)) {
         // Most sessions whose connections close have ended: the bridge's farewell comes right behind.
         if self.outlasts(|_| QUIET) {
@@ -268,7 +276,8 @@ impl Link {
 }
 
 impl LinkState {
-    /// Threads that send or receive on the connections from number `from` on return. The control connection is number 0.
+    /// Threads that send or receive on the connections from number `from` on return. The control connection
+    /// is number 0.
     fn shut_down(&mut self, from: usize) {
         for stream in self.connections.drain(from.min(self.connections.len())..) {
             stream.shut_down();
@@ -324,7 +333,8 @@ impl DataIn {
         self.changed.notify_all();
     }
 
-    /// Leaves its connection, which was shut down. Gives the bytes of the stream that have come, of which there are no more now.
+    /// Leaves its connection, which was shut down. Gives the bytes of the stream that have come, of which
+    /// there are no more now.
     pub(super) fn unplug(&self) -> u64 {
         self.lock().connection = None;
         self.counted.received()
@@ -382,7 +392,8 @@ impl DataSource for DataIn {
     }
 }
 
-/// Receives until `buffer` is full or the connection is broken. Gives the bytes, and what broke it. One system call, and not one for each time that some have come.
+/// Receives until `buffer` is full or the connection is broken. Gives the bytes, and what broke it. One
+/// system call, and not one for each time that some have come.
 pub(super) fn receive_whole(stream: &Stream, buffer: &mut [u8]) -> (usize, io::Error) {
     let mut got = 0;
     while got < buffer.len() {

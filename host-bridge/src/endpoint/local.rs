@@ -1,8 +1,10 @@
 //! The worker's end of a `local` session: the client's memory is mapped, the ring is read in place.
 //!
-//! One control thread serves the bridge's socket (regions come and go; its end is the session's end, unless another process may take the bridge's place:
-//! `succession`). Another one hears when the client's machine is stopped, and when it goes on (`pause`). The dispatcher reads the ring, and sleeps on the doorbell. The thread that writes a reply wakes the client's: by futex for a process on this
-//! host, by the wake eventfd for a guest.
+//! One control thread serves the bridge's socket (regions come and go; its end is the session's end, unless
+//! another process may take the bridge's place: `succession`). Another one hears when the client's machine is
+//! stopped, and when it goes on (`pause`). The dispatcher reads the ring, and sleeps on the doorbell. The
+//! thread that writes a reply wakes the client's: by futex for a process on this host, by the wake eventfd
+//! for a guest.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -37,13 +39,16 @@ use crate::memory::{ChannelView, Memories, RingReader};
 
 /// Records taken, while there are more, between two checks whether client threads wait for room or progress.
 const BATCH: u32 = 32;
-/// Executed commands after which the client is told even while there is more to do; a command that has read data of the client's is told of at once.
+/// Executed commands after which the client is told even while there is more to do; a command that has read
+/// data of the client's is told of at once.
 const TELL: u64 = 16;
-/// A command that takes longer while the client's machine is stopped has to wait if it comes to need the client's memory.
+/// A command that takes longer while the client's machine is stopped has to wait if it comes to need the
+/// client's memory.
 const EXECUTES: Duration = Duration::from_secs(2);
 /// How often it is looked whether work still uses the memory of a client whose machine was stopped.
 const REST_EVERY: Duration = Duration::from_millis(1);
-/// How often the control thread looks whether the bridge is still there while it waits for a region's last user.
+/// How often the control thread looks whether the bridge is still there while it waits for a region's last
+/// user.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The dispatcher's side.
@@ -76,7 +81,8 @@ pub struct LocalClient {
     rouse: Rouse,
     read: AtomicU64,
     written: AtomicU64,
-    /// The last command executed, and whether one has read data since the client was last told. The dispatcher's alone.
+    /// The last command executed, and whether one has read data since the client was last told. The
+    /// dispatcher's alone.
     executed: AtomicU64,
     has_read: AtomicBool,
     replies: Replies,
@@ -90,8 +96,9 @@ pub struct LocalClient {
 }
 
 impl LocalCommands {
-    /// Waits for the bridge's [`frame::ATTACH`] on `socket`, maps what it names, answers it, and begins. On failure the bridge has been told why. `grace`: how long the session is kept while the
-    /// client's machine is stopped.
+    /// Waits for the bridge's [`frame::ATTACH`] on `socket`, maps what it names, answers it, and begins. On
+    /// failure the bridge has been told why. `grace`: how long the session is kept while the client's machine
+    /// is stopped.
     pub fn attach(
         socket: UnixStream,
         polling: Polling,
@@ -263,7 +270,8 @@ impl Commands for LocalCommands {
             rest();
             let client = &self.client;
             let flag = &client.view.header().host_sleep;
-            // While the client's machine is stopped only that thread rouses this one that hears that it goes on.
+            // While the client's machine is stopped only that thread rouses this one that hears that it goes
+            // on.
             let announced = client.touch.now().map(|_now| flag.announce()).is_some();
             if !self.has_work() && client.end.get().is_none() {
                 self.watch.wait().map_err(|e| Lost::new(format!("waiting for the doorbell: {e}")))?;
@@ -308,7 +316,8 @@ impl Commands for LocalCommands {
 }
 
 impl LocalClient {
-    /// Serves the bridge's socket until it closes, and then that of the process that takes the bridge's place.
+    /// Serves the bridge's socket until it closes, and then that of the process that takes the bridge's
+    /// place.
     fn serve(&self) {
         let (mut body, mut fds) = (Vec::new(), Vec::new());
         let mut socket = self.socket();
@@ -408,7 +417,8 @@ impl LocalClient {
         }
     }
 
-    /// Waits until no work uses the client's memory. False: something else was said, or the session is over. Whoever has asked decides how long that may take.
+    /// Waits until no work uses the client's memory. False: something else was said, or the session is over.
+    /// Whoever has asked decides how long that may take.
     fn comes_to_rest(&self, succession: &Succession) -> bool {
         let begun = Instant::now();
         loop {
@@ -453,8 +463,10 @@ impl LocalClient {
         let _ = ack(&self.socket(), answer, reason);
     }
 
-    /// Waits until no command uses a region any more, and says so. Frames are not read meanwhile, but a bridge that is gone, or says goodbye, is seen: it may have gone just because this takes too
-    /// long. Gives the bridge's socket, which is another one if another process has taken its place meanwhile; `None`: the session ends.
+    /// Waits until no command uses a region any more, and says so. Frames are not read meanwhile, but a
+    /// bridge that is gone, or says goodbye, is seen: it may have gone just because this takes too long.
+    /// Gives the bridge's socket, which is another one if another process has taken its place meanwhile;
+    /// `None`: the session ends.
     fn let_go(&self, leaving: Leaving, socket: &Arc<UnixStream>) -> Option<Arc<UnixStream>> {
         let mut now = Arc::clone(socket);
         while leaving.left.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
@@ -463,7 +475,8 @@ impl LocalClient {
             }
             if wake::hung_up(now.as_fd()) {
                 match self.succession.as_ref()?.look() {
-                    // Nothing has come on that socket that could be answered, so this thread need not read from it yet.
+                    // Nothing has come on that socket that could be answered, so this thread need not read
+                    // from it yet.
                     Some(Next::Process(next)) => now = Arc::new(next),
                     Some(Next::Nobody) => return None,
                     None => {}
@@ -537,8 +550,9 @@ impl LocalClient {
         }
     }
 
-    /// Whether the session has ended. What work still answers then comes of its being torn down, and is nothing that the program did: a client whose
-    /// bridge was killed must learn that, and not that its kernel failed.
+    /// Whether the session has ended. What work still answers then comes of its being torn down, and is
+    /// nothing that the program did: a client whose bridge was killed must learn that, and not that its
+    /// kernel failed.
     fn over(&self) -> bool {
         self.end.get().is_some()
     }
@@ -657,7 +671,8 @@ impl Client for LocalClient {
     }
 
     fn lose(&self, reason: &str) {
-        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.
+        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after
+        // the client was told.
         let _one = self.ending.lock().unwrap_or_else(|e| e.into_inner());
         if self.end.get().is_some() {
             return;

@@ -8,14 +8,17 @@
 //! ```
 //!
 //! - `contract`: what a worker uses, whatever carries the session; `end`: how a session ends;
-//! - [`local`]: the client's memory is mapped here and the ring is read in place; `succession`: how another process takes the bridge's place; `pause`:
-//!   how it is left alone while the client's machine is stopped;
-//! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead ([`planned_slots`]);
-//! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`], `outbox`); `stream`: the records and answers of both;
-//!   `link`: its connections, which may be lost and replaced; [`cache`]: blocks that need not be sent again.
+//! - [`local`]: the client's memory is mapped here and the ring is read in place; `succession`: how another
+//!   process takes the bridge's place; `pause`: how it is left alone while the client's machine is stopped;
+//! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead
+//!   ([`planned_slots`]);
+//! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`],
+//!   [`outgoing`], `outbox`); `stream`: the records and answers of both; `link`: its connections, which may
+//!   be lost and replaced; [`cache`]: blocks that need not be sent again.
 //!
 //! A worker uses [`Commands`] and [`Client`] only. The one difference that it must know is that data is
-//! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only the worker knows how its device reads each.
+//! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only the worker knows how its
+//! device reads each.
 
 pub mod cache;
 mod contract;

@@ -1,17 +1,17 @@
 //! Bulk data that goes out over data connections, and is kept until the bridge has it.
 //!
 //! A connection may be lost at any byte, so what was sent is kept until the bridge has it. It is kept where
-//! it is: in a buffer that the driver was [lent](super::Outgoing::lend), or in the driver's own memory, which it
-//! [lets be sent in place](super::Outgoing::send_held). Such memory may be scarce, so its owner can have the
-//! transport [copy](Unacknowledged::copy) what it still holds when there is nothing better to do. What is
+//! it is: in a buffer that the driver was [lent](super::Outgoing::lend), or in the driver's own memory, which
+//! it [lets be sent in place](super::Outgoing::send_held). Such memory may be scarce, so its owner can have
+//! the transport [copy](Unacknowledged::copy) what it still holds when there is nothing better to do. What is
 //! kept is bounded: whoever has more to send waits.
 //!
 //! The driver's memory would limit what is on its way over a long link. So where the bridge takes long to say
 //! that it has something, data is copied before it is sent.
 //!
-//! Over a slow link data is compressed where that takes less time ([`compression`](crate::compression)), by the thread that sends it
-//! and before anything else happens to it. Then its compressed bytes alone are kept: they are what may have to
-//! be sent again, and are never made twice.
+//! Over a slow link data is compressed where that takes less time ([`compression`](crate::compression)), by
+//! the thread that sends it and before anything else happens to it. Then its compressed bytes alone are kept:
+//! they are what may have to be sent again, and are never made twice.
 
 mod downlink;
 #[cfg(test)]
@@ -261,8 +261,9 @@ impl Stream {
 }
 
 impl Outbox {
-    /// For a session that has `count` data connections and keeps up to `replay` bytes for them. (A bridge need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so there is room for twice
-    /// that at least.) `compress`: when data is compressed.
+    /// For a session that has `count` data connections and keeps up to `replay` bytes for them. (A bridge
+    /// need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so there is room for twice that at least.)
+    /// `compress`: when data is compressed.
     pub(super) fn new(count: usize, replay: u64, compress: CompressUse) -> Arc<Outbox> {
         let count = count.max(1);
         let streams = (0..count).map(|_| Stream::new(compress)).collect();
@@ -316,7 +317,8 @@ impl Outbox {
         Ok(number)
     }
 
-    /// Sends what stream `number` has to send, if it has a connection. The error: the attempt whose connection broke.
+    /// Sends what stream `number` has to send, if it has a connection. The error: the attempt whose
+    /// connection broke.
     pub(super) fn send(&self, number: usize) -> Result<(), (u32, io::Error)> {
         let Some(stream) = self.streams.get(number) else { return Ok(()) };
         let mut turn = lock(&stream.turn);
@@ -438,7 +440,8 @@ impl Outbox {
         Ok(())
     }
 
-    /// The session is over. Threads that wait for room return; those that send do once the connections are shut down.
+    /// The session is over. Threads that wait for room return; those that send do once the connections are
+    /// shut down.
     pub(super) fn close(&self) {
         for stream in &self.streams {
             let all = std::mem::replace(&mut *lock(&stream.kept), Kept { over: true, ..Kept::default() });

@@ -16,7 +16,8 @@ use super::verbs::send::Registered;
 /// Shorter data is always copied instead of held: many short copies would wait for the places of one another.
 pub(super) const HELD_FROM: usize = 64 << 10;
 
-/// Data that a command writes, to be sent in chunks. When it is dropped the client is told that all has been sent, whatever that was.
+/// Data that a command writes, to be sent in chunks. When it is dropped the client is told that all has been
+/// sent, whatever that was.
 pub struct Outgoing {
     way: Way,
     seq: u64,
@@ -69,8 +70,8 @@ impl Outgoing {
         self.len == 0
     }
 
-    /// The lane whose data connection carries the least that has not arrived. For a thread that sends over all
-    /// of them in turn: the slowest one must not hold up the others.
+    /// The lane whose data connection carries the least that has not arrived. For a thread that sends over
+    /// all of them in turn: the slowest one must not hold up the others.
     pub fn idlest_lane(&self) -> usize {
         match &self.way {
             Way::Tcp { outbox, .. } => outbox.idlest_lane(),

@@ -1,9 +1,11 @@
 //! The client's memory while its machine is stopped: nobody touches it.
 //!
-//! A guest that was stopped may go on, or it may have been reset, and nobody says which. In the second case its memory is another kernel's. So a worker that is told of the first leaves
-//! the memory alone until it is told to go on ([`frame::PAUSE`](protocol::link::frame::PAUSE), `CONTINUE`):
+//! A guest that was stopped may go on, or it may have been reset, and nobody says which. In the second case
+//! its memory is another kernel's. So a worker that is told of the first leaves the memory alone until it is
+//! told to go on ([`frame::PAUSE`](protocol::link::frame::PAUSE), `CONTINUE`):
 //!
-//! - the dispatcher takes no commands, and otherwise goes on: its session's device memory may leave, for instance;
+//! - the dispatcher takes no commands, and otherwise goes on: its session's device memory may leave, for
+//!   instance;
 //! - answers and progress are kept, in order, until later ([`Touch::now_or_later`]);
 //! - work that uses the memory ends first ([`InUse`]).
 
@@ -29,7 +31,8 @@ impl Touch {
         Arc::new(Touch { view, waker, paused: RwLock::new(false), later: Mutex::default() })
     }
 
-    /// Leave to touch the memory as long as the guard exists, of which a thread has one at a time. `None`: not now.
+    /// Leave to touch the memory as long as the guard exists, of which a thread has one at a time. `None`:
+    /// not now.
     pub(super) fn now(&self) -> Option<RwLockReadGuard<'_, bool>> {
         let paused = self.paused.read().unwrap_or_else(PoisonError::into_inner);
         (!*paused).then_some(paused)

@@ -4,13 +4,18 @@
 //!   bridge: chunk n ══ RDMA write ══▶ slot n mod count ─▶ the driver's device reads it there ─▶ free, in order ─▶ SLOTS_FREE
 //! ```
 //!
-//! A command's `In` data arrives in chunks of [`protocol::link::chunk_len`] bytes. The chunks of all commands, in the commands' order, go to the slots in turn. So when a command is executed, it is known
-//! where its data will lie, before the data is there. A driver tells its device to wait for a slot and to read it in place, and no CPU touches the bytes.
+//! A command's `In` data arrives in chunks of [`protocol::link::chunk_len`] bytes. The chunks of all
+//! commands, in the commands' order, go to the slots in turn. So when a command is executed, it is known
+//! where its data will lie, before the data is there. A driver tells its device to wait for a slot and to
+//! read it in place, and no CPU touches the bytes.
 //!
-//! The uses of a slot are numbered as rounds: its first chunk is round 1, the next is round 2. The bridge may write the next round when it was told that the slot is free. A slot is free when its chunk
-//! has landed and was *passed*: its command has read it or does not need it. Slots become free in the order of the chunks. If a stream is held up at a chunk, the bridge can fill the other slots and then
-//! has to wait. As with `tcp`, that cannot deadlock, because a command's data never waits for the data of a later command.
-//! (Data that is granted after its command was received has slots of its own, [`protocol::link::GRANTED_SLOTS`], which are not counted here.)
+//! The uses of a slot are numbered as rounds: its first chunk is round 1, the next is round 2. The bridge may
+//! write the next round when it was told that the slot is free. A slot is free when its chunk has landed and
+//! was *passed*: its command has read it or does not need it. Slots become free in the order of the chunks.
+//! If a stream is held up at a chunk, the bridge can fill the other slots and then has to wait. As with
+//! `tcp`, that cannot deadlock, because a command's data never waits for the data of a later command. (Data
+//! that is granted after its command was received has slots of its own, [`protocol::link::GRANTED_SLOTS`],
+//! which are not counted here.)
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -25,7 +30,8 @@ use crate::shared::SharedBytes;
 
 /// Number of freed slots that the bridge is told of in one message.
 const BATCH: u64 = 8;
-/// Maximum number of pieces of data that commands have named and the bridge has not sent. Our own bridge stays far below it.
+/// Maximum number of pieces of data that commands have named and the bridge has not sent. Our own bridge
+/// stays far below it.
 const MAX_OWED: usize = 1 << 18;
 
 /// Memory of the transport's in which incoming data lies. See the module's text.
@@ -41,7 +47,8 @@ pub struct StagingArea {
 
 /// A driver whose device waits for slots and reads them itself.
 pub trait Arrivals: Send + Sync {
-    /// The chunk of round `round` has landed in this slot. Called in the order of rounds, with a lock held: it must not block or call the client.
+    /// The chunk of round `round` has landed in this slot. Called in the order of rounds, with a lock held:
+    /// it must not block or call the client.
     fn landed(&self, slot: usize, round: u64);
 
     /// The last round of this slot that the device has finished reading.
@@ -78,7 +85,8 @@ pub(super) struct PlannedSlots {
 
 // SAFETY: `at` points to memory that its owner keeps as long as this, and belongs to no thread.
 unsafe impl Send for PlannedSlots {}
-// SAFETY: the slots are accessed through `SharedBytes` and by the device only; everything else is atomic or locked.
+// SAFETY: the slots are accessed through `SharedBytes` and by the device only; everything else is atomic or
+// locked.
 unsafe impl Sync for PlannedSlots {}
 
 struct State {
@@ -122,7 +130,8 @@ impl PlannedSlots {
     /// `count` slots of `slot_size` bytes from `at` on, over `queues` queues.
     ///
     /// # Safety
-    /// The memory stays as long as this and everything that [`ask`](Self::ask) gives. Nobody but the peer's device writes it.
+    /// The memory stays as long as this and everything that [`ask`](Self::ask) gives. Nobody but the peer's
+    /// device writes it.
     pub(super) unsafe fn new(
         at: NonNull<u8>,
         slot_size: usize,
@@ -256,7 +265,8 @@ impl PlannedSlots {
         Some(Placed { ring: Arc::clone(self), first, count, chunk, len })
     }
 
-    /// Commands up to this have been executed: data of theirs that nobody has asked for, nobody will. True: there was some, so slots may have become free.
+    /// Commands up to this have been executed: data of theirs that nobody has asked for, nobody will. True:
+    /// there was some, so slots may have become free.
     pub(super) fn executed(&self, seq: u64) -> bool {
         if self.unasked.load(Ordering::Acquire) == 0 {
             return false;
@@ -275,8 +285,8 @@ impl PlannedSlots {
             || self.device.get().is_some_and(|device| device.passed(slot) >= round)
     }
 
-    /// Gives the slots of which the bridge is to be told that they are free, if it is time to tell it. It need not be told as long as it has half of the slots and others will
-    /// become free after these.
+    /// Gives the slots of which the bridge is to be told that they are free, if it is time to tell it. It
+    /// need not be told as long as it has half of the slots and others will become free after these.
     pub(super) fn take_free(&self, tell: impl FnOnce(&[u32])) {
         let state = &mut *self.lock();
         while state.free < state.next {
@@ -319,7 +329,8 @@ impl PlannedSlots {
     }
 }
 
-/// Data that a command reads, in the transport's slots or on its way there. Dropping it frees the slots, read or not.
+/// Data that a command reads, in the transport's slots or on its way there. Dropping it frees the slots, read
+/// or not.
 pub struct Placed {
     ring: Arc<PlannedSlots>,
     first: u64,
@@ -360,7 +371,8 @@ impl Placed {
         self.len == 0
     }
 
-    /// The chunks in order. A chunk's bytes are there from when its round has landed until it is passed or this is dropped.
+    /// The chunks in order. A chunk's bytes are there from when its round has landed until it is passed or
+    /// this is dropped.
     pub fn chunks(&self) -> impl Iterator<Item = PlacedChunk> + '_ {
         (0..self.count).map(|i| {
             let (slot, round) = self.ring.place(self.first + i);
@@ -372,15 +384,17 @@ impl Placed {
         })
     }
 
-    /// Waits for each chunk in turn and calls `read` with its offset and its bytes, for a CPU that copies the data. A chunk's slot is free when `read` returns. Stops at the first error.
+    /// Waits for each chunk in turn and calls `read` with its offset and its bytes, for a CPU that copies the
+    /// data. A chunk's slot is free when `read` returns. Stops at the first error.
     pub fn read<E: From<Lost>>(
         self,
         mut read: impl FnMut(u64, SharedBytes<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         for chunk in self.chunks() {
             self.wait(&chunk)?;
-            // SAFETY: the slots stay mapped as long as `self.ring` (see `PlannedSlots::new`), and only the peer's device writes them. A bridge that writes this one before it was told that it may
-            // spoils its own session's data.
+            // SAFETY: the slots stay mapped as long as `self.ring` (see `PlannedSlots::new`), and only the
+            // peer's device writes them. A bridge that writes this one before it was told that it may spoils
+            // its own session's data.
             let bytes = unsafe { SharedBytes::new(chunk.at, chunk.len) };
             read(chunk.offset, bytes)?;
             self.ring.passed[chunk.slot].fetch_max(chunk.round, Ordering::AcqRel);
@@ -557,8 +571,8 @@ mod tests {
     }
 
     proptest! {
-        /// For all lengths and all orders in which chunks land and are read, the bridge and the server agree on where each chunk goes, nothing gets stuck, and no slot is written before
-        /// it is free.
+        /// For all lengths and all orders in which chunks land and are read, the bridge and the server agree
+        /// on where each chunk goes, nothing gets stuck, and no slot is written before it is free.
         #[test]
         fn both_sides_agree_where_chunks_go(
             count in 2usize..16,

@@ -1,4 +1,5 @@
-//! The client's memory that commands can name: the arena, registered regions, and the ranges that commands use.
+//! The client's memory that commands can name: the arena, registered regions, and the ranges that commands
+//! use.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
@@ -18,8 +19,9 @@ use crate::shared::SharedBytes;
 
 /// Memory that commands can name: the arena, or a registered region.
 ///
-/// A driver may attach its own registration of the memory ([`Region::registration`]). When the region was removed and no command uses it any more, the thread that
-/// removes it drops the registration, which may wait for the device, and then unmaps the memory.
+/// A driver may attach its own registration of the memory ([`Region::registration`]). When the region was
+/// removed and no command uses it any more, the thread that removes it drops the registration, which may wait
+/// for the device, and then unmaps the memory.
 pub struct Region {
     /// Dropped before the mapping.
     registration: OnceLock<Box<dyn Any + Send + Sync>>,
@@ -44,7 +46,8 @@ impl Region {
         Region { registration: OnceLock::new(), memory, read_only }
     }
 
-    /// Memory of this process, zeroed, that a driver can use like a client's: a buffer. Its size is a whole number of pages.
+    /// Memory of this process, zeroed, that a driver can use like a client's: a buffer. Its size is a whole
+    /// number of pages.
     ///
     /// # Errors
     /// What the system says if there is no memory.
@@ -76,7 +79,8 @@ impl Region {
         self.read_only
     }
 
-    /// The contiguous runs that make up `len` bytes from `offset`. `None` if they are not all inside the region.
+    /// The contiguous runs that make up `len` bytes from `offset`. `None` if they are not all inside the
+    /// region.
     pub fn runs(&self, offset: u64, len: u64) -> Option<Vec<(NonNull<u8>, usize)>> {
         match &self.memory {
             Memory::Runs(runs) => runs.range(offset, len).map(Iterator::collect),
@@ -129,7 +133,8 @@ impl Mapped {
         Some(Mapped { _read: None, in_use: None, region: Arc::clone(region), runs, len: len as usize, _use })
     }
 
-    /// Counts another use of the memory, for as long as the result exists: a client that is stopped cannot wait for its end, so its session ends.
+    /// Counts another use of the memory, for as long as the result exists: a client that is stopped cannot
+    /// wait for its end, so its session ends.
     pub fn in_use(&self) -> Option<InUse> {
         self.in_use.clone()
     }
@@ -185,7 +190,8 @@ impl Mapped {
             if n == 0 {
                 break;
             }
-            // SAFETY: `region` keeps the run mapped, readable and writable (`Memories::map` maps all files so), and this process touches it by copies, atomics and devices only.
+            // SAFETY: `region` keeps the run mapped, readable and writable (`Memories::map` maps all files
+            // so), and this process touches it by copies, atomics and devices only.
             let whole = unsafe { SharedBytes::new(*run, *size) };
             each(whole.part(skip, n));
             (skip, left) = (0, left - n);
@@ -197,7 +203,8 @@ impl Mapped {
 #[derive(Default)]
 struct Table {
     here: HashMap<u32, Shared>,
-    /// Those that were removed. Commands that came before and are executed later find them here, as long as something [keeps](Regions::keep) them.
+    /// Those that were removed. Commands that came before and are executed later find them here, as long as
+    /// something [keeps](Regions::keep) them.
     leaving: HashMap<u32, (Weak<Region>, Weak<Sender<Infallible>>)>,
 }
 
@@ -292,7 +299,8 @@ impl Regions {
         Some(Leaving { _region: region, left })
     }
 
-    /// `len` bytes at `offset` of the arena or a region, for a command. `None` if they do not exist or must not be written.
+    /// `len` bytes at `offset` of the arena or a region, for a command. `None` if they do not exist or must
+    /// not be written.
     pub(super) fn take(&self, range: protocol::data::HostRange, reader: Option<u64>) -> Option<Mapped> {
         let mut mapped = self.keep(range)?;
         if reader.is_none() && mapped.region.read_only {

@@ -1,4 +1,5 @@
-//! The two streams between a bridge and a worker, whatever carries them: records that come, and frames that go.
+//! The two streams between a bridge and a worker, whatever carries them: records that come, and frames that
+//! go.
 
 use protocol::Status;
 use protocol::channel::{
@@ -76,8 +77,8 @@ pub(crate) fn put(out: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
     parts.iter().for_each(|p| out.extend_from_slice(p));
 }
 
-/// Appends words of progress. Those with a wrong index are left out: a client may have named a context or a stream
-/// that there cannot be, and the bridge takes such a word for the server's fault.
+/// Appends words of progress. Those with a wrong index are left out: a client may have named a context or a
+/// stream that there cannot be, and the bridge takes such a word for the server's fault.
 pub(crate) fn put_progress(out: &mut Vec<u8>, updates: &[ProgressUpdate]) {
     let exists = |update: &&ProgressUpdate| match update.kind {
         progress::STREAM => update.index < MAX_STREAMS,

@@ -1,6 +1,8 @@
-//! What is said to a worker beside its connection with the bridge: a socket of packets whose other end outlives the bridge's process.
+//! What is said to a worker beside its connection with the bridge: a socket of packets whose other end
+//! outlives the bridge's process.
 //!
-//! Another process takes the place of one that has ended; and the client is stopped, and goes on. A thread of its own reads it, because the connection's thread may wait for work of the client's.
+//! Another process takes the place of one that has ended; and the client is stopped, and goes on. A thread of
+//! its own reads it, because the connection's thread may wait for work of the client's.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

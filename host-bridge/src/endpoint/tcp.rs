@@ -1,14 +1,19 @@
-//! The worker's end of a `tcp` session: commands, answers and progress on the control connection, data on others.
+//! The worker's end of a `tcp` session: commands, answers and progress on the control connection, data on
+//! others.
 //!
-//! The dispatcher reads the control connection itself, polling before it sleeps. While it executes a command it reads nothing, and a command may take until its stream has its data: so
-//! nothing that a command needs may come behind it on that connection. Every thread may send on it, whole frames under a lock. A bridge that waits for
-//! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keep-alive thread does. In an idle session both
-//! sleep, and what notices a bridge that is gone is the connection's keepalive.
+//! The dispatcher reads the control connection itself, polling before it sleeps. While it executes a command
+//! it reads nothing, and a command may take until its stream has its data: so nothing that a command needs
+//! may come behind it on that connection. Every thread may send on it, whole frames under a lock. A bridge
+//! that waits for something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while
+//! it is busy with a long command a keep-alive thread does. In an idle session both sleep, and what notices a
+//! bridge that is gone is the connection's keepalive.
 //!
-//! A lost connection does not end the session: it is parked until the bridge brings new connections ([`TcpClient::resume`]), for a grace period ([`link`](super::link)). What was sent is kept until
-//! the bridge has said that it has it, so each stream goes on behind the last byte that came.
+//! A lost connection does not end the session: it is parked until the bridge brings new connections
+//! ([`TcpClient::resume`]), for a grace period ([`link`](super::link)). What was sent is kept until the
+//! bridge has said that it has it, so each stream goes on behind the last byte that came.
 //!
-//! `client` is what all threads share of it, `commands` the dispatcher's side, `keep_alive` the thread that answers for it.
+//! `client` is what all threads share of it, `commands` the dispatcher's side, `keep_alive` the thread that
+//! answers for it.
 
 pub(super) mod client;
 mod commands;

@@ -59,7 +59,8 @@ pub(super) enum Waker {
 }
 
 impl Waker {
-    /// Wakes the threads that sleep on the word at `offset` of the channel: a word of the header, or of a slot that exists.
+    /// Wakes the threads that sleep on the word at `offset` of the channel: a word of the header, or of a
+    /// slot that exists.
     pub(super) fn word(&self, view: &ChannelView, offset: usize) {
         match self {
             // SAFETY: the offset is that of a word of the channel, which is mapped.
@@ -78,8 +79,9 @@ impl Waker {
 
 /// Waits for a doorbell that another process shares, for a [`StopEvent`], or for a [`Rouse`].
 ///
-/// A native client can do anything with the doorbell: read it, so that its count is gone before this side looks, or make it blocking, so that a read here would hang. So the doorbell is
-/// never read. Epoll reports, edge-triggered, when it is written.
+/// A native client can do anything with the doorbell: read it, so that its count is gone before this side
+/// looks, or make it blocking, so that a read here would hang. So the doorbell is never read. Epoll reports,
+/// edge-triggered, when it is written.
 #[derive(Debug)]
 pub(super) struct Watch {
     epoll: Epoll,
@@ -129,7 +131,8 @@ pub(super) fn readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io:
 /// # Safety
 /// `word` is 4-aligned and mapped.
 pub(super) unsafe fn futex_wake_all(word: *const u32) {
-    // SAFETY: FUTEX_WAKE only uses the address as a key; the caller answers for it. Not PRIVATE: the sleepers are other processes.
+    // SAFETY: FUTEX_WAKE only uses the address as a key; the caller answers for it. Not PRIVATE: the sleepers
+    // are other processes.
     unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX, std::ptr::null::<u8>(), 0, 0) };
 }
 
@@ -149,7 +152,8 @@ mod tests {
                 let waiting = scope.spawn(|| watch.wait().unwrap());
                 signal(&doorbell);
                 nix::unistd::read(&doorbell, &mut [0; 8]).unwrap();
-                // A write before the wait began is not reported. It need not be: a thread checks for work before it sleeps.
+                // A write before the wait began is not reported. It need not be: a thread checks for work
+                // before it sleeps.
                 while !waiting.is_finished() {
                     signal(&doorbell);
                 }

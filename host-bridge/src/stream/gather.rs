@@ -7,7 +7,8 @@ use crate::shared::SharedBytes;
 /// The most runs in one system call.
 const MAX_RUNS: usize = 64;
 
-/// Memory for one vectored call: some of our own, some of the client's. Where the kernel copies, an address that has become invalid gives an error and harms nobody.
+/// Memory for one vectored call: some of our own, some of the client's. Where the kernel copies, an address
+/// that has become invalid gives an error and harms nobody.
 pub(crate) struct Gather {
     runs: [libc::iovec; MAX_RUNS],
     count: usize,
@@ -50,10 +51,12 @@ impl Gather {
         message
     }
 
-    /// Calls `act` with parts of the runs that together are the bytes from `offset` on, at most `len` of them.
+    /// Calls `act` with parts of the runs that together are the bytes from `offset` on, at most `len` of
+    /// them.
     ///
     /// # Safety
-    /// Every run lies in memory that stays mapped during the call. If `act` writes, it is writable and no Rust reference covers it.
+    /// Every run lies in memory that stays mapped during the call. If `act` writes, it is writable and no
+    /// Rust reference covers it.
     unsafe fn parts(&self, offset: usize, len: usize, mut act: impl FnMut(SharedBytes<'_>)) {
         let (mut skip, mut left) = (offset, len);
         for run in &self.runs[..self.count] {
@@ -62,7 +65,8 @@ impl Gather {
             let now = (run.iov_len - cut).min(left);
             left -= now;
             if let Some(at) = NonNull::new(run.iov_base.cast::<u8>()).filter(|_| now > 0) {
-                // SAFETY: `push` was given this run; `cut` lies inside it. The caller's promise is that of `SharedBytes::new`.
+                // SAFETY: `push` was given this run; `cut` lies inside it. The caller's promise is that of
+                // `SharedBytes::new`.
                 act(unsafe { SharedBytes::new(at, run.iov_len).part(cut, now) });
             }
         }

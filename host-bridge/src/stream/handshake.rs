@@ -103,7 +103,8 @@ trait Side: Sized {
 
     fn process<'c, 'i>(&'c mut self, incoming: &'i mut [u8]) -> UnbufferedStatus<'c, 'i, Self::Data>;
     fn is_handshaking(&self) -> bool;
-    /// Whether the next [`process`](Self::process) has something to encode, and looks at nothing that has come.
+    /// Whether the next [`process`](Self::process) has something to encode, and looks at nothing that has
+    /// come.
     fn wants_write(&self) -> bool;
     fn finish(self) -> Result<(ExtractedSecrets, Keys), rustls::Error>;
 }

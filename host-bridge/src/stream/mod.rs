@@ -6,10 +6,12 @@
 //!           memory ◀── copied ◀── opened in place ◀── recv
 //! ```
 //!
-//! Without TLS every method is one system call straight from or into the given memory. With TLS, rustls shakes hands (`handshake`) and hands over the keys, and each direction then works by
-//! itself (`records`). The socket may block or not: methods that never wait say so.
+//! Without TLS every method is one system call straight from or into the given memory. With TLS, rustls
+//! shakes hands (`handshake`) and hands over the keys, and each direction then works by itself (`records`).
+//! The socket may block or not: methods that never wait say so.
 //!
-//! A connection under TLS that ends without the peer's farewell was cut, perhaps by somebody else: that is an error, where a plain one just ends.
+//! A connection under TLS that ends without the peer's farewell was cut, perhaps by somebody else: that is an
+//! error, where a plain one just ends.
 
 mod gather;
 mod handshake;
@@ -40,7 +42,8 @@ use crate::framing::check_len;
 /// Records that are sealed before they are sent.
 const BATCH: usize = 16;
 
-/// A connected stream socket, with or without TLS. Every thread may use it; one that sends and one that receives do not wait for each other.
+/// A connected stream socket, with or without TLS. Every thread may use it; one that sends and one that
+/// receives do not wait for each other.
 pub struct Stream {
     socket: TcpStream,
     tls: Option<Box<Tls>>,
@@ -91,7 +94,8 @@ impl Stream {
         Ok(OwnedFd::from(UnixStream::pair()?.0).into())
     }
 
-    /// Shakes hands as the client of a TLS connection, until `deadline` at most. `name` goes to the server in the clear; `config` decides whom to trust.
+    /// Shakes hands as the client of a TLS connection, until `deadline` at most. `name` goes to the server in
+    /// the clear; `config` decides whom to trust.
     pub fn tls_client(
         socket: OwnedFd,
         config: &Arc<ClientConfig>,
@@ -160,8 +164,8 @@ impl Stream {
         let _ = self.socket.shutdown(Shutdown::Both);
     }
 
-    /// Sends from gathered memory, as much as the socket takes. With TLS it takes a number of whole records or nothing, and the last of them may wait in this process: see
-    /// [`has_output`](Self::has_output).
+    /// Sends from gathered memory, as much as the socket takes. With TLS it takes a number of whole records
+    /// or nothing, and the last of them may wait in this process: see [`has_output`](Self::has_output).
     ///
     /// # Safety
     /// Every run lies in memory that stays mapped during the call.
@@ -228,7 +232,8 @@ impl Stream {
         Ok(sent)
     }
 
-    /// Whether sealed records wait for room in the socket. Then [`flush_output`](Self::flush_output) is to be called when there is some.
+    /// Whether sealed records wait for room in the socket. Then [`flush_output`](Self::flush_output) is to be
+    /// called when there is some.
     pub(crate) fn has_output(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| lock(&tls.sending).is_pending())
     }
@@ -254,7 +259,8 @@ impl Stream {
         self.read_as(buffer, MsgFlags::MSG_DONTWAIT)
     }
 
-    /// Receives as much as `buffer` takes, waiting for it; less at the connection's end, if a signal comes between, and with TLS. 0: the peer closed the connection.
+    /// Receives as much as `buffer` takes, waiting for it; less at the connection's end, if a signal comes
+    /// between, and with TLS. 0: the peer closed the connection.
     pub(crate) fn read_whole(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read_as(buffer, if self.tls.is_some() { MsgFlags::empty() } else { MsgFlags::MSG_WAITALL })
     }
@@ -280,7 +286,8 @@ impl Stream {
             )
     }
 
-    /// Sends `head` and then `tail`, all of both. To be used on a socket that blocks, by one thread at a time.
+    /// Sends `head` and then `tail`, all of both. To be used on a socket that blocks, by one thread at a
+    /// time.
     pub(crate) fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let Some(tls) = &self.tls else {
             let mut at = 0;
@@ -340,7 +347,8 @@ impl Stream {
         self.write_all(&[FrameHeader { kind, len }.as_bytes(), &parts.concat()].concat())
     }
 
-    /// Receives one frame: its kind, its body in `body`. `Ok(None)`: the peer closed the connection instead. To be used on a socket that blocks.
+    /// Receives one frame: its kind, its body in `body`. `Ok(None)`: the peer closed the connection instead.
+    /// To be used on a socket that blocks.
     pub fn recv_frame(&self, body: &mut Vec<u8>) -> io::Result<Option<u32>> {
         let mut header = FrameHeader::new_zeroed();
         match self.read_exact(header.as_mut_bytes()) {
@@ -369,7 +377,8 @@ impl Stream {
         }
     }
 
-    /// Gives `take` data until it takes no more or there is no more, and receives if there was none. `take` gives how much it took. The result is the sum; 0: the peer closed the connection.
+    /// Gives `take` data until it takes no more or there is no more, and receives if there was none. `take`
+    /// gives how much it took. The result is the sum; 0: the peer closed the connection.
     fn receive_by(
         &self,
         tls: &Tls,
@@ -429,7 +438,8 @@ impl Tls {
         }
     }
 
-    /// Takes new keys for sending if they are due: because the peer asked, or because these have sealed as much as they may.
+    /// Takes new keys for sending if they are due: because the peer asked, or because these have sealed as
+    /// much as they may.
     fn renew(&self, sending: &mut Sending) -> io::Result<()> {
         if !sending.is_worn() && !self.renew.load(Ordering::Acquire) {
             return Ok(());

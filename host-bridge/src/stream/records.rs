@@ -1,7 +1,9 @@
 //! Records of TLS 1.3 after the handshake, in one direction each.
 //!
-//! rustls makes the handshake and derives the keys ([`super::handshake`]); the AEAD, its nonces and its padding are rustls', too. Here are the 5-byte headers, the counting of records, and
-//! what may come besides data: the peer's farewell, and its new keys. Each direction has its own state, so a thread that sends and one that receives share no lock.
+//! rustls makes the handshake and derives the keys ([`super::handshake`]); the AEAD, its nonces and its
+//! padding are rustls', too. Here are the 5-byte headers, the counting of records, and what may come besides
+//! data: the peer's farewell, and its new keys. Each direction has its own state, so a thread that sends and
+//! one that receives share no lock.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,7 +23,8 @@ pub(super) const MAX_BODY: usize = MAX_DATA + 256;
 /// Bytes of the buffer for records that have come: so many at first, up to so many once the peer fills it.
 const BUFFER: (usize, usize) = (2 * (HEADER + MAX_BODY), 16 * (HEADER + MAX_BODY));
 
-/// `KeyUpdate` of RFC 8446, section 4.6.3: its type, its length, and whether the peer is asked to do the same.
+/// `KeyUpdate` of RFC 8446, section 4.6.3: its type, its length, and whether the peer is asked to do the
+/// same.
 const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
 /// `close_notify`: a warning, 0.
 const CLOSE_NOTIFY: [u8; 2] = [1, 0];
@@ -125,7 +128,8 @@ impl Receiving {
         }
     }
 
-    /// Opens the next record. To be called when all data was taken. A record that was not made by the peer for this place fails, and so does everything behind it.
+    /// Opens the next record. To be called when all data was taken. A record that was not made by the peer
+    /// for this place fails, and so does everything behind it.
     pub(super) fn open(&mut self) -> io::Result<Opened> {
         if let Some(text) = &self.broken {
             return Err(invalid(text.clone()));

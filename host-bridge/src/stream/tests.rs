@@ -192,7 +192,8 @@ fn a_peer_with_another_key_is_refused_by_either_side() {
 /// What somebody in the middle does to the records of one direction. `None`: leaves out.
 type Meddle = fn(usize, Vec<u8>, &mut Vec<Vec<u8>>);
 
-/// Relays whole records between two connections, and has `meddle` see those to the server (`upwards`) or to the client. It is given a record's number and puts what goes on into the list.
+/// Relays whole records between two connections, and has `meddle` see those to the server (`upwards`) or to
+/// the client. It is given a record's number and puts what goes on into the list.
 fn middle(upwards: bool, meddle: Meddle) -> (OwnedFd, OwnedFd) {
     let (ours, near) = sockets();
     let (far, theirs) = sockets();
@@ -227,7 +228,8 @@ fn middle(upwards: bool, meddle: Meddle) -> (OwnedFd, OwnedFd) {
     (ours, theirs)
 }
 
-/// Sends a hundred numbered messages each way through somebody who meddles. What arrives is a prefix of what was sent, and whoever misses something gets an error.
+/// Sends a hundred numbered messages each way through somebody who meddles. What arrives is a prefix of what
+/// was sent, and whoever misses something gets an error.
 #[test]
 fn somebody_in_the_middle_changes_nothing_that_is_accepted() {
     let meddles: [Meddle; 6] = [
@@ -327,7 +329,8 @@ fn flip(mut from: TcpStream, mut to: TcpStream, place: Option<usize>) -> Vec<u8>
     all
 }
 
-/// A whole connection through somebody who changes one byte of one direction: handshake, a question, an answer, a farewell. Whether both sides took it for unchanged, and what passed.
+/// A whole connection through somebody who changes one byte of one direction: handshake, a question, an
+/// answer, a farewell. Whether both sides took it for unchanged, and what passed.
 fn changed(
     client: &Arc<ClientConfig>,
     server: &Arc<ServerConfig>,
@@ -386,7 +389,8 @@ fn a_change_of_any_byte_of_a_connection_is_noticed() {
     }
 }
 
-/// Whether a change of this byte may do something else than a change of its neighbors: all of it in the clear, and the ends and samples of what is sealed as a whole.
+/// Whether a change of this byte may do something else than a change of its neighbors: all of it in the
+/// clear, and the ends and samples of what is sealed as a whole.
 fn differs(passed: &[u8], place: usize) -> bool {
     let mut at = 0;
     loop {
@@ -398,8 +402,9 @@ fn differs(passed: &[u8], place: usize) -> bool {
     }
 }
 
-/// Whether a byte is the type or the version in a record's header. What these must be is authenticated, and what came is not looked at (RFC 8446, sections 5.1 and 5.2). A signature's length
-/// differs from time to time, so there may also be no such byte.
+/// Whether a byte is the type or the version in a record's header. What these must be is authenticated, and
+/// what came is not looked at (RFC 8446, sections 5.1 and 5.2). A signature's length differs from time to
+/// time, so there may also be no such byte.
 fn means_nothing(passed: &[u8], place: usize) -> bool {
     let mut at = 0;
     while at + 5 <= passed.len() && at + 3 <= place {

@@ -32,7 +32,8 @@ pub struct Port {
     pub number: u8,
     /// InfiniBand: the local identifier. RoCE: 0.
     pub lid: u16,
-    /// Whether packets carry a global route: always with RoCE; with InfiniBand when a GID index was configured.
+    /// Whether packets carry a global route: always with RoCE; with InfiniBand when a GID index was
+    /// configured.
     pub global: bool,
     /// Index of the GID in the port's table.
     pub gid_index: u8,
@@ -113,7 +114,8 @@ impl GidEntry {
     }
 }
 
-/// The GID to use on an Ethernet port: RoCE v2 only, since nothing routes v1; an IPv4 address before a global IPv6 one before a link-local one.
+/// The GID to use on an Ethernet port: RoCE v2 only, since nothing routes v1; an IPv4 address before a global
+/// IPv6 one before a link-local one.
 pub fn choose_gid(table: &[GidEntry]) -> Option<&GidEntry> {
     let rank = |entry: &&GidEntry| match entry {
         e if e.is_v4() => 0,
@@ -165,7 +167,8 @@ impl Drop for List {
 }
 
 impl Device {
-    /// Opens the device that the settings name, or else the only one with an active port, and chooses the path on its port.
+    /// Opens the device that the settings name, or else the only one with an active port, and chooses the
+    /// path on its port.
     pub fn open(settings: &Settings) -> Result<Arc<Device>, VerbsError> {
         settings.check()?;
         let list = List::new()?;
@@ -245,7 +248,8 @@ impl Device {
 
     fn choose_path(&mut self, library: &Library, settings: &Settings) -> Result<(), VerbsError> {
         let mut attr = sys::PortAttr::default();
-        // SAFETY: an open context, a port that exists; `attr` is writable and of the size that the library knows.
+        // SAFETY: an open context, a port that exists; `attr` is writable and of the size that the library
+        // knows.
         check("ibv_query_port", unsafe {
             (library.query_port)(self.context.as_ptr(), self.port.number, &mut attr)
         })?;
@@ -294,7 +298,8 @@ impl Device {
         (result == 0).then_some(gid.0)
     }
 
-    /// Entries that are not empty. Their kinds come from sysfs: the library's call for them is younger than many hosts.
+    /// Entries that are not empty. Their kinds come from sysfs: the library's call for them is younger than
+    /// many hosts.
     fn gid_table(&self, library: &Library, count: u8) -> Vec<GidEntry> {
         let types = format!("/sys/class/infiniband/{}/ports/{}/gid_attrs/types", self.name, self.port.number);
         let entry = |index: u8| {
@@ -352,7 +357,8 @@ impl Device {
             }
             _ => DeviceEvent::Other,
         };
-        // SAFETY: an event that was just taken. It must be acknowledged before its queue pair can be destroyed.
+        // SAFETY: an event that was just taken. It must be acknowledged before its queue pair can be
+        // destroyed.
         unsafe { (library.ack_async_event)(&mut event) };
         Some(seen)
     }

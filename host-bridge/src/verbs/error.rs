@@ -127,7 +127,8 @@ pub enum VerbsError {
     /// The connection is broken: the peer cannot be reached through it any more. Another one may do.
     #[error("{0}")]
     Broken(String),
-    /// A device has refused a request, or something was asked of a connection that it cannot do: another connection would end in the same way.
+    /// A device has refused a request, or something was asked of a connection that it cannot do: another
+    /// connection would end in the same way.
     #[error("{0}")]
     Wrong(String),
     /// The peer does not keep to the protocol.

@@ -5,12 +5,15 @@
 //!   put()   ─▶ registered memory ─RDMA WRITE with immediate─▶ queue 1… ═══▶ peer's memory ─poll()─▶ Event::Placed
 //! ```
 //!
-//! One thread at a time uses a link. Nothing blocks, and nothing is allocated once the buffers have grown to their final size. What cannot be sent now stays in `out` or is refused
-//! ([`next_queue`](Link::next_queue)), until a later [`poll`](Link::poll) has brought credits or completions.
+//! One thread at a time uses a link. Nothing blocks, and nothing is allocated once the buffers have grown to
+//! their final size. What cannot be sent now stays in `out` or is refused ([`next_queue`](Link::next_queue)),
+//! until a later [`poll`](Link::poll) has brought credits or completions.
 //!
-//! Requests are signalled selectively: the last of a run that a thread waits for, and every quarter of a queue. A completion covers all earlier requests on its queue.
+//! Requests are signalled selectively: the last of a run that a thread waits for, and every quarter of a
+//! queue. A completion covers all earlier requests on its queue.
 //!
-//! Queue pairs that break can be replaced. Writes go on behind those that the peer has ([`requests`](super::requests)); the stream behind what the peer has acted on of it, if it is
+//! Queue pairs that break can be replaced. Writes go on behind those that the peer has
+//! ([`requests`](super::requests)); the stream behind what the peer has acted on of it, if it is
 //! [kept](Link::keep), as over any other connection:
 //!
 //! ```text
@@ -41,10 +44,12 @@ use crate::framing::SendBuffer;
 
 /// When a completion says that the link has broken, how long to wait for the one that says why.
 const CAUSE: Duration = Duration::from_millis(20);
-/// How long queue pairs that were stopped may take to give all their receives back. What comes later is not acted on; the peer is told so.
+/// How long queue pairs that were stopped may take to give all their receives back. What comes later is not
+/// acted on; the peer is told so.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// How often in a row a peer's device may refuse a write before other queue pairs are of no use. A process that ends may leave its queue pairs without their memory for a moment, and so may the next one.
+/// How often in a row a peer's device may refuse a write before other queue pairs are of no use. A process
+/// that ends may leave its queue pairs without their memory for a moment, and so may the next one.
 const MOST_REFUSED: u32 = 8;
 
 /// Size of a message's header, in bytes.
@@ -91,7 +96,8 @@ pub struct Put {
     pub immediate: u32,
     /// Returned in [`Event::Written`].
     pub token: u64,
-    /// Whether to report its completion at once, because it is long or no other write follows for now. Otherwise a later one reports it.
+    /// Whether to report its completion at once, because it is long or no other write follows for now.
+    /// Otherwise a later one reports it.
     pub signal: bool,
 }
 
@@ -119,7 +125,8 @@ pub struct EarlierWrites {
 pub enum Before {
     /// As ever.
     Everything,
-    /// Messages. Whether the link carries anything shows sooner if little is under way, and nothing long is sent into the void.
+    /// Messages. Whether the link carries anything shows sooner if little is under way, and nothing long is
+    /// sent into the void.
     Messages,
     /// Nothing: the peer may not be connected yet.
     Nothing,
@@ -154,7 +161,8 @@ pub struct Counts {
     pub sent: u64,
     /// Messages received.
     pub received: u64,
-    /// Writes posted. Each request, a message or a write, is posted by itself: one doorbell, which `rdma_rxe` makes a system call of.
+    /// Writes posted. Each request, a message or a write, is posted by itself: one doorbell, which `rdma_rxe`
+    /// makes a system call of.
     pub writes: u64,
     /// Writes of the peer that have arrived.
     pub placed: u64,
@@ -257,7 +265,8 @@ impl Link {
         !self.out.is_empty()
     }
 
-    /// The stream to the peer, to be appended to. It goes with the next [`flush`](Self::flush), everything together.
+    /// The stream to the peer, to be appended to. It goes with the next [`flush`](Self::flush), everything
+    /// together.
     pub fn out(&mut self) -> &mut Vec<u8> {
         self.out.end()
     }
@@ -281,7 +290,9 @@ impl Link {
         }
     }
 
-    /// Sends an empty message, if there is room for one. The peer's device notices by it that earlier ones are missing and asks for them, so that nobody has to wait until this side's device repeats them by itself.
+    /// Sends an empty message, if there is room for one. The peer's device notices by it that earlier ones
+    /// are missing and asks for them, so that nobody has to wait until this side's device repeats them by
+    /// itself.
     pub fn nudge(&mut self) -> Result<(), VerbsError> {
         if self.up.as_ref().is_some_and(|up| up.sends() && up.credits.may_send(0)) {
             self.send_message(false)?;
@@ -289,7 +300,8 @@ impl Link {
         Ok(())
     }
 
-    /// Sends a message: with bytes of the stream, or an empty one. The peer can take it. False: there is no buffer for it.
+    /// Sends a message: with bytes of the stream, or an empty one. The peer can take it. False: there is no
+    /// buffer for it.
     fn send_message(&mut self, stream: bool) -> Result<bool, VerbsError> {
         let Link { up: Some(up), requests, out, depths, counts, signal, .. } = self else { return Ok(false) };
         if requests[0].under_way() >= depths[0] {
@@ -321,7 +333,8 @@ impl Link {
             send_flags: flags,
             ..SendWr::default()
         };
-        // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed, and is not written again before this completes.
+        // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed,
+        // and is not written again before this completes.
         unsafe { queue.pair.send(&mut wr) }?;
         requests[0].post(Posted::Message(buffer));
         up.messages.0 = up.messages.0.wrapping_add(1);
@@ -329,7 +342,8 @@ impl Link {
         Ok(true)
     }
 
-    /// Holds the peer's stream off, or ends that: for when it sends faster than its frames can be acted on. What is under way still comes. Writes are not held off.
+    /// Holds the peer's stream off, or ends that: for when it sends faster than its frames can be acted on.
+    /// What is under way still comes. Writes are not held off.
     pub fn hold(&mut self, hold: bool) {
         if let Some(up) = &mut self.up {
             up.credits.hold(hold);
@@ -343,8 +357,9 @@ impl Link {
             && self.up.as_ref().is_some_and(room)
     }
 
-    /// The queue for the next write, if one can take it now. Writes go in turn over the queues, but from one that is not signalled to the next that is they stay on one
-    /// queue: so the signalled one stands for all of them.
+    /// The queue for the next write, if one can take it now. Writes go in turn over the queues, but from one
+    /// that is not signalled to the next that is they stay on one queue: so the signalled one stands for all
+    /// of them.
     pub fn next_queue(&self) -> Option<usize> {
         // Those that have to be repeated come first.
         if !self.again.is_empty() {
@@ -358,7 +373,8 @@ impl Link {
         (0..count).map(|i| 1 + (up.turn + i) % count).find(|queue| self.can_put(*queue))
     }
 
-    /// Posts writes once more that were under way when earlier queue pairs broke, on their queues, as far as there is room: whoever remembers them knows them by their number there. True: there was one.
+    /// Posts writes once more that were under way when earlier queue pairs broke, on their queues, as far as
+    /// there is room: whoever remembers them knows them by their number there. True: there was one.
     fn repeat(&mut self) -> Result<bool, VerbsError> {
         let mut worked = false;
         while let Some(put) = self.again.front().copied().filter(|put| self.can_put(put.queue)) {
@@ -370,7 +386,8 @@ impl Link {
         Ok(worked)
     }
 
-    /// Writes into the peer's memory, on the queue that [`next_queue`](Self::next_queue) has just named. The source stays registered, and as it is, until [`Event::Written`].
+    /// Writes into the peer's memory, on the queue that [`next_queue`](Self::next_queue) has just named. The
+    /// source stays registered, and as it is, until [`Event::Written`].
     pub fn put(&mut self, put: &Put) -> Result<(), VerbsError> {
         let takes = self.can_put(put.queue);
         let Link { up: Some(up), requests, depths, counts, .. } = self else {
@@ -416,8 +433,9 @@ impl Link {
             rkey: put.key,
             ..SendWr::default()
         };
-        // SAFETY: a segment comes from a registration; should that be dropped too early, its key is void and the device refuses. An inline one is host memory,
-        // mapped as long as its registration, which the caller holds until the write is done.
+        // SAFETY: a segment comes from a registration; should that be dropped too early, its key is void and
+        // the device refuses. An inline one is host memory, mapped as long as its registration, which the
+        // caller holds until the write is done.
         unsafe { queue.pair.send(&mut wr) }?;
         requests.post(Posted::Write(*put));
         counts.writes += 1;
@@ -426,8 +444,9 @@ impl Link {
         Ok(())
     }
 
-    /// Takes what has happened, and gives it to `on`. True: there was something. Never waits, but for the cause of an error ([`CAUSE`]). After an error there is nothing any more: the link is to be
-    /// [taken down](Self::take_down), or dropped.
+    /// Takes what has happened, and gives it to `on`. True: there was something. Never waits, but for the
+    /// cause of an error ([`CAUSE`]). After an error there is nothing any more: the link is to be [taken
+    /// down](Self::take_down), or dropped.
     pub fn poll<E: From<VerbsError>>(
         &mut self,
         on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
@@ -440,7 +459,8 @@ impl Link {
             let Taken { some, full, failed } = self.take(on)?;
             worked |= some;
             if let Some(mut failed) = failed {
-                // What broke the link may be reported a little later, on another queue; this may be a mere consequence.
+                // What broke the link may be reported a little later, on another queue; this may be a mere
+                // consequence.
                 let begin = Instant::now();
                 while failed.status == number::WC_WR_FLUSH_ERR && begin.elapsed() < CAUSE {
                     match self.take(on)?.failed {
@@ -542,8 +562,8 @@ impl Link {
                 let Some(at) = up.inbox.pointer(index * MESSAGE, len) else {
                     return Err(VerbsError::Wrong(format!("a completion names receive {index}")).into());
                 };
-                // SAFETY: the receive into this buffer has completed and it is not posted again before the end of this function, so nobody writes it. The
-                // peer has no key to it.
+                // SAFETY: the receive into this buffer has completed and it is not posted again before the
+                // end of this function, so nobody writes it. The peer has no key to it.
                 let message = unsafe { std::slice::from_raw_parts(at.as_ptr(), len) };
                 let wrong = || VerbsError::Peer(format!("a message of {len} bytes without a proper header"));
                 let (header, bytes) = MessageHeader::read_from_prefix(message).map_err(|_| wrong())?;
@@ -602,12 +622,14 @@ impl Link {
         if self.refused <= MOST_REFUSED { why } else { VerbsError::Wrong(format!("{why}, again and again")) }
     }
 
-    /// Readable when something has happened after [`arm`](Self::arm). `None`: nothing happens, because there are no queue pairs, or they are broken.
+    /// Readable when something has happened after [`arm`](Self::arm). `None`: nothing happens, because there
+    /// are no queue pairs, or they are broken.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.up.as_ref().filter(|up| !up.stopped).map(|up| up.completions.as_fd())
     }
 
-    /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake: [`poll`](Self::poll) once more after it.
+    /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake:
+    /// [`poll`](Self::poll) once more after it.
     pub fn arm(&self) -> Result<(), VerbsError> {
         self.up.as_ref().map_or(Ok(()), |up| up.completions.arm())
     }
@@ -619,7 +641,8 @@ impl Link {
         }
     }
 
-    /// Ends the connection: nothing is sent or received any more, and what was under way is void. The peer sees it as a loss, unless it was told before.
+    /// Ends the connection: nothing is sent or received any more, and what was under way is void. The peer
+    /// sees it as a loss, unless it was told before.
     pub fn stop(&mut self) {
         if let Some(up) = &mut self.up {
             up.stop();
@@ -631,7 +654,8 @@ impl Link {
         self.up.as_ref().is_some_and(|up| up.heard && !up.stopped)
     }
 
-    /// Destroys the queue pairs, once `on` has got what had come through them. When this returns nobody writes any memory through them any more, however long a packet was under way, and
+    /// Destroys the queue pairs, once `on` has got what had come through them. When this returns nobody
+    /// writes any memory through them any more, however long a packet was under way, and
     /// [`taken`](Self::taken) does not change.
     pub fn take_down<E: From<VerbsError>>(
         &mut self,
@@ -663,8 +687,9 @@ impl Link {
         Some(requests.taken())
     }
 
-    /// The link is down, and the peer's too, which has acted on so many of our writes on each queue of data. What it has counts as done, as `on` hears; everything else will be sent again. Gives those
-    /// that were reported as done and that the peer does not know of: it has to be told, or the session ends.
+    /// The link is down, and the peer's too, which has acted on so many of our writes on each queue of data.
+    /// What it has counts as done, as `on` hears; everything else will be sent again. Gives those that were
+    /// reported as done and that the peer does not know of: it has to be told, or the session ends.
     ///
     /// # Errors
     /// The peer cannot have acted on so many, or has lost some.
@@ -702,7 +727,8 @@ impl Link {
         self.again.iter_mut().for_each(change);
     }
 
-    /// Goes on through new queue pairs, connected to the peer's. `before`: what is sent before the peer has sent something. The link is down and [settled](Self::settle).
+    /// Goes on through new queue pairs, connected to the peer's. `before`: what is sent before the peer has
+    /// sent something. The link is down and [settled](Self::settle).
     pub fn go_on(&mut self, fresh: Unconnected, peer: &Queues, before: Before) -> Result<(), VerbsError> {
         let up = fresh.up(peer)?;
         if !up.queues.iter().map(|queue| queue.depth).eq(self.depths.iter().copied()) {

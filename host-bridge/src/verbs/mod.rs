@@ -8,14 +8,19 @@
 //!
 //! In reading order:
 //! - `settings`: what an administrator says; [`device`]: which device, port and address;
-//! - [`registration`]: protection domains and registered memory; [`client_memory`]: a client's scattered memory as one registration; `windows`: keys for a part of it and for a while;
-//! - `queue`: one queue pair, and completion queues; `failure`: why one broke; `credits`: how much each side may send;
-//! - `queue_pairs`: those of a session, made and connected; `requests`: what was sent and taken on one queue, over all queue pairs that a session has had; `stalls`: when requests take too long;
+//! - [`registration`]: protection domains and registered memory; [`client_memory`]: a client's scattered
+//!   memory as one registration; `windows`: keys for a part of it and for a while;
+//! - `queue`: one queue pair, and completion queues; `failure`: why one broke; `credits`: how much each side
+//!   may send;
+//! - `queue_pairs`: those of a session, made and connected; `requests`: what was sent and taken on one queue,
+//!   over all queue pairs that a session has had; `stalls`: when requests take too long;
 //! - [`link`]: all of that as one connection with messages and writes, whose queue pairs can be replaced;
 //! - [`pieces`]: one queue pair for copies between servers;
-//! - `sys`: the C library's types, and its functions found at run time; `software`, for tests: the same functions without a device.
+//! - `sys`: the C library's types, and its functions found at run time; `software`, for tests: the same
+//!   functions without a device.
 //!
-//! A device's context and domain belong to one session, so a key is valid only for that session's memory and queue pairs. A registration is always dropped before its memory.
+//! A device's context and domain belong to one session, so a key is valid only for that session's memory and
+//! queue pairs. A registration is always dropped before its memory.
 //! `docs/decisions/0005-verbs-by-own-bindings.md` explains why rgpu has its own bindings.
 
 pub mod client_memory;

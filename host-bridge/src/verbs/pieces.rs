@@ -4,11 +4,13 @@
 //!   send(header, buffer) ─SEND─▶ queue pair ═══▶ queue pair ─▶ the oldest buffer given to receive() ─▶ poll()
 //! ```
 //!
-//! A piece is a message, not a write: its bytes go into the oldest receive that the receiving end has posted, and nowhere else. So that end gives out no address and no key,
-//! the peer can fill a buffer only once and only while it is posted, and the device refuses what does not fit.
+//! A piece is a message, not a write: its bytes go into the oldest receive that the receiving end has posted,
+//! and nowhere else. So that end gives out no address and no key, the peer can fill a buffer only once and
+//! only while it is posted, and the device refuses what does not fit.
 //!
-//! One thread at a time uses an end. Nothing blocks, and nothing is allocated once the queues have their final size. The receiving end says over another connection how many
-//! receives it has posted ([`Pieces::grant`]).
+//! One thread at a time uses an end. Nothing blocks, and nothing is allocated once the queues have their
+//! final size. The receiving end says over another connection how many receives it has posted
+//! ([`Pieces::grant`]).
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -32,7 +34,8 @@ const HEADER: usize = size_of::<DirectHeader>();
 /// Memory for the bytes of one piece.
 ///
 /// # Safety
-/// As long as the value exists, the registration and its memory stay, and nobody but the owner of the value and the device touches that memory.
+/// As long as the value exists, the registration and its memory stay, and nobody but the owner of the value
+/// and the device touches that memory.
 pub unsafe trait PieceBuffer {
     /// Its registration, if it has one: for a receiving end one that the device may write.
     fn registration(&self) -> Option<&Registration>;
@@ -183,7 +186,8 @@ impl<B: PieceBuffer> Pieces<B> {
             send_flags: number::SEND_SIGNALED,
             ..SendWr::default()
         };
-        // SAFETY: the header's place is used by no other request under way, and the buffer is kept in `posted` until this one completes or the queue pair is destroyed.
+        // SAFETY: the header's place is used by no other request under way, and the buffer is kept in
+        // `posted` until this one completes or the queue pair is destroyed.
         unsafe { self.pair.send(&mut wr) }?;
         self.credits.have -= 1;
         let (buffer, len) = piece.map_or((None, 0), |(buffer, len)| (Some(buffer), len));
@@ -207,7 +211,8 @@ impl<B: PieceBuffer> Pieces<B> {
         Ok(())
     }
 
-    /// Where the next request's header is in `headers`. As many places as requests can be under way, so this one is free.
+    /// Where the next request's header is in `headers`. As many places as requests can be under way, so this
+    /// one is free.
     fn place(&self) -> usize {
         self.next as usize % self.depth * HEADER
     }
@@ -271,7 +276,8 @@ impl<B: PieceBuffer> Pieces<B> {
             VerbsError::Peer(format!("it sent a message of {} bytes, which is no piece", wc.byte_len))
         })?;
         let at = self.headers.pointer(first as usize % self.depth * HEADER, HEADER).ok_or_else(unknown)?;
-        // SAFETY: inside the slab. The receive into it has completed and it is not posted again, so nobody writes it.
+        // SAFETY: inside the slab. The receive into it has completed and it is not posted again, so nobody
+        // writes it.
         let bytes = unsafe { at.cast::<[u8; HEADER]>().as_ptr().read() };
         let header = DirectHeader::read_from_bytes(&bytes).map_err(|_| unknown())?;
         Ok(Done { header, len: came, buffer })
@@ -282,7 +288,8 @@ impl<B: PieceBuffer> Pieces<B> {
         self.completions.as_fd()
     }
 
-    /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake: [`poll`](Self::poll) once more after it.
+    /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake:
+    /// [`poll`](Self::poll) once more after it.
     pub fn arm(&self) -> Result<(), VerbsError> {
         self.completions.arm()
     }

@@ -320,10 +320,12 @@ impl QueuePair {
         check("ibv_post_recv", unsafe { (self.post_recv)(self.qp.as_ptr(), &mut wr, &mut bad) })
     }
 
-    /// Has a window show something of a registration to the peer, for writing, from when the request completes on, or nothing of it any more. In any case its key is a new one.
+    /// Has a window show something of a registration to the peer, for writing, from when the request
+    /// completes on, or nothing of it any more. In any case its key is a new one.
     ///
     /// # Safety
-    /// The window and the registration live, the window until the request completes and the registration until the window shows something else, or nothing.
+    /// The window and the registration live, the window until the request completes and the registration
+    /// until the window shows something else, or nothing.
     pub(super) unsafe fn bind(&self, window: NonNull<sys::Mw>, shown: Shown) -> Result<(), VerbsError> {
         let ops = {
             // SAFETY: an open context.

@@ -263,8 +263,8 @@ pub(super) fn post_receive(
     let id = RECEIVE | (queue as u64) << 32 | index as u64;
     let segment =
         if queue == 0 { inbox.registration().slice((index * MESSAGE) as u64, MESSAGE as u32) } else { None };
-    // SAFETY: a buffer of the inbox, which is registered for the device's writes until after the queue pair is destroyed, and which is only read between
-    // this receive's completion and its being posted again.
+    // SAFETY: a buffer of the inbox, which is registered for the device's writes until after the queue pair
+    // is destroyed, and which is only read between this receive's completion and its being posted again.
     unsafe { pair.receive(id, segment.as_ref().map_or(&[], |s| std::slice::from_ref(&s.sge))) }
 }
 

@@ -255,10 +255,12 @@ impl Slab {
         inside.then(|| unsafe { self.at.add(offset) })
     }
 
-    /// Writes bytes that are to be sent, at a place that no request under way names. Nothing if they do not fit.
+    /// Writes bytes that are to be sent, at a place that no request under way names. Nothing if they do not
+    /// fit.
     pub(super) fn store(&self, offset: usize, bytes: &[u8]) {
         if let Some(at) = self.pointer(offset, bytes.len()) {
-            // SAFETY: `pointer` checked the range; the device does not use it now, since the caller takes a place that no request under way names.
+            // SAFETY: `pointer` checked the range; the device does not use it now, since the caller takes a
+            // place that no request under way names.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.as_ptr(), bytes.len()) };
         }
     }

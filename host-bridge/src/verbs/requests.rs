@@ -1,11 +1,14 @@
 //! The requests of one queue, both ways, over all queue pairs that a session has had there. No I/O.
 //!
-//! A reliable connection delivers requests in order, or breaks. When it breaks, its sender does not know which of the requests under way the peer has: the peer's answers were under way, too. So each side
-//! counts the peer's requests that it has acted on ([`took`](Requests::took)), and when both have put an end to their old queue pairs, they tell each other. Then
-//! [`settle`](Requests::settle) says of each request under way whether it is done or has to be repeated.
+//! A reliable connection delivers requests in order, or breaks. When it breaks, its sender does not know
+//! which of the requests under way the peer has: the peer's answers were under way, too. So each side counts
+//! the peer's requests that it has acted on ([`took`](Requests::took)), and when both have put an end to
+//! their old queue pairs, they tell each other. Then [`settle`](Requests::settle) says of each request under
+//! way whether it is done or has to be repeated.
 //!
-//! A peer's process may end when its device has carried a request out and the process has not acted on it. The process that comes after it cannot know of that request. So those that are done are
-//! remembered until the peer has shown that it has acted on them ([`trim`](Requests::trim)): it can be told.
+//! A peer's process may end when its device has carried a request out and the process has not acted on it.
+//! The process that comes after it cannot know of that request. So those that are done are remembered until
+//! the peer has shown that it has acted on them ([`trim`](Requests::trim)): it can be told.
 
 use std::collections::VecDeque;
 
@@ -14,7 +17,8 @@ use super::error::VerbsError;
 /// See the module's text. `R`: what is known of a request of ours.
 #[derive(Debug)]
 pub(super) struct Requests<R> {
-    /// Ours that the device has reported as done, and that the peer may not have acted on. Those under way are behind them.
+    /// Ours that the device has reported as done, and that the peer may not have acted on. Those under way
+    /// are behind them.
     done: VecDeque<R>,
     /// Ours that were posted and of which it is not known that they are done, oldest first.
     under_way: VecDeque<R>,
@@ -60,7 +64,8 @@ impl<R: Copy> Requests<R> {
         self.next += 1;
     }
 
-    /// The device says that the request with this number is done, and so all before it: gives the first of them. To be called until there is none.
+    /// The device says that the request with this number is done, and so all before it: gives the first of
+    /// them. To be called until there is none.
     pub(super) fn done(&mut self, number: u64) -> Option<R> {
         if self.first() > number {
             return None;
@@ -91,8 +96,9 @@ impl<R: Copy> Requests<R> {
         self.taken
     }
 
-    /// There are no queue pairs any more, and the peer has acted on the first `theirs` requests. Those to be repeated are not under way any more: the next one posted is the peer's next one, once it
-    /// has been told of those that it does not know.
+    /// There are no queue pairs any more, and the peer has acted on the first `theirs` requests. Those to be
+    /// repeated are not under way any more: the next one posted is the peer's next one, once it has been told
+    /// of those that it does not know.
     ///
     /// # Errors
     /// The peer cannot have acted on so many, or has shown before that it has acted on more.
@@ -159,7 +165,8 @@ mod tests {
     /// One way of a simulated reliable connection.
     #[derive(Default)]
     struct Pair {
-        /// Requests that were posted, and how many of them the receiver's device has, how many the receiver has acted on, and how many the sender's device has reported as done.
+        /// Requests that were posted, and how many of them the receiver's device has, how many the receiver
+        /// has acted on, and how many the sender's device has reported as done.
         posted: Vec<(u64, u32)>,
         delivered: usize,
         acted_on: usize,
@@ -214,7 +221,8 @@ mod tests {
             self.sender.trim(self.pair.posted.len() - self.pair.acted_on);
         }
 
-        /// The connection is replaced. `dies`: the receiver's process has ended, and did not act on all that its device had. `hears`: the attempt gets so far that the ends hear of each other.
+        /// The connection is replaced. `dies`: the receiver's process has ended, and did not act on all that
+        /// its device had. `hears`: the attempt gets so far that the ends hear of each other.
         fn cut(&mut self, dies: bool, hears: bool) {
             if dies {
                 self.receiver = Requests::restored(0, VecDeque::new(), self.receiver.taken());
@@ -234,7 +242,8 @@ mod tests {
     }
 
     proptest! {
-        /// However often and wherever the connection breaks, or the receiver's process ends, also while the connection is being replaced, the receiver acts on each request once and in order.
+        /// However often and wherever the connection breaks, or the receiver's process ends, also while the
+        /// connection is being replaced, the receiver acts on each request once and in order.
         #[test]
         fn each_request_is_acted_on_once(steps in prop::collection::vec(0u8..24, 1..400)) {
             let requests = || Requests::with_capacity(8);

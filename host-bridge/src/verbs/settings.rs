@@ -8,21 +8,25 @@ use serde::{Deserialize, Serialize};
 
 use super::error::VerbsError;
 
-/// How to use verbs: one set of settings for both ends. `vhost-rgpu` and `rgpu-server` take them as the flags that their names here stand for (`--rdma-device`), `vhost-rgpu`
-/// also as keys of a section `rdma` of its configuration (`device`).
+/// How to use verbs: one set of settings for both ends. `vhost-rgpu` and `rgpu-server` take them as the flags
+/// that their names here stand for (`--rdma-device`), `vhost-rgpu` also as keys of a section `rdma` of its
+/// configuration (`device`).
 ///
-/// The client chooses how many queue pairs a session has and how deep they are, because they serve the client's load. A server grants what the client requests, up to its configured
-/// limits. [`MOST_QUEUE_PAIRS`] and [`MOST_DEPTH`] bound what a session can cost.
+/// The client chooses how many queue pairs a session has and how deep they are, because they serve the
+/// client's load. A server grants what the client requests, up to its configured limits. [`MOST_QUEUE_PAIRS`]
+/// and [`MOST_DEPTH`] bound what a session can cost.
 #[derive(Debug, Clone, PartialEq, Eq, Args, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// Transport verbs: name of the RDMA device, as ibv_devices lists it. By default the only one with an active port
+    /// Transport verbs: name of the RDMA device, as ibv_devices lists it. By default the only one with an
+    /// active port
     #[arg(id = "rdma.device", long = "rdma-device", value_name = "NAME")]
     pub device: Option<String>,
     /// Transport verbs: port of the RDMA device
     #[arg(id = "rdma.port", long = "rdma-port", value_name = "N", default_value_t = Settings::default().port, value_parser = value_parser!(u8).range(1..))]
     pub port: u8,
-    /// Transport verbs: index in the port's GID table. By default an entry for RoCE v2 over IPv4; on InfiniBand the LID is used and no GID
+    /// Transport verbs: index in the port's GID table. By default an entry for RoCE v2 over IPv4; on
+    /// InfiniBand the LID is used and no GID
     #[arg(id = "rdma.gid_index", long = "rdma-gid-index", value_name = "N")]
     pub gid_index: Option<u8>,
     /// Transport verbs: MTU in bytes: 256, 512, 1024, 2048 or 4096. By default the port's own
@@ -31,10 +35,12 @@ pub struct Settings {
     /// Transport verbs: traffic class of the packets; for RoCE the TOS byte of the IP header
     #[arg(id = "rdma.traffic_class", long = "rdma-traffic-class", value_name = "N", default_value_t = Settings::default().traffic_class)]
     pub traffic_class: u8,
-    /// Transport verbs: queue pairs for the data of a session, 1 to 7; commands have one more. By default vhost-rgpu requests 2, and rgpu-server grants up to 7
+    /// Transport verbs: queue pairs for the data of a session, 1 to 7; commands have one more. By default
+    /// vhost-rgpu requests 2, and rgpu-server grants up to 7
     #[arg(id = "rdma.queue_pairs", long = "rdma-queue-pairs", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(MOST_QUEUE_PAIRS)))]
     pub queue_pairs: Option<u32>,
-    /// Transport verbs: maximum outstanding work requests on each queue pair. By default vhost-rgpu requests 128, and rgpu-server grants up to 256
+    /// Transport verbs: maximum outstanding work requests on each queue pair. By default vhost-rgpu requests
+    /// 128, and rgpu-server grants up to 256
     #[arg(id = "rdma.queue_depth", long = "rdma-queue-depth", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(DEEPEST)))]
     pub queue_depth: Option<u32>,
     /// A peer that does not answer for this long is lost.
@@ -51,7 +57,8 @@ pub const DEPTH: u32 = 128;
 pub const MOST_QUEUE_PAIRS: u32 = MAX_QUEUES as u32 - 1;
 /// Maximum number of outstanding requests on a queue pair.
 pub(super) const DEEPEST: u32 = 1 << 14;
-/// Number of outstanding requests that a server grants by default: the deepest queues that published measurements use. Each costs it two receives, one of them with 8 KiB.
+/// Number of outstanding requests that a server grants by default: the deepest queues that published
+/// measurements use. Each costs it two receives, one of them with 8 KiB.
 pub const MOST_DEPTH: u32 = 256;
 
 impl Default for Settings {

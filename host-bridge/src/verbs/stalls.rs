@@ -1,10 +1,15 @@
-//! Requests that a device reports neither as done nor as failed: when they have been under way for so long that new queue pairs are the faster way.
+//! Requests that a device reports neither as done nor as failed: when they have been under way for so long
+//! that new queue pairs are the faster way.
 //!
-//! A device repeats what is not acknowledged, but on a timer of its own: a card's runs out after 0.3 to 1.1 s, that of `rdma_rxe` after 2.1 s, and on each queue at another time. So when a link comes back, its queues go on only
-//! then. Whoever can replace them need not wait for that.
+//! A device repeats what is not acknowledged, but on a timer of its own: a card's runs out after 0.3 to 1.1
+//! s, that of `rdma_rxe` after 2.1 s, and on each queue at another time. So when a link comes back, its
+//! queues go on only then. Whoever can replace them need not wait for that.
 //!
-//! How long is too long depends on the queue: at least [`LEAST`], and twice as long as its requests took lately. One that took unusually long was perhaps lost and repeated by the device, so it counts for less. If a queue stalls twice and nothing was done between, although the queue pairs carried something, it may be
-//! merely slow; then it is twice as long from now on, until requests are done faster. So at least one request is done before a link is replaced so often.
+//! How long is too long depends on the queue: at least [`LEAST`], and twice as long as its requests took
+//! lately. One that took unusually long was perhaps lost and repeated by the device, so it counts for less.
+//! If a queue stalls twice and nothing was done between, although the queue pairs carried something, it may
+//! be merely slow; then it is twice as long from now on, until requests are done faster. So at least one
+//! request is done before a link is replaced so often.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +17,8 @@ use std::time::{Duration, Instant};
 pub(super) const LEAST: Duration = Duration::from_millis(500);
 /// Every wait is too long after that.
 const MOST: Duration = Duration::from_secs(10);
-/// How often a request must be seen to be under way still: a process that did not run for a while has not waited.
+/// How often a request must be seen to be under way still: a process that did not run for a while has not
+/// waited.
 const LOOKS: u32 = 4;
 
 /// The waits of a link's queues.
@@ -50,7 +56,9 @@ impl Stalls {
         self.queues[queue].moved = true;
     }
 
-    /// Looks at a queue after its completions were taken. `waits`: it has requests under way of which the device will report when they are done. `carries`: the queue pairs have carried something. True: a request takes too long.
+    /// Looks at a queue after its completions were taken. `waits`: it has requests under way of which the
+    /// device will report when they are done. `carries`: the queue pairs have carried something. True: a
+    /// request takes too long.
     pub(super) fn look(
         &mut self,
         queue: usize,
@@ -108,7 +116,8 @@ mod tests {
     const WAITS: (bool, bool) = (true, true);
     const RESTS: (bool, bool) = (false, true);
 
-    /// Looks every 25 ms at a queue that waits, until that is too long and its queue pairs are gone. Gives the time.
+    /// Looks every 25 ms at a queue that waits, until that is too long and its queue pairs are gone. Gives
+    /// the time.
     fn stalls_after(stalls: &mut Stalls, now: &mut Instant, carries: bool) -> Duration {
         let begun = *now;
         while !stalls.look(0, (true, carries), || *now) {

@@ -1,8 +1,10 @@
 //! libibverbs as this crate calls it: its C types, and its functions, found at run time.
 //!
-//! The library is opened on first use and never linked, so that a daemon starts on a host without RDMA. The types below are those of `infiniband/verbs.h`
-//! (symbol versions `IBVERBS_1.0` and `1.1`, unchanged since 2008); only what is used is declared, and the layout is asserted at compile time
-//! against the numbers that the C compiler gives. The four calls of the data path are inline functions in C, which go through a table in the context: here too.
+//! The library is opened on first use and never linked, so that a daemon starts on a host without RDMA. The
+//! types below are those of `infiniband/verbs.h` (symbol versions `IBVERBS_1.0` and `1.1`, unchanged since
+//! 2008); only what is used is declared, and the layout is asserted at compile time against the numbers that
+//! the C compiler gives. The four calls of the data path are inline functions in C, which go through a table
+//! in the context: here too.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::io;
@@ -506,7 +508,8 @@ impl Library {
                 if found.is_null() {
                     return Err(failed());
                 }
-                // SAFETY: `verbs.h` declares the function of this name with the type of the field that takes it, a pointer like the one found.
+                // SAFETY: `verbs.h` declares the function of this name with the type of the field that takes
+                // it, a pointer like the one found.
                 unsafe { std::mem::transmute_copy(&found) }
             }};
         }
@@ -552,7 +555,8 @@ impl Library {
     }
 }
 
-/// The result of a call that returns 0 or an errno (`ibv_modify_qp`) or 0 or -1 with errno (others): positive numbers are taken as errno.
+/// The result of a call that returns 0 or an errno (`ibv_modify_qp`) or 0 or -1 with errno (others): positive
+/// numbers are taken as errno.
 pub fn check(what: &str, result: c_int) -> Result<(), VerbsError> {
     match result {
         0 => Ok(()),

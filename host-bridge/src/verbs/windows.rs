@@ -1,10 +1,14 @@
-//! Memory windows: keys with which the peer may write a part of registered memory, for as long as somebody waits for what it writes.
+//! Memory windows: keys with which the peer may write a part of registered memory, for as long as somebody
+//! waits for what it writes.
 //!
-//! A registration takes the kernel, and stays for as long as the memory may be used. What the peer may write of it changes with every copy. A window (InfiniBand specification, 10.6.7) is opened and closed by the
-//! device itself, within a microsecond or so, and has another key each time: one that was kept is worth nothing.
+//! A registration takes the kernel, and stays for as long as the memory may be used. What the peer may write
+//! of it changes with every copy. A window (InfiniBand specification, 10.6.7) is opened and closed by the
+//! device itself, within a microsecond or so, and has another key each time: one that was kept is worth
+//! nothing.
 //!
-//! Windows are of type 1: they serve all queue pairs of their domain, also those that replace others. They are opened and closed by requests of a queue pair that is connected to itself and carries
-//! nothing else, so nothing about them depends on the link or is repeated with it.
+//! Windows are of type 1: they serve all queue pairs of their domain, also those that replace others. They
+//! are opened and closed by requests of a queue pair that is connected to itself and carries nothing else, so
+//! nothing about them depends on the link or is repeated with it.
 
 use std::io;
 use std::ptr::NonNull;
@@ -74,7 +78,8 @@ impl Windows {
         has.then(|| Arc::new(Windows { domain: Arc::clone(domain), state: Mutex::default() }))
     }
 
-    /// Lets the peer write `len` bytes at `offset` of a registration, which was made with [`Access::Windows`](super::Access::Windows) in the same domain. Waits until it may.
+    /// Lets the peer write `len` bytes at `offset` of a registration, which was made with
+    /// [`Access::Windows`](super::Access::Windows) in the same domain. Waits until it may.
     ///
     /// # Safety
     /// The window is dropped before the registration.
@@ -109,7 +114,8 @@ impl Windows {
 }
 
 impl State {
-    /// Opens or closes a window, and waits until the device has done so. After an error nothing is known of the window: it is to be dropped.
+    /// Opens or closes a window, and waits until the device has done so. After an error nothing is known of
+    /// the window: it is to be dropped.
     ///
     /// # Safety
     /// As for [`QueuePair::bind`].

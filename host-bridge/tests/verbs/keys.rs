@@ -145,7 +145,8 @@ fn a_device_without_windows_gives_one_key_for_a_memory() {
     leaves_nothing(bridge);
 }
 
-/// When a process ends, its memory may be gone before its queue pairs are: a write of the server's is refused then.
+/// When a process ends, its memory may be gone before its queue pairs are: a write of the server's is refused
+/// then.
 #[test]
 fn a_write_that_is_refused_because_a_process_ends_is_repeated_to_the_next_one() {
     let _one = alone();

@@ -1,6 +1,8 @@
-//! Ends of a session that lie when they resume it: what they have acted on, what the server has written, keys and slots.
+//! Ends of a session that lie when they resume it: what they have acted on, what the server has written, keys
+//! and slots.
 //!
-//! Both are real. What lies is the way between them: it changes frames of the greeting ([`Between`]). Beside the liar's session another one runs, which has to get the right bytes.
+//! Both are real. What lies is the way between them: it changes frames of the greeting ([`Between`]). Beside
+//! the liar's session another one runs, which has to get the right bytes.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -169,7 +171,8 @@ fn settled(between: &Between) -> (Bridge, Channel, Vec<u32>) {
     (bridge, client, pairs)
 }
 
-/// One end lies once; the session ends with these words: the client's, if it is the bridge that notices, otherwise the server's.
+/// One end lies once; the session ends with these words: the client's, if it is the bridge that notices,
+/// otherwise the server's.
 fn ends(
     server: &TcpServer,
     between: &Between,
@@ -327,7 +330,8 @@ fn distort(frames: &mut Frames, random: &mut Random) {
     }
 }
 
-/// Random lies of either end, also with many requests under way and after the bridge's process has ended: the session continues, or it ends with a reason. No other session is harmed.
+/// Random lies of either end, also with many requests under way and after the bridge's process has ended: the
+/// session continues, or it ends with a reason. No other session is harmed.
 #[test]
 fn lies_harm_no_other_session() {
     let _one = alone();
@@ -339,7 +343,8 @@ fn lies_harm_no_other_session() {
         for round in 0..rounds {
             let before = software::pairs();
             let (mut bridge, mut client) = Bridge::begin(&between.config, true);
-            // Who claims to have had frames that it has not does not get them again, and its own program waits.
+            // Who claims to have had frames that it has not does not get them again, and its own program
+            // waits.
             client.wait_at_most(Duration::from_secs(3));
             let pairs: Vec<u32> =
                 software::pairs().into_iter().filter(|pair| !before.contains(pair)).collect();
@@ -349,7 +354,8 @@ fn lies_harm_no_other_session() {
             let who = if random.below(3) == 0 { Liar::Bridge } else { Liar::Server };
             between.lie(who, move |frames| distort(frames, &mut Random(seed)));
             std::thread::scope(|scope| {
-                // A lie that is no more than what a command expects may give this one wrong bytes. It ends then, as it does with its session.
+                // A lie that is no more than what a command expects may give this one wrong bytes. It ends
+                // then, as it does with its session.
                 let program = scope.spawn(|| {
                     let ran = std::panic::AssertUnwindSafe(|| program(&mut client, &memories, round, &stop));
                     std::panic::catch_unwind(ran).is_ok()

@@ -1,4 +1,5 @@
-//! Links that lose everything for a while, without an error. The devices of these tests repeat nothing by themselves, as if their timers never ran out.
+//! Links that lose everything for a while, without an error. The devices of these tests repeat nothing by
+//! themselves, as if their timers never ran out.
 
 use std::collections::HashMap;
 
@@ -10,7 +11,9 @@ use super::*;
 /// Longer than any test runs.
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 
-/// No device repeats anything, and nobody is lost for being silent: a request that takes too long is all there is to notice the silence by, and nudges are all that has what was sent meanwhile come through new queue pairs.
+/// No device repeats anything, and nobody is lost for being silent: a request that takes too long is all
+/// there is to notice the silence by, and nudges are all that has what was sent meanwhile come through new
+/// queue pairs.
 #[test]
 fn a_silent_link_is_replaced_and_the_new_one_goes_on_when_it_carries_something_again() {
     let times = number("RGPU_SURVIVAL_CUTS", 6);
@@ -47,7 +50,8 @@ fn a_silent_link_is_replaced_and_the_new_one_goes_on_when_it_carries_something_a
     assert!(silences == times && kept > 0, "{silences} {kept}");
 }
 
-/// Of the control connection, one answer is all that comes; what was under way is sent again before anything has come through the new queue pairs.
+/// Of the control connection, one answer is all that comes; what was under way is sent again before anything
+/// has come through the new queue pairs.
 #[test]
 fn a_session_is_resumed_in_three_round_trips() {
     const LEN: u64 = 700_000;
@@ -57,7 +61,8 @@ fn a_session_is_resumed_in_three_round_trips() {
     let (bridge, mut client) = Bridge::begin(&turns.config, true);
     client.synchronize();
     let from = [Extent { len: LEN, ..extents(1)[0] }];
-    // A thread that did not run for long enough sees only queue pairs that have the place of the first new ones. Then it is done again.
+    // A thread that did not run for long enough sees only queue pairs that have the place of the first new
+    // ones. Then it is done again.
     let saw = (1..20).any(|round| {
         let (resumed, attempts) = (bridge.session().counters().resumed.get(), server.resumed());
         // A write does not come.
@@ -92,7 +97,8 @@ fn a_session_is_resumed_in_three_round_trips() {
     leaves_nothing(bridge);
 }
 
-/// As [`disturbed_with`], with devices that repeat what is under way on each queue every 2.1 s, as software RoCE does, whether it was lost or not.
+/// As [`disturbed_with`], with devices that repeat what is under way on each queue every 2.1 s, as software
+/// RoCE does, whether it was lost or not.
 fn with_slow_timers(seed: u64, times: u64, disturb: impl FnMut(&mut Bridge, &mut Random)) {
     const TIMER: Duration = Duration::from_millis(2100);
     let over = AtomicBool::new(false);
@@ -116,7 +122,8 @@ fn with_slow_timers(seed: u64, times: u64, disturb: impl FnMut(&mut Bridge, &mut
     });
 }
 
-/// A measurement that checks no limit: prints how soon work continues after silences of 0.1 to 8 s. `RGPU_SURVIVAL_CUTS` is their number.
+/// A measurement that checks no limit: prints how soon work continues after silences of 0.1 to 8 s.
+/// `RGPU_SURVIVAL_CUTS` is their number.
 #[test]
 fn work_goes_on_after_a_silence() {
     let times = number("RGPU_SURVIVAL_CUTS", 2);

@@ -11,8 +11,9 @@
 //!        │                              │── DirectLand(number) ─────────▶│
 //! ```
 //!
-//! That is how older peers copy. Since version 2.6 a copy is one command at each end: [`DirectSendAll`] sends its
-//! pieces, each as soon as there is a buffer for it, and [`DirectReceiveAll`] lands each as soon as it has come.
+//! That is how older peers copy. Since version 2.6 a copy is one command at each end: [`DirectSendAll`] sends
+//! its pieces, each as soon as there is a buffer for it, and [`DirectReceiveAll`] lands each as soon as it
+//! has come.
 //!
 //! ```text
 //!  sending server                     client                      receiving server
@@ -21,9 +22,9 @@
 //!        │                              │ ◀── all of them are landed ────│
 //! ```
 //!
-//! A single piece can also be received without the client in between: [`DirectReceive`] says in advance where it goes.
-//! That and [`DirectSendNow`] are for programs with kernels that wait for pieces. A command before them may be
-//! waiting for such a kernel, so they are in the express lane, and name no stream.
+//! A single piece can also be received without the client in between: [`DirectReceive`] says in advance where
+//! it goes. That and [`DirectSendNow`] are for programs with kernels that wait for pieces. A command before
+//! them may be waiting for such a kernel, so they are in the express lane, and name no stream.
 //!
 //! A connection carries pieces in one direction, from the server that opened it. The client gives each piece
 //! a number that no earlier piece had.
@@ -150,12 +151,12 @@ ops! {
         extent: [u64; 3],
     }
 
-    /// Receives a piece without the client: copies it to its place as soon as it has come, if that is device memory on
-    /// a stream of the server's own, and then raises the progress word of the connection's stream to this command's number. The
-    /// connection was [prepared](DirectPrepare), and the place is in [memory](DirectMemory) that was named for it.
-    /// The pieces of a connection that are received like this are named in ascending order. A piece that will
-    /// not come, or has another size, becomes a [`DirectFailures`] of the connection: neither it nor a later one
-    /// is written then.
+    /// Receives a piece without the client: copies it to its place as soon as it has come, if that is device
+    /// memory on a stream of the server's own, and then raises the progress word of the connection's stream
+    /// to this command's number. The connection was [prepared](DirectPrepare), and the place is in
+    /// [memory](DirectMemory) that was named for it. The pieces of a connection that are received like this
+    /// are named in ascending order. A piece that will not come, or has another size, becomes a
+    /// [`DirectFailures`] of the connection: neither it nor a later one is written then.
     async 0x0e07 direct_receive: DirectReceive
         [order None, may_block Never, lane Express, since 5]
     {
@@ -169,10 +170,10 @@ ops! {
         len: u64,
     }
 
-    /// Sends a piece at once, from device memory on a stream of the server's own, and raises the progress word of the connection's
-    /// stream to this command's number when its bytes have been read. The connection was
-    /// [prepared](DirectPrepare), and the bytes are in [memory](DirectMemory) that was named for it. If it cannot
-    /// be sent, the other end is told that the piece will not come, and the word may stay as it is.
+    /// Sends a piece at once, from device memory on a stream of the server's own, and raises the progress
+    /// word of the connection's stream to this command's number when its bytes have been read. The connection
+    /// was [prepared](DirectPrepare), and the bytes are in [memory](DirectMemory) that was named for it. If
+    /// it cannot be sent, the other end is told that the piece will not come, and the word may stay as it is.
     async 0x0e08 direct_send_now: DirectSendNow
         [order None, may_block Never, lane Express, since 5]
     {
@@ -195,9 +196,10 @@ ops! {
         directs: Vec<u32>,
     }
 
-    /// Makes ready what [`DirectReceive`] or [`DirectSendNow`] need: buffers at this end, and what copies pieces. This
-    /// and [`DirectMemory`] may wait for kernels that are running. Those two never do with mirrored memory; with device
-    /// memory, NVIDIA's driver may let them wait for a call in another thread that waits for a kernel.
+    /// Makes ready what [`DirectReceive`] or [`DirectSendNow`] need: buffers at this end, and what copies
+    /// pieces. This and [`DirectMemory`] may wait for kernels that are running. Those two never do with
+    /// mirrored memory; with device memory, NVIDIA's driver may let them wait for a call in another thread
+    /// that waits for a kernel.
     sync 0x0e0a direct_prepare: DirectPrepare
         [order None, may_block Never, lane Main, since 5]
     {
@@ -205,13 +207,14 @@ ops! {
         direct: u32,
         /// Whether it leads from this session.
         outgoing: bool,
-        /// The connection's stream. Only its progress word and its context are used. No other connection uses it.
+        /// The connection's stream. Only its progress word and its context are used. No other connection uses
+        /// it.
         stream: StreamId,
     } -> DirectPrepareReply {}
 
-    /// Names memory that pieces of a prepared connection may be in: device memory, which is forgotten when it is freed,
-    /// or a mirror's, which an older server refuses.
-    /// Answered `CUDA_ERROR_OUT_OF_MEMORY` beyond [`MAX_NAMED`].
+    /// Names memory that pieces of a prepared connection may be in: device memory, which is forgotten when it
+    /// is freed, or a mirror's, which an older server refuses. Answered `CUDA_ERROR_OUT_OF_MEMORY` beyond
+    /// [`MAX_NAMED`].
     sync 0x0e0b direct_memory: DirectMemory
         [order None, may_block Never, lane Main, since 5]
     {
@@ -227,8 +230,8 @@ ops! {
         allowed: bool,
     } -> DirectMemoryReply {}
 
-    /// Closes a connection, whose number may be used again then. Answered when no piece is being copied to or from
-    /// the device's memory any more.
+    /// Closes a connection, whose number may be used again then. Answered when no piece is being copied to or
+    /// from the device's memory any more.
     sync 0x0e0c direct_close: DirectClose
         [order None, may_block Never, lane Main, since 5]
     {
@@ -238,10 +241,10 @@ ops! {
         outgoing: bool,
     } -> DirectCloseReply {}
 
-    /// Sends a box in pieces, on a stream of the server's own: at once, as far as there are buffers, and the others
-    /// when there are. It waits for no stream, so whatever comes before the copy is over when the client says this. If
-    /// a piece cannot be sent, the other end learns that it will not come, and neither does any later one. More than
-    /// [`MAX_COPIES`] are an error (`CUDA_ERROR_OUT_OF_MEMORY`).
+    /// Sends a box in pieces, on a stream of the server's own: at once, as far as there are buffers, and the
+    /// others when there are. It waits for no stream, so whatever comes before the copy is over when the
+    /// client says this. If a piece cannot be sent, the other end learns that it will not come, and neither
+    /// does any later one. More than [`MAX_COPIES`] are an error (`CUDA_ERROR_OUT_OF_MEMORY`).
     async 0x0e0d direct_send_all: DirectSendAll
         [order None, may_block Never, lane Main, since 6]
     {
@@ -251,8 +254,8 @@ ops! {
         direct: u32,
         /// The first piece's number. The others have the next ones.
         first: u64,
-        /// Size of each piece in bytes, the last one's at most: at most [`MAX_PIECE`]. They are cut from the bytes of
-        /// all rows, one after the other, without the gaps.
+        /// Size of each piece in bytes, the last one's at most: at most [`MAX_PIECE`]. They are cut from the
+        /// bytes of all rows, one after the other, without the gaps.
         piece: u64,
         /// Where the bytes are.
         src: Pitched,
@@ -260,9 +263,10 @@ ops! {
         extent: [u64; 3],
     }
 
-    /// Receives what a [`DirectSendAll`] sends: copies each piece to its place as soon as it has come, on a stream of
-    /// the server's own, which waits for nothing. Answered when all are there. An error means that some will not come
-    /// or could not be copied, and that nothing is written any more. `CUDA_ERROR_OUT_OF_MEMORY`: beyond [`MAX_COPIES`].
+    /// Receives what a [`DirectSendAll`] sends: copies each piece to its place as soon as it has come, on a
+    /// stream of the server's own, which waits for nothing. Answered when all are there. An error means that
+    /// some will not come or could not be copied, and that nothing is written any more.
+    /// `CUDA_ERROR_OUT_OF_MEMORY`: beyond [`MAX_COPIES`].
     sync 0x0e0e direct_receive_all: DirectReceiveAll
         [order None, may_block Never, lane Main, since 6]
     {

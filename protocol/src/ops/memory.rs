@@ -292,9 +292,9 @@ ops! {
         changed: Vec<u64>,
     }
 
-    /// Answers when remembered ranges ([`HostFetch`]) have changed, or after a time. The server compares those
-    /// to watch as often as it can, the others from time to time. A later [`HostWatch`] of
-    /// the session replaces this one, which is then answered without changes.
+    /// Answers when remembered ranges ([`HostFetch`]) have changed, or after a time. The server compares
+    /// those to watch as often as it can, the others from time to time. A later [`HostWatch`] of the session
+    /// replaces this one, which is then answered without changes.
     sync 0x030e host_watch: HostWatch
         [order None, may_block Never, lane Express, since 4]
     {

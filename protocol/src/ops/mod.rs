@@ -109,8 +109,8 @@ pub enum MayBlock {
 pub enum Lane {
     /// In the session's ring. It is executed in the order that [`Order`] requires.
     Main,
-    /// For commands that end a wait or answer a page fault. They use the session's ring, too, but a server may
-    /// execute them ahead of earlier commands, and without calling the driver.
+    /// For commands that end a wait or answer a page fault. They use the session's ring, too, but a server
+    /// may execute them ahead of earlier commands, and without calling the driver.
     Express,
 }
 

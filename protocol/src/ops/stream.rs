@@ -225,8 +225,8 @@ ops! {
         src: StreamId,
     } -> StreamCopyAttributesReply {}
 
-    /// Answered when there is room for more commands: when no more than `bytes` of them are held back behind a
-    /// [`StreamHostWait`], or when the next command of the stream would not be. A client asks from time to
+    /// Answered when there is room for more commands: when no more than `bytes` of them are held back behind
+    /// a [`StreamHostWait`], or when the next command of the stream would not be. A client asks from time to
     /// time, and its program waits, as it natively does when a queue of the driver is full.
     sync 0x070c stream_room: StreamRoom
         [order None, may_block Never, lane Main, since 3]

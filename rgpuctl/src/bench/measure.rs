@@ -14,8 +14,8 @@ const TIME: Duration = Duration::from_millis(300);
 const CALLS: (usize, usize) = (5, 2000);
 /// Launches between two synchronizations. A device queue holds many more, so none of them blocks.
 const BATCH: usize = 200;
-/// Copies on their way at a time, where they are not waited for one by one. Together they copy as many bytes as the
-/// largest single one.
+/// Copies on their way at a time, where they are not waited for one by one. Together they copy as many bytes
+/// as the largest single one.
 const AHEAD: usize = 4;
 /// Of every so many bytes that are copied to the device, some are new each time.
 const PAGE: usize = 4096;
@@ -118,9 +118,9 @@ impl Gpu {
         Ok(())
     }
 
-    /// Pinned copies, each of which begins before the ones before it are done. So no time is lost between them, and
-    /// what limits them is the slowest part of the way: the link to the server, if it is slower than the server's
-    /// bus and the device's memory.
+    /// Pinned copies, each of which begins before the ones before it are done. So no time is lost between
+    /// them, and what limits them is the slowest part of the way: the link to the server, if it is slower
+    /// than the server's bus and the device's memory.
     fn copies_in_a_row(&self, largest: usize) -> Result<()> {
         let (mut up, mut down) = (Host::new(largest, true)?, Host::new(largest, true)?);
         up.bytes().copy_from_slice(&random(largest)?);
@@ -130,8 +130,8 @@ impl Gpu {
         let to = self.in_a_row(|place| {
             let bytes = &mut up.bytes()[part(place)];
             renew(bytes);
-            // SAFETY: the device memory is as large as `up`. The copy is done before these bytes are changed again,
-            // because `in_a_row` waits for it, and before they are freed.
+            // SAFETY: the device memory is as large as `up`. The copy is done before these bytes are changed
+            // again, because `in_a_row` waits for it, and before they are freed.
             unsafe { result::memcpy_htod_async(memory.at(part(place).start), bytes, self.stream) }
                 .context("cannot copy to the device")
         })?;
@@ -148,9 +148,9 @@ impl Gpu {
         Ok(())
     }
 
-    /// Enqueues copies on the stream, [`AHEAD`] of them at a time: `copy` gets the place of the next one, whose
-    /// copy before is done. All are done when this returns. Gives the microseconds of each turn of all places, but
-    /// not of the first, before which the way was empty.
+    /// Enqueues copies on the stream, [`AHEAD`] of them at a time: `copy` gets the place of the next one,
+    /// whose copy before is done. All are done when this returns. Gives the microseconds of each turn of all
+    /// places, but not of the first, before which the way was empty.
     fn in_a_row(&self, mut copy: impl FnMut(usize) -> Result<()>) -> Result<Vec<f64>> {
         let copied = (0..AHEAD).map(|_| Event::new()).collect::<Result<Vec<_>>>()?;
         // When the copy of the first place was done, from turn to turn. There is none before the first turn.
@@ -322,7 +322,8 @@ fn times_after(mut call: impl FnMut() -> Result<Instant>) -> Result<Vec<f64>> {
     Ok(all)
 }
 
-/// Changes something in every page, so that a server with a cache does not have these bytes from the copy before.
+/// Changes something in every page, so that a server with a cache does not have these bytes from the copy
+/// before.
 fn renew(bytes: &mut [u8]) {
     for number in bytes.chunks_mut(PAGE).filter_map(|page| page.first_chunk_mut()) {
         *number = u64::from_le_bytes(*number).wrapping_add(1).to_le_bytes();

@@ -6,10 +6,10 @@
 //!                └─▶ rgpuctl bench --measure   with --native: the libcuda that this machine has
 //! ```
 //!
-//! The measuring process is an ordinary program of the driver API ([`measure`]), and the same for both. So it measures
-//! the link as a program uses it: the wire has nothing that only carries bytes to the server, and every figure
-//! includes what the GPU needs. What the network alone takes for a round trip is the kernel's figure, which
-//! `vhost-rgpu` reports ([`Link`]).
+//! The measuring process is an ordinary program of the driver API ([`measure`]), and the same for both. So it
+//! measures the link as a program uses it: the wire has nothing that only carries bytes to the server, and
+//! every figure includes what the GPU needs. What the network alone takes for a round trip is the kernel's
+//! figure, which `vhost-rgpu` reports ([`Link`]).
 
 mod measure;
 
@@ -29,17 +29,17 @@ use measure::{IN_A_ROW, ROUND_TRIP};
 /// Measure the latency of calls and the bandwidth of copies on this installation.
 ///
 /// Prints latencies in microseconds and copies in GB/s: the median, and the 10th and 90th percentile. Copies
-/// carry random data, which is compared with what comes back; a difference fails the run. A server with a cache is
-/// sent other data each time.
+/// carry random data, which is compared with what comes back; a difference fails the run. A server with a
+/// cache is sent other data each time.
 ///
-/// The link's figures are "round trip", the time until the program knows that an event has come which it has just
-/// recorded, and "in a row": copies of pinned memory that are not waited for one by one, a quarter of --largest
-/// each. They end in the GPU's memory, and so show the link's bandwidth if the server's bus carries more. At most
-/// --largest bytes are on their way, so a link that carries more in a round trip is not filled.
+/// The link's figures are "round trip", the time until the program knows that an event has come which it has
+/// just recorded, and "in a row": copies of pinned memory that are not waited for one by one, a quarter of
+/// --largest each. They end in the GPU's memory, and so show the link's bandwidth if the server's bus carries
+/// more. At most --largest bytes are on their way, so a link that carries more in a round trip is not filled.
 ///
-/// Below the table is what programs notice: the network's share of a round trip, as the kernel measures it for
-/// TCP; how much longer a step takes that ends with a value for the program; how long the start of PyTorch waits;
-/// and how long it takes to copy a model's data.
+/// Below the table is what programs notice: the network's share of a round trip, as the kernel measures it
+/// for TCP; how much longer a step takes that ends with a value for the program; how long the start of
+/// PyTorch waits; and how long it takes to copy a model's data.
 ///
 /// Without --server, a private server is started that uses this machine's GPU or a GPU in software.
 #[derive(Args)]
@@ -138,8 +138,8 @@ pub fn bench(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs the measuring process to its end. Shows progress on stderr. After each figure, `measured` gets its name and the
-/// process's ID.
+/// Runs the measuring process to its end. Shows progress on stderr. After each figure, `measured` gets its
+/// name and the process's ID.
 fn run(
     largest: u64,
     way: &str,
@@ -224,13 +224,14 @@ fn table(ways: &[(&str, Vec<Measurement>)]) -> String {
     text
 }
 
-/// Round trips that PyTorch's start waits for, at most: where the server is near, and elsewhere, where device code is
-/// read in the process (docs/benchmarks/distance.md).
+/// Round trips that PyTorch's start waits for, at most: where the server is near, and elsewhere, where device
+/// code is read in the process (docs/benchmarks/distance.md).
 const START: (f64, f64) = (370.0, 40.0);
 /// A server with shorter round trips than this, in seconds, is near: `NEAR` of the client's `reading.rs`.
 const NEAR: f64 = 150e-6;
 
-/// What these figures mean for a program: the link, the duration of waits, and the time to copy a model's data.
+/// What these figures mean for a program: the link, the duration of waits, and the time to copy a model's
+/// data.
 fn consequences(measurements: &[Measurement], link: Option<&Link>) -> String {
     let median = |name: &str| {
         measurements.iter().rfind(|measurement| measurement.name.starts_with(name)).map(|m| m.median)

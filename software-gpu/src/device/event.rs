@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 struct State {
     /// The number of recordings, counted at the call.
     recorded: u64,
-    /// The recordings that their streams have not reached yet. A later one, in another stream, may be reached before
-    /// an earlier one.
+    /// The recordings that their streams have not reached yet. A later one, in another stream, may be reached
+    /// before an earlier one.
     open: BTreeSet<u64>,
     /// The latest recording that its stream has reached.
     reached: u64,

@@ -189,8 +189,8 @@ impl Gpu {
         self.memory().hide(addr, size)
     }
 
-    /// Gives this GPU's kernels and copies access to the memory of `peer` except what [`Gpu::show`] shows, and keeps `peer` alive until
-    /// [`Gpu::disable_peer`].
+    /// Gives this GPU's kernels and copies access to the memory of `peer` except what [`Gpu::show`] shows,
+    /// and keeps `peer` alive until [`Gpu::disable_peer`].
     pub fn enable_peer(&self, peer: &Gpu) {
         self.memory().enable_peer(peer.inner.clone());
     }

@@ -51,8 +51,8 @@ pub(crate) struct Cluster {
 unsafe impl Send for Cluster {}
 
 impl Cluster {
-    /// A cluster before the first instruction of `kernel`, a function of `program`. `index` is its position in
-    /// the grid, in clusters. The program must outlive it.
+    /// A cluster before the first instruction of `kernel`, a function of `program`. `index` is its position
+    /// in the grid, in clusters. The program must outlive it.
     pub fn new(
         grid: &Grid,
         program: &Program,

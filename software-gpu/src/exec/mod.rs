@@ -1,8 +1,8 @@
 //! Execution: a warp-wide interpreter of the register machine.
 //!
-//! `rows` reads and writes operands; most other modules contain the instructions' handlers, by family. They do
-//! not use the modules that run them: `interpreter` runs a warp's instructions and keeps its threads together
-//! where possible, and `cluster` runs the warps of a cluster's blocks.
+//! `rows` reads and writes operands; most other modules contain the instructions' handlers, by family. They
+//! do not use the modules that run them: `interpreter` runs a warp's instructions and keeps its threads
+//! together where possible, and `cluster` runs the warps of a cluster's blocks.
 
 /// Compiles a body twice, once for AVX2 and FMA.
 macro_rules! handler {
@@ -30,8 +30,8 @@ macro_rules! handler {
     }};
 }
 
-/// A handler that applies a function to each lane: sources in `r[1..]`, result in `r[0]`. The function may use
-/// the instruction's immediate, under the name that comes first.
+/// A handler that applies a function to each lane: sources in `r[1..]`, result in `r[0]`. The function may
+/// use the instruction's immediate, under the name that comes first.
 macro_rules! lanewise {
     ($($imm:ident,)? |$a:ident $(: $A:ty)?| $f:expr) => {
         lanewise!(@ map1 [$($imm)?] |$a $(: $A)?| $f)

@@ -458,8 +458,8 @@ impl Memory {
             return Ok(());
         }
         let host = self.host_range(addr, data.len() as u64)?;
-        // SAFETY: `host_range` has checked `data.len()` bytes inside a window that lives as long as the memory
-        // and that no Rust reference points to. A race with a kernel can only tear values.
+        // SAFETY: `host_range` has checked `data.len()` bytes inside a window that lives as long as the
+        // memory and that no Rust reference points to. A race with a kernel can only tear values.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), host, data.len()) };
         Ok(())
     }

@@ -8,8 +8,8 @@
 //! - `properties`, `hardware`: a GPU as its kernels see it
 //! - `launcher`: what a launch is made of, and what a kernel can start that runs after it
 //! - `address`, `row`, `local_memory`: the other memory
-//! - `grid`, `block`, `warp`: the state that all threads of a launch share, those of a cluster and of a block,
-//!   and those of a warp
+//! - `grid`, `block`, `warp`: the state that all threads of a launch share, those of a cluster and of a
+//!   block, and those of a warp
 //! - `program`: the register machine's instructions, which are functions of a warp
 
 pub(crate) mod address;

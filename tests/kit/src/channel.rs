@@ -27,7 +27,8 @@ const TAIL: usize = 0x100;
 pub fn write_header(memories: &Memories, address: u64, fields: &HeaderFields) {
     let page = Extent { addr: address, len: HEADER_SIZE as u64 };
     let at = memories.resolve(&[page], page.len).unwrap().all()[0].at;
-    // SAFETY: `resolve` checked that a whole header lies there; `memories` keeps it mapped; a header consists of atomics, for which any bytes are valid.
+    // SAFETY: `resolve` checked that a whole header lies there; `memories` keeps it mapped; a header consists
+    // of atomics, for which any bytes are valid.
     unsafe { at.cast::<Header>().as_ref() }.write_fields(fields);
 }
 
@@ -55,8 +56,9 @@ impl Channel {
     /// The only producer of a channel that has none yet. `doorbell` rings the channel's doorbell.
     pub fn new(view: ChannelView, doorbell: impl Fn() + Send + Sync + 'static) -> Channel {
         let view = Arc::new(view);
-        // SAFETY: the view is in an `Arc` that this structure holds and never gives out mutably, so the reference stays valid until `view` is dropped. That happens after
-        // `producer`, its only user, is dropped: fields are dropped in the order of their declaration.
+        // SAFETY: the view is in an `Arc` that this structure holds and never gives out mutably, so the
+        // reference stays valid until `view` is dropped. That happens after `producer`, its only user, is
+        // dropped: fields are dropped in the order of their declaration.
         let forever: &'static ChannelView = unsafe { &*Arc::as_ptr(&view) };
         let producer = Producer::new(forever.header(), RingMemory::new(ring_words(forever)));
         Channel { producer, view, doorbell: Box::new(doorbell), patience: PATIENCE }
@@ -170,7 +172,8 @@ impl Channel {
     /// Writes the arena.
     pub fn write_arena(&self, offset: u64, bytes: &[u8]) {
         let (at, len) = self.view.arena(offset, bytes.len() as u64).unwrap();
-        // SAFETY: `arena` checked that `len` bytes from `at` lie in the mapped arena; the test does not read them at the same time.
+        // SAFETY: `arena` checked that `len` bytes from `at` lie in the mapped arena; the test does not read
+        // them at the same time.
         unsafe { at.copy_from(NonNull::from(bytes).cast(), len) };
     }
 
@@ -178,7 +181,8 @@ impl Channel {
     pub fn read_arena(&self, offset: u64, len: u64) -> Vec<u8> {
         let (at, len) = self.view.arena(offset, len).unwrap();
         let mut bytes = vec![0; len];
-        // SAFETY: `arena` checked that `len` bytes from `at` lie in the mapped arena; the test has waited until the other side had written them.
+        // SAFETY: `arena` checked that `len` bytes from `at` lie in the mapped arena; the test has waited
+        // until the other side had written them.
         unsafe { at.copy_to(NonNull::from(&mut bytes[..]).cast(), len) };
         bytes
     }
@@ -187,20 +191,23 @@ impl Channel {
 /// A word of a channel at any multiple of 8, for a peer that writes what no library would.
 pub fn word(view: &ChannelView, offset: usize) -> &AtomicU64 {
     assert!(offset.is_multiple_of(8) && offset + 8 <= view.geometry().size);
-    // SAFETY: aligned and inside the view's mapping, as just checked; everything in a channel may be accessed as atomic words.
+    // SAFETY: aligned and inside the view's mapping, as just checked; everything in a channel may be accessed
+    // as atomic words.
     unsafe { view.base().add(offset).cast::<AtomicU64>().as_ref() }
 }
 
 fn ring_words(view: &ChannelView) -> &[AtomicU64] {
     let geometry = view.geometry();
-    // SAFETY: the geometry was checked against the view's mapping, so the ring's bytes lie inside it, aligned to a page.
+    // SAFETY: the geometry was checked against the view's mapping, so the ring's bytes lie inside it, aligned
+    // to a page.
     unsafe {
         let words = view.base().add(geometry.ring_offset).cast().as_ptr();
         std::slice::from_raw_parts(words, geometry.ring_size / 8)
     }
 }
 
-/// Writes one record at `tail` exactly as given, with padding before it where the ring ends. Returns the tail behind `advance` bytes of it. Nothing is published.
+/// Writes one record at `tail` exactly as given, with padding before it where the ring ends. Returns the tail
+/// behind `advance` bytes of it. Nothing is published.
 pub fn write_record(
     view: &ChannelView,
     mut tail: u64,

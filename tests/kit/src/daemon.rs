@@ -47,7 +47,8 @@ pub fn stop(pid: u32) {
     });
 }
 
-/// Whether all of a status is of now. `vhost-rgpu` shows the last known figures of a device process that does not report within two seconds.
+/// Whether all of a status is of now. `vhost-rgpu` shows the last known figures of a device process that does
+/// not report within two seconds.
 fn is_whole(status: &serde_json::Value) -> bool {
     let processes = status["device_processes"].as_array();
     processes.into_iter().flatten().all(|process| process["reports"] == true)
@@ -103,7 +104,8 @@ impl Daemon {
         serde_json::from_str(&text).ok()
     }
 
-    /// Its [`status`](Self::status), if it answers. A daemon that another program replaces at this moment does not.
+    /// Its [`status`](Self::status), if it answers. A daemon that another program replaces at this moment
+    /// does not.
     pub fn try_status(&self) -> Option<serde_json::Value> {
         self.any_status().filter(is_whole)
     }
@@ -142,7 +144,8 @@ impl Daemon {
     /// Process ids of its children that run a program, without those that only hold a sandbox (`rgpu-guard`).
     pub fn children(&self) -> Vec<i32> {
         let parent = self.pid().to_string();
-        // A process that is just being made is a copy of the daemon, whether it will be a guard or run a program.
+        // A process that is just being made is a copy of the daemon, whether it will be a guard or run a
+        // program.
         let command = |process: &str| std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
         let copied = command(&parent);
         let running = |process: &str, stat: &str| -> Option<bool> {

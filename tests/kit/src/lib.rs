@@ -1,4 +1,5 @@
-//! Fake peers for the tests of every crate. Each one plays a single role, so that a test can put the real code opposite it:
+//! Fake peers for the tests of every crate. Each one plays a single role, so that a test can put the real
+//! code opposite it:
 //!
 //! ```text
 //!   program ── channel ──▶ bridge ══ link ══▶ server
@@ -10,17 +11,20 @@
 //! - [`channel`]: the program's end of a channel's shared memory;
 //! - [`native_client`]: a program that connects to `vhost-rgpu`'s native socket;
 //! - [`native_host`]: the host's end of that socket, for tests of the client library;
-//! - [`session`]: a program and the bridge's [`Session`](host_bridge::bridge::Session) in one process, for tests of the bridge;
+//! - [`session`]: a program and the bridge's [`Session`](host_bridge::bridge::Session) in one process, for
+//!   tests of the bridge;
 //! - [`link`]: a bridge that connects to `rgpu-server` over a Unix socket or TCP;
 //! - [`server`]: a server that speaks TCP to a bridge and keeps "device memory" in a map;
 //! - [`local_server`]: a server of this host whose workers map the client's memory;
-//! - [`tcp_server`]: a server whose workers are the real ends of sessions over TCP, which outlive their connections;
+//! - [`tcp_server`]: a server whose workers are the real ends of sessions over TCP, which outlive their
+//!   connections;
 //! - [`turns`]: a relay in front of a server, by which a test counts round trips;
 //! - [`daemon`]: a real daemon as a child process;
 //! - [`manager`]: a service manager that keeps descriptors for daemons;
 //! - [`authority`]: an operator's certification authority.
 //!
-//! A peer panics when the other side breaks the protocol, unless its documentation says otherwise. A test waits for a condition with [`until`] and never for a fixed time.
+//! A peer panics when the other side breaks the protocol, unless its documentation says otherwise. A test
+//! waits for a condition with [`until`] and never for a fixed time.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -71,7 +75,8 @@ pub fn eventually(condition: impl FnMut() -> bool) {
     until("a condition holds", condition);
 }
 
-/// Gives a session all the time that a busy machine may need, wherever it has a limit. A test of one of these limits sets it again.
+/// Gives a session all the time that a busy machine may need, wherever it has a limit. A test of one of these
+/// limits sets it again.
 pub fn be_patient(config: &mut SessionConfig) {
     (config.connect_timeout, config.handshake_timeout) = (PATIENCE, PATIENCE);
     // Less for a link, so that a session whose link is lost silently continues before the test gives up.
@@ -80,9 +85,9 @@ pub fn be_patient(config: &mut SessionConfig) {
 
 /// A port of the loopback interface on which nothing listens.
 ///
-/// It is below the range from which the kernel gives ports to outgoing connections and to whoever asks for any port, and
-/// no other test gets it until this process ends. So it is still free when a daemon is started on it later, or again after
-/// its end.
+/// It is below the range from which the kernel gives ports to outgoing connections and to whoever asks for
+/// any port, and no other test gets it until this process ends. So it is still free when a daemon is started
+/// on it later, or again after its end.
 pub fn free_port() -> u16 {
     const FIRST: u64 = 12_000;
     const COUNT: u64 = 20_000;
@@ -93,7 +98,8 @@ pub fn free_port() -> u16 {
     ports.find(is_free).expect("a port is free")
 }
 
-/// Takes a name for the port that only one process of this machine can have, for the rest of this process's life. False: somebody has it.
+/// Takes a name for the port that only one process of this machine can have, for the rest of this process's
+/// life. False: somebody has it.
 fn reserve(port: u16) -> bool {
     let name = SocketAddr::from_abstract_name(format!("rgpu-test-port-{port}")).unwrap();
     UnixListener::bind_addr(&name).map(std::mem::forget).is_ok()
@@ -156,7 +162,8 @@ pub fn region(id: u32, offset: u64, len: u64) -> HostRange {
     HostRange { place: Place::Region(id), offset, len }
 }
 
-/// Checks that a generated file, or the part of a page between `<!-- MARKER -->` and `<!-- /MARKER -->`, is up to date. With `UPDATE_DOCS` set, writes it first.
+/// Checks that a generated file, or the part of a page between `<!-- MARKER -->` and `<!-- /MARKER -->`, is
+/// up to date. With `UPDATE_DOCS` set, writes it first.
 pub fn check_generated(path: &str, marker: Option<&str>, expected: &str) {
     let now = std::fs::read_to_string(path).unwrap_or_default();
     let expected = match marker {

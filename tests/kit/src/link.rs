@@ -1,4 +1,5 @@
-//! A bridge at `rgpu-server`'s sockets: shared memory over a Unix socket ([`LocalBridge`]), frames and data connections over TCP ([`TcpBridge`]).
+//! A bridge at `rgpu-server`'s sockets: shared memory over a Unix socket ([`LocalBridge`]), frames and data
+//! connections over TCP ([`TcpBridge`]).
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -82,7 +83,8 @@ pub fn connect_tcp(port: u16) -> io::Result<TcpStream> {
     connect_tcp_from(Ipv4Addr::LOCALHOST, port)
 }
 
-/// The same from one of this host's addresses, 127.0.0.1 to 127.255.255.254: another host, as far as the server can tell.
+/// The same from one of this host's addresses, 127.0.0.1 to 127.255.255.254: another host, as far as the
+/// server can tell.
 pub fn connect_tcp_from(source: Ipv4Addr, port: u16) -> io::Result<TcpStream> {
     let [source, server] = [(source, 0), (Ipv4Addr::LOCALHOST, port)]
         .map(|(ip, port)| SockaddrIn::from(SocketAddrV4::new(ip, port)));
@@ -118,7 +120,8 @@ impl Waiting {
         hear_welcome(&self.socket).unwrap()
     }
 
-    /// Waits until the server serves or refuses; an error is the reason of the refusal. Also returns the positions in the queue that it told.
+    /// Waits until the server serves or refuses; an error is the reason of the refusal. Also returns the
+    /// positions in the queue that it told.
     pub fn served(self) -> (Result<LocalBridge, String>, Vec<u32>) {
         let mut positions = Vec::new();
         loop {
@@ -298,7 +301,8 @@ impl Session for LocalBridge {
     }
 }
 
-/// The connections of a session over TCP, frame by frame. Errors are returned, so that a test can break the protocol and look at what happens.
+/// The connections of a session over TCP, frame by frame. Errors are returned, so that a test can break the
+/// protocol and look at what happens.
 pub struct TcpBridge {
     /// The control connection.
     pub control: TcpStream,
@@ -310,7 +314,8 @@ pub struct TcpBridge {
 }
 
 impl TcpBridge {
-    /// Opens a session with as many data connections as `hello` asks for. An error is the reason of a refusal, or what failed.
+    /// Opens a session with as many data connections as `hello` asks for. An error is the reason of a
+    /// refusal, or what failed.
     pub fn connect(port: u16, hello: &Hello) -> Result<TcpBridge, String> {
         let greeted = |hello: &Hello| -> Result<(TcpStream, Welcome), String> {
             let stream = connect_tcp(port).map_err(|e| e.to_string())?;

@@ -1,4 +1,5 @@
-//! A server of this host whose workers are the real ends of `local` sessions, in threads, over "device memory" in a map.
+//! A server of this host whose workers are the real ends of `local` sessions, in threads, over "device
+//! memory" in a map.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,5 +1,6 @@
 //! A service manager, as systemd is one for a daemon: it keeps the descriptors that the daemon gives it
-//! (`sd_notify(3)`, `FDSTORE=1`), starts another daemon with them (`sd_listen_fds(3)`), and hears when a daemon serves.
+//! (`sd_notify(3)`, `FDSTORE=1`), starts another daemon with them (`sd_listen_fds(3)`), and hears when a
+//! daemon serves.
 
 use std::ffi::OsStr;
 use std::io::IoSliceMut;
@@ -103,7 +104,8 @@ impl Manager {
         Some(serde_json::from_slice(&text).unwrap())
     }
 
-    /// What daemons have said of their states so far: `READY=1` and the like, without the times that go with them.
+    /// What daemons have said of their states so far: `READY=1` and the like, without the times that go with
+    /// them.
     pub fn said(&self) -> Vec<String> {
         self.settle();
         self.lock().said.iter().filter_map(|text| text.lines().next()).map(str::to_owned).collect()
@@ -137,7 +139,8 @@ impl Manager {
                 unsafe { OwnedFd::from_raw_fd(number) }
             })
             .collect();
-        // SAFETY: between fork and exec the closure makes system calls only, dup2, which is async-signal-safe. It clears close-on-exec for the new numbers.
+        // SAFETY: between fork and exec the closure makes system calls only, dup2, which is
+        // async-signal-safe. It clears close-on-exec for the new numbers.
         unsafe {
             command.pre_exec(move || {
                 for (number, fd) in (3..).zip(&high) {
@@ -168,7 +171,8 @@ fn serve_one(socket: &UnixDatagram, heard: &Mutex<Heard>) -> bool {
     let mut fds = Vec::new();
     for control in message.cmsgs().unwrap() {
         if let ControlMessageOwned::ScmRights(received) = control {
-            // SAFETY: the kernel has just installed these descriptors in this process, and nothing else owns them.
+            // SAFETY: the kernel has just installed these descriptors in this process, and nothing else owns
+            // them.
             fds.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
         }
     }

@@ -42,7 +42,8 @@ impl NativeClient {
         Ok(NativeClient(fd))
     }
 
-    /// Connects to the socket at `path` and opens a channel with 1 MiB of arena for `program`, which must succeed.
+    /// Connects to the socket at `path` and opens a channel with 1 MiB of arena for `program`, which must
+    /// succeed.
     pub fn with_channel(path: &Path, program: &str) -> (NativeClient, Channel) {
         let client = NativeClient::connect(path).unwrap();
         let (file, view) = in_a_file(1 << 20, program);

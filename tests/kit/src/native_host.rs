@@ -1,4 +1,5 @@
-//! The host's end of the native socket: one connection, served by a thread that does with each record what a test says.
+//! The host's end of the native socket: one connection, served by a thread that does with each record what a
+//! test says.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -33,7 +34,8 @@ impl Host {
     /// Wakes every thread that sleeps on the word at `offset` of the channel.
     fn wake(&self, offset: usize) {
         assert!(offset + 4 <= self.0.geometry().size);
-        // SAFETY: the address of a word inside the mapping, as just checked; the call only looks for sleepers there.
+        // SAFETY: the address of a word inside the mapping, as just checked; the call only looks for sleepers
+        // there.
         unsafe { libc::syscall(libc::SYS_futex, self.0.base().add(offset), libc::FUTEX_WAKE, i32::MAX) };
     }
 
@@ -124,7 +126,8 @@ pub struct NativeHost {
 }
 
 impl NativeHost {
-    /// A host that answers the request for a channel with `answer` and gives each record and its body to `each` until the client disconnects.
+    /// A host that answers the request for a channel with `answer` and gives each record and its body to
+    /// `each` until the client disconnects.
     pub fn start(
         answer: Response,
         each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
@@ -157,7 +160,8 @@ impl NativeHost {
 
 impl Drop for NativeHost {
     fn drop(&mut self) {
-        // The client library keeps a session until its process ends, so the thread may still be serving. If it has panicked, the test fails.
+        // The client library keeps a session until its process ends, so the thread may still be serving. If
+        // it has panicked, the test fails.
         if let Some(thread) = self.thread.take().filter(JoinHandle::is_finished) {
             thread.join().expect("the host's thread");
         }

@@ -94,7 +94,8 @@ fn runs(processes: &[u32]) -> u64 {
     processes.iter().map(of).sum()
 }
 
-/// Whether all threads of these processes sleep. One that is only waiting for a processor, as on a busy machine, does not.
+/// Whether all threads of these processes sleep. One that is only waiting for a processor, as on a busy
+/// machine, does not.
 fn sleep(processes: &[u32]) -> bool {
     let sleeps =
         |stat: &str| stat.rsplit_once(") ").is_none_or(|(_, state)| state.starts_with(['S', 'I', 'Z']));

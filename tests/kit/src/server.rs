@@ -1,4 +1,5 @@
-//! A server that speaks the link over TCP and keeps "device memory" in a map. It executes copies and marks of stream 0 and answers everything else with success.
+//! A server that speaks the link over TCP and keeps "device memory" in a map. It executes copies and marks of
+//! stream 0 and answers everything else with success.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
@@ -333,7 +334,8 @@ struct Gpu<'s> {
     asked: HashSet<(u64, u32)>,
 }
 
-/// One thread. While it executes a command it reads no other, and it waits for the command's data: a bridge must not hold back what a command needs until later.
+/// One thread. While it executes a command it reads no other, and it waits for the command's data: a bridge
+/// must not hold back what a command needs until later.
 impl Gpu<'_> {
     fn run(&mut self, mut control: TcpStream) {
         let mut reader = FrameReader::new();
@@ -507,7 +509,8 @@ impl Gpu<'_> {
     }
 }
 
-/// A server that accepts connections and never sends anything. Gives its address, and on how many connections it was told something: clients keep others ready.
+/// A server that accepts connections and never sends anything. Gives its address, and on how many connections
+/// it was told something: clients keep others ready.
 pub fn mute_server() -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, greetings) = (listener.local_addr().unwrap(), Arc::<AtomicUsize>::default());

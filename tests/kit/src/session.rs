@@ -1,4 +1,5 @@
-//! A program and the bridge's session in one process: the program's memory is a guest's RAM, the channel is scattered in it.
+//! A program and the bridge's session in one process: the program's memory is a guest's RAM, the channel is
+//! scattered in it.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -119,7 +120,8 @@ impl Client {
 /// Writes extents of a client's memory.
 pub fn write(memories: &Memories, extents: &[Extent], bytes: &[u8]) {
     for piece in memories.resolve(extents, bytes.len() as u64).unwrap().all() {
-        // SAFETY: `resolve` checked that the piece lies in mapped memory, and `piece.offset + piece.len` is at most `bytes.len()`.
+        // SAFETY: `resolve` checked that the piece lies in mapped memory, and `piece.offset + piece.len` is
+        // at most `bytes.len()`.
         unsafe { piece.at.copy_from(NonNull::from(&bytes[piece.offset]).cast(), piece.len) };
     }
 }
@@ -129,7 +131,8 @@ pub fn read(memories: &Memories, extents: &[Extent]) -> Vec<u8> {
     let size: u64 = extents.iter().map(|e| e.len).sum();
     let mut bytes = vec![0; size as usize];
     for piece in memories.resolve(extents, size).unwrap().all() {
-        // SAFETY: `resolve` checked that the piece lies in mapped memory, and `piece.offset + piece.len` is at most `bytes.len()`.
+        // SAFETY: `resolve` checked that the piece lies in mapped memory, and `piece.offset + piece.len` is
+        // at most `bytes.len()`.
         unsafe { piece.at.copy_to(NonNull::from(&mut bytes[piece.offset]).cast(), piece.len) };
     }
     bytes

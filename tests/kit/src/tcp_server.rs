@@ -1,4 +1,5 @@
-//! A server whose workers are the real ends of `tcp` and `verbs` sessions, in threads, over "device memory" in a map. Sessions outlive their connections.
+//! A server whose workers are the real ends of `tcp` and `verbs` sessions, in threads, over "device memory"
+//! in a map. Sessions outlive their connections.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};

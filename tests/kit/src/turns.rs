@@ -1,11 +1,14 @@
-//! A relay in front of a server that counts round trips: once it is [told to](Turns::hold), it lets a connection have one answer, and only when the other end has said all that it says before it hears anything.
+//! A relay in front of a server that counts round trips: once it is [told to](Turns::hold), it lets a
+//! connection have one answer, and only when the other end has said all that it says before it hears
+//! anything.
 //!
 //! ```text
 //!   bridge ── everything, at once ──▶ relay ── everything, at once ──▶ server
 //!          ◀── one answer, once both have said what they say ──  relay ◀──
 //! ```
 //!
-//! So an end that needs one answer more than the test expects waits for ever. What ends do in their own time says nothing about round trips, and the relay measures no time.
+//! So an end that needs one answer more than the test expects waits for ever. What ends do in their own time
+//! says nothing about round trips, and the relay measures no time.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -103,7 +106,8 @@ impl Turns {
         self.state().lost
     }
 
-    /// Closes all connections, and lets those that come from now on have one answer, once so many of an attempt have said all that they say before one.
+    /// Closes all connections, and lets those that come from now on have one answer, once so many of an
+    /// attempt have said all that they say before one.
     pub fn hold(&self, beside: usize, exchanges: Exchanges) {
         let mut state = self.state();
         (state.exchanges, state.beside, state.loses) = (Some(exchanges), beside, false);
@@ -124,7 +128,8 @@ impl Turns {
         self.shared.changed.notify_all();
     }
 
-    /// Bytes that clients have said on the connections for this purpose that there are, and bytes that the server has said there, whether passed on or not.
+    /// Bytes that clients have said on the connections for this purpose that there are, and bytes that the
+    /// server has said there, whether passed on or not.
     pub fn said(&self, purpose: u32) -> (usize, usize) {
         let state = self.state();
         let these = state.connections.iter().filter(|connection| connection.purpose == purpose);
@@ -223,7 +228,8 @@ impl Shared {
 }
 
 impl State {
-    /// What may be passed on to a client now, and whether that is all that its server has said. `None`: the connection was closed.
+    /// What may be passed on to a client now, and whether that is all that its server has said. `None`: the
+    /// connection was closed.
     fn pass(&mut self, id: Id) -> Option<(Vec<u8>, bool)> {
         let attempt = self.with(id, |connection| connection.attempt)?;
         let is = |connection: &&Connection| connection.attempt == attempt && connection.has_said_all();

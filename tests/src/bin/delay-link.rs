@@ -30,7 +30,8 @@ use clap::Parser;
 const MOST: usize = 66 << 10;
 /// Packets in flight in one direction at most.
 const IN_FLIGHT: usize = 1 << 16;
-/// The writer sleeps until this long before a packet is due and spins for the rest, because a sleep ends late.
+/// The writer sleeps until this long before a packet is due and spins for the rest, because a sleep ends
+/// late.
 const SPIN: Duration = Duration::from_micros(60);
 /// How long the bytes may wait that the link has not begun to carry.
 const LONGEST: Duration = Duration::from_millis(50);

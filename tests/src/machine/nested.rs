@@ -2,8 +2,8 @@
 //!
 //! The inner guest has no agent. Its first process is a script that loads the image's modules, runs one
 //! command and powers off. Its output is QEMU's, on the standard output of [`Nested::command`] in the outer
-//! machine; what is written to [`CONSOLE`] there is its input. Nested emulation is slow: a boot takes a minute
-//! or more.
+//! machine; what is written to [`CONSOLE`] there is its input. Nested emulation is slow: a boot takes a
+//! minute or more.
 
 use super::image::Image;
 use super::{Accelerator, Builder, Kernel, Qemu};

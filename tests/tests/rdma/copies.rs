@@ -1,9 +1,10 @@
-//! Copies between two servers over verbs, and what becomes of them without verbs, with a cut link, killed workers and hostile ends.
+//! Copies between two servers over verbs, and what becomes of them without verbs, with a cut link, killed
+//! workers and hostile ends.
 
 use super::*;
 
-/// Two servers with a software GPU each, one at each end of the link, which may connect to each other. Programs
-/// reach both over TCP.
+/// Two servers with a software GPU each, one at each end of the link, which may connect to each other.
+/// Programs reach both over TCP.
 struct Pair {
     machine: Machine,
     servers: Vec<Process>,
@@ -35,8 +36,8 @@ impl Pair {
         )
     }
 
-    /// Copies of 4 bytes to 64 MiB in both directions, whose bytes are all checked. Returns how many bytes that
-    /// was each way.
+    /// Copies of 4 bytes to 64 MiB in both directions, whose bytes are all checked. Returns how many bytes
+    /// that was each way.
     fn copies(&self) -> Result<u64> {
         let output = self.machine.run(&Self::command(PORTS, "direct"), LONG)?;
         let said = output.text();
@@ -100,8 +101,8 @@ impl Pair {
     }
 }
 
-/// All of a program's copies between the servers go over verbs, and none of their bytes through the program or
-/// the connection's socket.
+/// All of a program's copies between the servers go over verbs, and none of their bytes through the program
+/// or the connection's socket.
 fn copies_go_over_verbs(pair: &Pair) -> Result<()> {
     let before = pair.lines()?;
     let bytes = pair.copies()?;
@@ -139,8 +140,8 @@ fn copies_take_the_socket_where_verbs_do_not_work(pair: &Pair) -> Result<()> {
     pair.nothing_left()
 }
 
-/// When a worker is killed in the middle of copies, the program has an error and no wrong bytes, and the other
-/// worker notices.
+/// When a worker is killed in the middle of copies, the program has an error and no wrong bytes, and the
+/// other worker notices.
 fn a_killed_worker_ends_the_copies_at_both_ends(pair: &Pair, killed: usize) -> Result<()> {
     let before = pair.lines()?;
     let program = pair.endless_copies()?;
@@ -185,8 +186,8 @@ fn a_cut_link_makes_copies_go_through_the_program(pair: &Pair) -> Result<()> {
     pair.nothing_left()
 }
 
-/// What hostile senders and receivers of pieces do, by `tests/peers/src/bin/hostile_direct.rs`, which checks that
-/// its own session goes on and that the connection ends, or takes the socket.
+/// What hostile senders and receivers of pieces do, by `tests/peers/src/bin/hostile_direct.rs`, which checks
+/// that its own session goes on and that the connection ends, or takes the socket.
 const HOSTILE_DIRECTS: [(&str, &[&str]); 2] = [
     (
         "sender",

@@ -23,8 +23,8 @@ const HOSTILE_BRIDGES: [(&str, &str); 16] = [
     ("impossible-key", "key that cannot be"),
 ];
 
-/// Has a bridge do all of this beside a session that survives it and gets the right data. Passes what the bridge
-/// says, and the expected words, to `answered`, which returns whether they fit.
+/// Has a bridge do all of this beside a session that survives it and gets the right data. Passes what the
+/// bridge says, and the expected words, to `answered`, which returns whether they fit.
 fn attacks(rgpu: &Rgpu, attacks: &[(&str, &str)], answered: impl Fn(&str, &str) -> bool) -> Result<()> {
     let bystander = rgpu.spawn("copies")?;
     for (what, words) in attacks {

@@ -1,5 +1,5 @@
-//! Programs over verbs: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the
-//! host on the other.
+//! Programs over verbs: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs
+//! of the host on the other.
 
 use super::*;
 

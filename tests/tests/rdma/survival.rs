@@ -1,4 +1,5 @@
-//! Sessions whose queue pairs and control connections break, or whose processes are killed and whose guest is stopped, under a server that keeps sessions.
+//! Sessions whose queue pairs and control connections break, or whose processes are killed and whose guest is
+//! stopped, under a server that keeps sessions.
 
 use protocol::fuzzing::Random;
 
@@ -24,8 +25,8 @@ fn resumed(machine: &Machine, name: &str) -> Result<usize> {
     count.text().trim().parse().with_context(|| format!("how often sessions were resumed: {count}"))
 }
 
-/// Each control connection breaks some seconds after its handshake, whatever the queue pairs carry then: they are given
-/// up with everything that is under way.
+/// Each control connection breaks some seconds after its handshake, whatever the queue pairs carry then: they
+/// are given up with everything that is under way.
 pub(super) fn programs_survive_broken_control_connections(rgpu: &Rgpu) -> Result<()> {
     let machine = &rgpu.machine;
     let relay = machine.spawn("exec hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700")?;
@@ -54,8 +55,8 @@ pub(super) fn programs_survive_broken_control_connections(rgpu: &Rgpu) -> Result
     rgpu.nothing_left()
 }
 
-/// The device process that carries the session of a program is killed again and again, whatever is under way. The next
-/// one registers the program's memory anew and goes on.
+/// The device process that carries the session of a program is killed again and again, whatever is under way.
+/// The next one registers the program's memory anew and goes on.
 pub(super) fn programs_survive_killed_device_processes(rgpu: &Rgpu) -> Result<()> {
     /// A keeper gives up after eight in a row, so each program has one of its own.
     const OF_A_PROGRAM: usize = 6;
@@ -106,8 +107,8 @@ fn serving_process(machine: &Machine, socket: &str) -> Result<Option<i64>> {
     Ok(row.filter(|_| has_sessions).and_then(|row| row["process"].as_i64()))
 }
 
-/// The packets of the queue pairs get lost, so that these are given up, and those that take their place, too, until
-/// the link is back.
+/// The packets of the queue pairs get lost, so that these are given up, and those that take their place, too,
+/// until the link is back.
 pub(super) fn a_program_survives_a_long_cut(rgpu: &Rgpu) -> Result<()> {
     let before = rgpu.bridge_counter("resumed")?;
     let program = rgpu.endless_copies()?;
@@ -233,7 +234,8 @@ fn status(machine: &Machine, socket: &str) -> Result<serde_json::Value> {
     }
 }
 
-/// The keeper is killed, and its service manager starts another one; or it executes the program that is installed. Its device processes go with it.
+/// The keeper is killed, and its service manager starts another one; or it executes the program that is
+/// installed. Its device processes go with it.
 pub(super) fn a_program_survives_killed_and_upgraded_keepers(rgpu: &Rgpu) -> Result<()> {
     const SOCKET: &str = "/run/kept.status";
     let machine = &rgpu.machine;
@@ -283,7 +285,8 @@ pub(super) fn a_program_survives_killed_and_upgraded_keepers(rgpu: &Rgpu) -> Res
     Ok(())
 }
 
-/// QEMU stops the guest, for longer than anybody may be silent, and continues it. Meanwhile no queue pair reaches its memory; once its device process is killed, too.
+/// QEMU stops the guest, for longer than anybody may be silent, and continues it. Meanwhile no queue pair
+/// reaches its memory; once its device process is killed, too.
 pub(super) fn a_stopped_guest_goes_on(rgpu: &Rgpu, guest: &Process) -> Result<()> {
     /// Longer than the 10 seconds after which a link counts as lost.
     const SECONDS: u64 = 13;
@@ -370,13 +373,15 @@ impl Interruption {
     }
 }
 
-/// How many interruptions of each kind there are to be at least: `RGPU_SURVIVE_CUTS`. Without it there are only those of the other parts.
+/// How many interruptions of each kind there are to be at least: `RGPU_SURVIVE_CUTS`. Without it there are
+/// only those of the other parts.
 pub(super) fn interruptions() -> Result<Option<u64>> {
     let number = |text: String| text.trim().parse().with_context(|| format!("RGPU_SURVIVE_CUTS: {text:?}"));
     std::env::var("RGPU_SURVIVE_CUTS").ok().map(number).transpose()
 }
 
-/// Interrupts programs so often. Each has to make rounds after each interruption, and to end with the right bytes.
+/// Interrupts programs so often. Each has to make rounds after each interruption, and to end with the right
+/// bytes.
 pub(super) fn a_program_survives_many(rgpu: &Rgpu, kind: Interruption, least: u64) -> Result<()> {
     let machine = &rgpu.machine;
     let of_a_program = if kind == Interruption::Kill { 6 } else { 40 };

@@ -116,7 +116,8 @@ fn sessions_under_tls_continue_in_the_next_process_of_their_host() -> Result<()>
     let log = logs.join("vhost-rgpu.log");
     let host = Daemon::start("vhost-rgpu", of_host, &log, &folder.path().join("vhost-rgpu.status"))?;
     let (mut ends, mut runs, mut random) = (0, 0, Random(31));
-    // Each of them once, and on until a session has gone on: no process may have ended just while there was one.
+    // Each of them once, and on until a session has gone on: no process may have ended just while there was
+    // one.
     for name in SAMPLE.iter().cycle().take(50) {
         if runs >= SAMPLE.len() as u64 && host.log_text().contains("link restored") {
             break;

@@ -40,8 +40,8 @@ fn states(host: &Host) -> Result<Vec<String>> {
     Ok(rows.iter().filter_map(|row| row["state"].as_str()).map(str::to_owned).collect())
 }
 
-/// Waits until every session is in one of these states. (A device process that a busy machine keeps from answering
-/// is in the status as it was before.)
+/// Waits until every session is in one of these states. (A device process that a busy machine keeps from
+/// answering is in the status as it was before.)
 fn in_states(host: &Host, expected: &[&str]) -> Result<()> {
     let deadline = Instant::now() + LONG;
     loop {

@@ -327,7 +327,8 @@ impl Device {
             && self.budget.is_unused()
     }
 
-    /// Whether nothing that the guest has asked for is under way, or nothing of it ends because the guest is stopped.
+    /// Whether nothing that the guest has asked for is under way, or nothing of it ends because the guest is
+    /// stopped.
     #[cfg(any(test, fuzzing))]
     pub fn is_settled(&self) -> bool {
         self.gate.is_paused() || self.jobs.load(Ordering::SeqCst) == 0

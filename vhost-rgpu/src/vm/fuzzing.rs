@@ -290,7 +290,8 @@ impl Guest<'_> {
             17 => MOOD.store(steps.byte(), Ordering::Relaxed),
             18 => SERVER.connections().clear(),
             _ => match steps.byte() {
-                // Much happens meanwhile, or little; or all that the guest has asked for, however busy the machine is.
+                // Much happens meanwhile, or little; or all that the guest has asked for, however busy the
+                // machine is.
                 few @ ..192 => (0..few).for_each(|_| std::thread::yield_now()),
                 _ => self.wait_until(Device::is_settled),
             },

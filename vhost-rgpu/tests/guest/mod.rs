@@ -102,7 +102,8 @@ impl Guest {
         guest
     }
 
-    /// Waits until the daemon has acted on all messages of the VMM so far. Most have no answer, but this one does.
+    /// Waits until the daemon has acted on all messages of the VMM so far. Most have no answer, but this one
+    /// does.
     pub fn settle(&self) {
         self.frontend.get_features().unwrap();
     }

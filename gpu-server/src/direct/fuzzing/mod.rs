@@ -1,12 +1,12 @@
-//! Peers of a direct connection that do whatever they like, as a fuzzer says: another server's worker that offers
-//! verbs, or answers an offer, and then sends and grants anything, over the socket and over verbs.
+//! Peers of a direct connection that do whatever they like, as a fuzzer says: another server's worker that
+//! offers verbs, or answers an offer, and then sends and grants anything, over the socket and over verbs.
 //!
-//! [`pieces_any`] drives one end as its thread does, but turn by turn, so that a program always runs in the same way. Verbs are those of
-//! [`host_bridge::verbs::software`]: everything above the C library is the real code. It checks that what has
-//! arrived is exactly what a correct peer would have sent; that a piece's bytes stay as they came until the client
-//! has landed them, and as they were until the other end has taken them; that receives are granted as they are
-//! posted, and messages sent as they are granted; that each question of the client is answered once; and that
-//! nothing of the connection is left.
+//! [`pieces_any`] drives one end as its thread does, but turn by turn, so that a program always runs in the
+//! same way. Verbs are those of [`host_bridge::verbs::software`]: everything above the C library is the real
+//! code. It checks that what has arrived is exactly what a correct peer would have sent; that a piece's bytes
+//! stay as they came until the client has landed them, and as they were until the other end has taken them;
+//! that receives are granted as they are posted, and messages sent as they are granted; that each question of
+//! the client is answered once; and that nothing of the connection is left.
 //!
 //! - [`receiving`]: the end that is tested receives pieces; [`sending`]: it sends them.
 
@@ -273,7 +273,8 @@ fn socket(steps: &mut Steps<'_>) -> usize {
             }
         }
     }
-    // A receiving end without a free buffer waits for the client, which here lands nothing. Where the first piece begins depends on its answer.
+    // A receiving end without a free buffer waits for the client, which here lands nothing. Where the first
+    // piece begins depends on its answer.
     for begin in [0, OFFER, OFFER + 1] {
         let upto = bytes.get(begin..).map(|rest| begin + Expected::default().read(rest));
         bytes.truncate(upto.unwrap_or(bytes.len()));

@@ -310,7 +310,8 @@ impl HostileReceiver<'_, '_> {
                 self.under_way.push_back((number, bytes));
             }
         }
-        // It looks for the next piece even if it may not send it yet, and lets go of those before it that come too late.
+        // It looks for the next piece even if it may not send it yet, and lets go of those before it that
+        // come too late.
         while self.due.front().is_some_and(|(number, _)| *number <= self.last) {
             self.due.pop_front();
         }

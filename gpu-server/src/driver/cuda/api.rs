@@ -21,8 +21,8 @@ use crate::driver::gpu::{PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED};
 
 /// A symbol that rgpu's own `libcuda` exports, and NVIDIA's does not.
 const OWN_LIBRARY: &[u8] = b"rgpu_libcuda\0";
-/// Results that programs ask for on purpose: no code for this GPU, peer access that is enabled already, and that is
-/// not.
+/// Results that programs ask for on purpose: no code for this GPU, peer access that is enabled already, and
+/// that is not.
 const EXPECTED: [Status; 3] =
     [Status::NO_BINARY_FOR_GPU, PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED];
 

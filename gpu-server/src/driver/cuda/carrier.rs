@@ -1,8 +1,8 @@
 //! Copies pieces of direct connections, in any thread.
 //!
-//! All pieces of a context that go the same way share one stream. It has the highest priority, because streams of one
-//! priority share a few hardware queues: behind a running kernel of another stream in its queue, a piece could wait
-//! for ever, if that kernel waits for the piece.
+//! All pieces of a context that go the same way share one stream. It has the highest priority, because
+//! streams of one priority share a few hardware queues: behind a running kernel of another stream in its
+//! queue, a piece could wait for ever, if that kernel waits for the piece.
 
 use std::sync::{Arc, Mutex};
 
@@ -112,8 +112,8 @@ impl Cuda {
 impl Carrier for CudaCarrier {
     fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End) {
         let PieceStream { api, completer, health, home, way, stream, word, begun } = &*self.pieces;
-        // SAFETY: a context of this process. Usually this is known and calls no driver. Unregistered memory can
-        // be copied too, only more slowly.
+        // SAFETY: a context of this process. Usually this is known and calls no driver. Unregistered memory
+        // can be copied too, only more slowly.
         let _ = unsafe { registration::in_place(api, home.handle(), home, bytes.region()) };
         let mut begun = begun.lock().unwrap_or_else(|e| e.into_inner());
         *begun += 1;

@@ -172,10 +172,10 @@ impl Cuda {
         let capture = Capture::new(self.api, graph)?;
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
         let mut seen: HashSet<usize> = HashSet::new();
-        // The nodes that begin the graph. A conditional node that begins it, too, comes after them. The driver
-        // starts such nodes in the order in which they were added, and programs depend on it without knowing:
-        // NVIDIA's sample graphConditionalNodes sets a condition in a kernel on which the conditional node
-        // does not depend. Here conditional nodes have been added before all others.
+        // The nodes that begin the graph. A conditional node that begins it, too, comes after them. The
+        // driver starts such nodes in the order in which they were added, and programs depend on it without
+        // knowing: NVIDIA's sample graphConditionalNodes sets a condition in a kernel on which the
+        // conditional node does not depend. Here conditional nodes have been added before all others.
         let mut begin: Vec<CUgraphNode> = Vec::new();
         for node in nodes {
             seen.clear();

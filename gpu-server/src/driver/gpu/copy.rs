@@ -58,12 +58,13 @@ pub struct Fill {
     pub height: u64,
 }
 
-/// Copies pieces of a direct connection to memory of one kind, or from it, in any thread. If that is device memory,
-/// it has a stream of its own, which waits for nothing.
+/// Copies pieces of a direct connection to memory of one kind, or from it, in any thread. If that is device
+/// memory, it has a stream of its own, which waits for nothing.
 pub trait Carrier: Send + Sync {
     /// Copies between `bytes` and as many bytes of `rows`, from this offset in its packed bytes on. `rows` is
-    /// memory that was checked. When that is done, or never will be, it publishes `seq` as the progress of the stream
-    /// for which it was made (0: it does not) and calls `end`. Copies end in the order of these calls.
+    /// memory that was checked. When that is done, or never will be, it publishes `seq` as the progress of
+    /// the stream for which it was made (0: it does not) and calls `end`. Copies end in the order of these
+    /// calls.
     fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End);
 }
 
@@ -105,8 +106,8 @@ pub trait GpuCopies: GpuStreams {
     /// the device.
     fn preparer(&mut self, place: &Self::Place) -> Result<Preparer>;
 
-    /// What copies pieces this way, in memory that is accessed through `device`. The place's stream was entered;
-    /// only its progress is used.
+    /// What copies pieces this way, in memory that is accessed through `device`. The place's stream was
+    /// entered; only its progress is used.
     fn carrier(&mut self, place: &Self::Place, device: u32, way: Way) -> Result<Arc<dyn Carrier>>;
 
     /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when

@@ -10,8 +10,8 @@
 //! and [`GpuHostMemory`], [`GpuStreams`], [`GpuCopies`], [`GpuModules`], [`GpuGraphs`], [`GpuArrays`] and
 //! [`GpuTensorMaps`], [`GpuGreenContexts`], [`GpuActivity`].
 //!
-//! The dispatcher's thread makes all these calls, one at a time, except those of a [`Carrier`]. None of them may
-//! wait for work on the device.
+//! The dispatcher's thread makes all these calls, one at a time, except those of a [`Carrier`]. None of them
+//! may wait for work on the device.
 
 mod activity;
 mod array;

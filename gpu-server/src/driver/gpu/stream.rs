@@ -98,8 +98,8 @@ pub trait GpuStreams {
     /// context.
     fn mark_stream(&mut self, cx: &mut Call, streams: &mut Streams<Self::Stream>, id: StreamId) -> Result;
 
-    /// Raises a stream's progress word to `seq`, although the stream's context has failed with `status`: nothing
-    /// on it will be done any more.
+    /// Raises a stream's progress word to `seq`, although the stream's context has failed with `status`:
+    /// nothing on it will be done any more.
     fn give_up(&mut self, streams: &mut Streams<Self::Stream>, id: StreamId, seq: u64, status: Status);
 
     /// Makes what follows wait for an event's last record.

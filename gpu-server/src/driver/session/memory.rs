@@ -60,8 +60,8 @@ impl<G: Gpu> Session<G> {
         found.or((len == 0).then_some(home)).ok_or(Status::INVALID_VALUE)
     }
 
-    /// Whether a range is in one allocation of a device, or in memory that the client has mapped, and so can be used
-    /// until it is freed or unmapped.
+    /// Whether a range is in one allocation of a device, or in memory that the client has mapped, and so can
+    /// be used until it is freed or unmapped.
     pub(super) fn is_devices_own(&self, address: u64, len: u64) -> bool {
         match self.ordinal_of(address) {
             Some(ordinal) => self.windows[ordinal as usize].allocations.holds(address, len),

@@ -4,8 +4,8 @@
 //! calls the GPU, and answers.
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
-//! - [`windows`] and [`memory`]: the windows of device memory, [`space`](super::space), and memory shared with other
-//!   sessions; [`swap`]: moves a session's memory off its devices and back;
+//! - [`windows`] and [`memory`]: the windows of device memory, [`space`](super::space), and memory shared
+//!   with other sessions; [`swap`]: moves a session's memory off its devices and back;
 //! - [`copy`]: copies and fills; [`direct`]: copies from and to other servers;
 //! - [`module`]: modules, their functions, launches, and the linker; [`graph`]: graphs;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;

@@ -1,13 +1,13 @@
 //! Moves the session's memory off its devices, and back to the same addresses.
 //!
-//! What moves: the memory in the devices' windows (ordinary allocations and managed memory), and memory made without
-//! an address ([`space`](crate::driver::space)), however it is mapped: in parts, at several addresses, for other
-//! devices, or not at all. What stays: what is shared with other sessions, arrays, code with its variables and
-//! heaps, and client memory that kernels access.
+//! What moves: the memory in the devices' windows (ordinary allocations and managed memory), and memory made
+//! without an address ([`space`](crate::driver::space)), however it is mapped: in parts, at several
+//! addresses, for other devices, or not at all. What stays: what is shared with other sessions, arrays, code
+//! with its variables and heaps, and client memory that kernels access.
 //!
-//! All bytes of memory without an address are copied, whatever part of it the client has mapped. If the client has
-//! not mapped all of it at one address for its own device, the session does so meanwhile, at addresses that the
-//! client does not know.
+//! All bytes of memory without an address are copied, whatever part of it the client has mapped. If the
+//! client has not mapped all of it at one address for its own device, the session does so meanwhile, at
+//! addresses that the client does not know.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;

@@ -1,4 +1,5 @@
-//! Where a session's devices have memory: their windows of addresses, and the client's memory that they access.
+//! Where a session's devices have memory: their windows of addresses, and the client's memory that they
+//! access.
 
 use protocol::handle::ContextId;
 use protocol::ops::memory::MIRROR_PAGE;

@@ -1,8 +1,8 @@
 //! The GPU interface without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`] (with [`file`]), [`streams`]
-//!   (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with
-//!   [`link`]), [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`] (with [`file`]),
+//!   [`streams`] (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills),
+//!   [`kernels`] (with [`link`]), [`graph`], [`green`], [`array`], [`tensor`]; [`nvml`];
 //! - [`activity`]: device activity, for profilers; [`properties`]: what a device reports about itself;
 //!   [`imitate`]: imitates for tests how NVIDIA's driver makes its caller wait, and fails.
 //!
@@ -88,7 +88,8 @@ struct Device {
     /// Its number on the server.
     number: u32,
     config: GpuConfig,
-    /// The streams on which pieces of direct connections are copied to and from its memory, once there are some.
+    /// The streams on which pieces of direct connections are copied to and from its memory, once there are
+    /// some.
     landing: Option<Stream>,
     sending: Option<Stream>,
     /// What is mapped as a whole while it moves.

@@ -1,7 +1,9 @@
-//! Peers that do whatever they like with their connections to the daemon, as a fuzzer says: bytes of any kind, hellos, TLS that is changed on its way, connections that say nothing.
+//! Peers that do whatever they like with their connections to the daemon, as a fuzzer says: bytes of any
+//! kind, hellos, TLS that is changed on its way, connections that say nothing.
 //!
-//! [`handshake_any`] drives a [`Greeter`] as its thread does, on a daemon without workers. It checks that silent connections keep to their limits, that only who has a client's key is taken for
-//! one, and that what a peer reads in the clear is a welcome or a TLS record.
+//! [`handshake_any`] drives a [`Greeter`] as its thread does, on a daemon without workers. It checks that
+//! silent connections keep to their limits, that only who has a client's key is taken for one, and that what
+//! a peer reads in the clear is a welcome or a TLS record.
 
 use std::io::{Cursor, Read, Write};
 use std::os::fd::OwnedFd;

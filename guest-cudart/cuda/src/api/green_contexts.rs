@@ -39,9 +39,9 @@ fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
     Ok((driver, GREENS.get(handle).ok_or(Status::INVALID_CONTEXT)?))
 }
 
-/// The program's streams of a context, or of a green context in it. (This library's own work is done for a stream of
-/// the program that is held meanwhile, or for a thread that waits. If it waited for an event behind that stream, both
-/// would wait for ever.)
+/// The program's streams of a context, or of a green context in it. (This library's own work is done for a
+/// stream of the program that is held meanwhile, or for a thread that waits. If it waited for an event behind
+/// that stream, both would wait for ever.)
 ///
 /// # Errors
 /// `STREAM_CAPTURE_UNSUPPORTED` if one of them is being captured, which ends the capture.

@@ -4,8 +4,8 @@
 //! NCCL loads `libnccl-net.so`, which is a link to this library, and calls `init` in each process before it
 //! looks for other networks. `init` declines if the user has chosen another one with `NCCL_NET`.
 //!
-//! The network takes host memory only. NCCL's kernels then write messages into page-locked memory and read them from
-//! there, as with NCCL's own network for sockets.
+//! The network takes host memory only. NCCL's kernels then write messages into page-locked memory and read
+//! them from there, as with NCCL's own network for sockets.
 
 use std::ffi::{CStr, c_char, c_float, c_int, c_void};
 use std::sync::Mutex;
@@ -152,8 +152,8 @@ unsafe extern "C" fn init(_log: *const c_void) -> c_int {
     // NCCL believes that GPUs of processes on one machine are in that machine, and would have their kernels
     // synchronize through a file in /dev/shm.
     set(c"NCCL_SHM_DISABLE", c"1");
-    // As large as the steps of collectives: a step takes longer than over NCCL's own network, because its counters
-    // are mirrored host memory.
+    // As large as the steps of collectives: a step takes longer than over NCCL's own network, because its
+    // counters are mirrored host memory.
     set(c"NCCL_P2P_NET_CHUNKSIZE", c"524288");
     log::info(format_args!("NCCL uses the network of rgpu"));
     SUCCESS

@@ -98,8 +98,8 @@ pub(crate) static FUNCTIONS: Slab<Function> = Slab::new(5);
 /// Maximum bytes of a kernel's parameters (CUDA C++ Programming Guide, "Function Parameters").
 const MOST_PARAMS: u64 = 32_764;
 
-/// Bytes of a kernel's parameters as the server describes them. A launch reads as many from the program, so a server
-/// that names more than any kernel has is not believed.
+/// Bytes of a kernel's parameters as the server describes them. A launch reads as many from the program, so a
+/// server that names more than any kernel has is not believed.
 fn params_size(params: &[Param]) -> Result<usize> {
     let end = params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
     if end > MOST_PARAMS { Err(Status::UNKNOWN) } else { Ok(end as usize) }

@@ -412,8 +412,8 @@ pub(crate) fn describe(
     Ok(described)
 }
 
-/// Changes a graph of the server. A short description goes without waiting: its nodes were checked here, and if
-/// the server refuses it all the same, the launch fails.
+/// Changes a graph of the server. A short description goes without waiting: its nodes were checked here, and
+/// if the server refuses it all the same, the launch fails.
 fn change(session: &'static Session, graph: GraphId, bytes: &[u8]) -> Result {
     if bytes.len() <= INLINE && session.knows::<GraphChange<'_>>() {
         return session.append(&GraphChange { graph, nodes: bytes }).map(|_| ());

@@ -49,9 +49,9 @@ pub(crate) fn chunk(session: &Session, len: usize) -> usize {
     (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(session.arena().largest())
 }
 
-/// Number of chunks of this size that are under way at first. `deep` is the number that was right for the last
-/// large copy. Over a long distance, a shorter copy goes as a whole: a last chunk that is requested when the
-/// first has come costs a round trip.
+/// Number of chunks of this size that are under way at first. `deep` is the number that was right for the
+/// last large copy. Over a long distance, a shorter copy goes as a whole: a last chunk that is requested when
+/// the first has come costs a round trip.
 fn first_depth(deep: usize, chunk: usize, is_far: bool) -> usize {
     if is_far { deep.max(AT_ONCE / chunk).min(MOST_DEPTH) } else { deep }
 }
@@ -185,8 +185,8 @@ impl<'s> Transfer<'s> {
         match self.stream.session().submit(&StreamSynchronize { stream: self.stream.id }) {
             Ok(pending) => Ok((pending, block)),
             Err(status) => {
-                // The server may still write the block and will not report when it has. The block is lost with
-                // the session.
+                // The server may still write the block and will not report when it has. The block is lost
+                // with the session.
                 std::mem::forget(block);
                 Err(status)
             }

@@ -63,8 +63,8 @@ pub(crate) struct Context {
     copies_ahead: CopiesAhead,
     pub cache_config: AtomicU32,
     pub limits: Limits,
-    /// Why its kernels cannot use some memory that a launch's parameters seem to name. It is logged when one of them has
-    /// failed: parameters may only look like addresses.
+    /// Why its kernels cannot use some memory that a launch's parameters seem to name. It is logged when one
+    /// of them has failed: parameters may only look like addresses.
     unreachable: Mutex<Option<String>>,
     /// The storage that `cuGetExportTable` offers other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
@@ -243,8 +243,8 @@ impl Context {
         self.legacy.get().is_some_and(|legacy| legacy.promise.covers(seq))
     }
 
-    /// The last work on streams that don't wait for the legacy default stream, if all of it is known to be done,
-    /// and if nothing outside the context changes its memory.
+    /// The last work on streams that don't wait for the legacy default stream, if all of it is known to be
+    /// done, and if nothing outside the context changes its memory.
     fn finished_beside(&self) -> Option<Option<Seq>> {
         let none_open = self.appending_free.load(Ordering::Acquire) == 0;
         let last = self.last_free_work.get();

@@ -10,8 +10,8 @@
 //!
 //! - The copy is on the legacy default stream, so it comes behind everything that this one waits for. There
 //!   must be no pending work on other streams of the context, and no other context.
-//! - Between the copy and the wait, and from the wait to the program's call, no command may have come from any
-//!   thread.
+//! - Between the copy and the wait, and from the wait to the program's call, no command may have come from
+//!   any thread.
 //! - The process must not share memory with another.
 
 use std::collections::{HashMap, VecDeque};
@@ -126,9 +126,9 @@ pub(crate) struct CopiesAhead {
 }
 
 impl CopiesAhead {
-    /// Submits a wait for everything that the legacy default stream `stream` waits for, and in front of it the
-    /// copies that are likely to follow. `beside` returns the last work that may change device memory and that
-    /// the wait does not cover, if all such work is known to be done.
+    /// Submits a wait for everything that the legacy default stream `stream` waits for, and in front of it
+    /// the copies that are likely to follow. `beside` returns the last work that may change device memory and
+    /// that the wait does not cover, if all such work is known to be done.
     pub fn submit<R: for<'r> Wire<'r>>(
         &self,
         session: &'static Session,

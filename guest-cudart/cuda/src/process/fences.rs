@@ -11,9 +11,10 @@
 //!   print; [`host_sees`]), the copy waits for the work before it. It does so, too, if the server has several
 //!   contexts: otherwise their devices would wait for each other's kernels.
 //! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
-//! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server, waits on
-//!   the device: an event is recorded after the copy, and the other stream waits for it ([`respect`]). A stream of
-//!   another server that gets work on the copied memory waits by way of this process ([`open`]).
+//! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server,
+//!   waits on the device: an event is recorded after the copy, and the other stream waits for it
+//!   ([`respect`]). A stream of another server that gets work on the copied memory waits by way of this
+//!   process ([`open`]).
 
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
@@ -193,8 +194,8 @@ pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
     stream.context.deferred()
 }
 
-/// Called before a stream beside the legacy default stream is created, whose work must come behind what the legacy
-/// streams of its server have just copied. From now on copies leave fences.
+/// Called before a stream beside the legacy default stream is created, whose work must come behind what the
+/// legacy streams of its server have just copied. From now on copies leave fences.
 pub(crate) fn before_stream(server: &'static Server) -> Result {
     beside(server);
     for context in context::alive_of(server) {
@@ -275,8 +276,8 @@ fn wait_for_fences(stream: &Stream, latest: Seq) -> Result {
     Ok(())
 }
 
-/// The streams that have not passed their latest fence, and its record. For work on the server's memory that is put on
-/// another server's stream.
+/// The streams that have not passed their latest fence, and its record. For work on the server's memory that
+/// is put on another server's stream.
 pub(crate) fn open(server: &Server) -> Vec<(Arc<Stream>, Seq)> {
     let mut open = lock(&server.fences.open);
     open.retain(|stream| !is_passed(stream));

@@ -179,15 +179,16 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Notes that the program must wait for the stream's last work after all, because the host can see what it does.
+    /// Notes that the program must wait for the stream's last work after all, because the host can see what
+    /// it does.
     pub fn host_sees_last_work(&self) {
         if let Some(last) = self.last_work.get() {
             self.unread().raise(last);
         }
     }
 
-    /// `seq` of the last work that the program has to wait for. The streams that the legacy default stream waits for
-    /// share it.
+    /// `seq` of the last work that the program has to wait for. The streams that the legacy default stream
+    /// waits for share it.
     #[inline]
     fn unread(&self) -> &LastSeq {
         if self.is_free() { &self.last_unread } else { &self.context.last_unread }
@@ -378,8 +379,8 @@ impl Stream {
 
     /// Waits until everything on the stream is done. No round trip if that is already known.
     ///
-    /// If the last thing on the stream is a function of this process, the stream is done when the function has
-    /// returned, which nobody needs to ask the server about.
+    /// If the last thing on the stream is a function of this process, the stream is done when the function
+    /// has returned, which nobody needs to ask the server about.
     pub fn synchronize(&self) -> Result {
         if let Some(due) = self.due()
             && self.last_call.get() == Some(due)

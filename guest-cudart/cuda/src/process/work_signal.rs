@@ -1,5 +1,5 @@
-//! Tells those who compare pinned memory word by word when work is put on a stream, and when work of one server
-//! is about to begin because another one's is done.
+//! Tells those who compare pinned memory word by word when work is put on a stream, and when work of one
+//! server is about to begin because another one's is done.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock};

@@ -31,8 +31,8 @@ use client::{Status, lock};
 
 /// Makes a stream wait for an event's last record, if there is one.
 pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
-    // The lock is held until the server has been asked, so that another thread's record does not come in between: the
-    // stream would wait for that one, and the last one would seem to be done.
+    // The lock is held until the server has been asked, so that another thread's record does not come in
+    // between: the stream would wait for that one, and the last one would seem to be done.
     let last = lock(&event.last);
     if last.is_none() && !event.is_shared() {
         return Ok(());

@@ -87,9 +87,9 @@ thread_local! {
     static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
 }
 
-/// As [`plain`], for a stream that gets work, which comes behind the copies that the program was told are done. Waits
-/// if too much is queued already. Fails for the legacy default stream if a stream that would wait for it is being
-/// captured.
+/// As [`plain`], for a stream that gets work, which comes behind the copies that the program was told are
+/// done. Waits if too much is queued already. Fails for the legacy default stream if a stream that would wait
+/// for it is being captured.
 #[inline]
 pub(crate) fn any(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
     let stream = plain(context, handle, per_thread)?;
@@ -212,8 +212,8 @@ pub(crate) fn is_stopped(context: &'static Context) -> bool {
     all_of(context).iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle())
 }
 
-/// Whether all work of all contexts is known to be done, without asking: the program has waited for the contexts, or
-/// for each of their streams that has had work. No work may come meanwhile.
+/// Whether all work of all contexts is known to be done, without asking: the program has waited for the
+/// contexts, or for each of their streams that has had work. No work may come meanwhile.
 pub(crate) fn all_are_known_done() -> bool {
     context::busy().all(|context| all_of(context).iter().all(|stream| stream.own_is_known_done()))
 }
@@ -356,7 +356,8 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
         return Ok((driver, named(handle)?));
     }
     let stream = plain(context::current()?, handle, per_thread)?;
-    // It gets no work, so it is not ordered behind other streams' copies: whoever waits for it would wait for them.
+    // It gets no work, so it is not ordered behind other streams' copies: whoever waits for it would wait for
+    // them.
     capture_rules::implicit(&stream)?;
     Ok((driver, stream))
 }

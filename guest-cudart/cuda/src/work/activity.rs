@@ -4,8 +4,8 @@
 //! A server's clock is compared with this machine's by asking it for the time, which it is assumed to read
 //! halfway between question and answer. This is done when recording starts and whenever records are read; in
 //! between, the difference is assumed to change linearly. Work cannot start before its command was appended:
-//! records that seem to are moved, and with them those that follow on the same stream, as far as they would otherwise
-//! begin too early.
+//! records that seem to are moved, and with them those that follow on the same stream, as far as they would
+//! otherwise begin too early.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_char;
@@ -108,8 +108,8 @@ struct Last {
 }
 
 impl Last {
-    /// When the next record began and ended in this machine's time, if that seems to be `here` and was `there` on
-    /// the server: what began after something else on the server does so here.
+    /// When the next record began and ended in this machine's time, if that seems to be `here` and was
+    /// `there` on the server: what began after something else on the server does so here.
     fn follow(&mut self, there: (u64, u64), here: (u64, u64)) -> (u64, u64) {
         let early = if there.0 < self.there { 0 } else { self.here.saturating_sub(here.0) };
         let moved = (here.0.saturating_add(early), here.1.max(here.0).saturating_add(early));

@@ -101,8 +101,8 @@ impl Copier {
         self.finish_shared(&[dst])
     }
 
-    /// Called when the call has waited for the stream although the copy may be asynchronous, so that the program sees
-    /// what the work before it has written.
+    /// Called when the call has waited for the stream although the copy may be asynchronous, so that the
+    /// program sees what the work before it has written.
     pub fn has_waited(&self) {
         if !self.own {
             shared_blocks::after_wait(self.driver);
@@ -314,8 +314,8 @@ impl Copier {
         if ends.iter().any(managed) { self.finish() } else { Ok(()) }
     }
 
-    /// Called after a copy was put on the stream of the server that has both ends. If the host sees the memory at
-    /// either address [at once](managed::is_seen_at_once), a synchronous copy is completed now.
+    /// Called after a copy was put on the stream of the server that has both ends. If the host sees the
+    /// memory at either address [at once](managed::is_seen_at_once), a synchronous copy is completed now.
     pub fn finish_shared(&self, ends: &[u64]) -> Result {
         if ends.iter().any(|end| managed::is_seen_at_once(*end)) { self.finish() } else { Ok(()) }
     }

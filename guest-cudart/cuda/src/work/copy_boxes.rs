@@ -582,8 +582,8 @@ fn described(c: &Memcpy3D) -> (Described, Described, Extent) {
 
 /// Checks a program's description by itself. Returns false if there is nothing to copy.
 pub(crate) fn is_some(c: &Memcpy3D, peer: bool) -> Result<bool> {
-    // The reserved fields are the contexts of the peer form. CUDA's manual wants them to be NULL, but NVIDIA's
-    // driver takes descriptions with contexts there, as cuda-api-wrappers makes them.
+    // The reserved fields are the contexts of the peer form. CUDA's manual wants them to be NULL, but
+    // NVIDIA's driver takes descriptions with contexts there, as cuda-api-wrappers makes them.
     if c.srcLOD != 0 || c.dstLOD != 0 {
         return Err(Status::INVALID_VALUE);
     }

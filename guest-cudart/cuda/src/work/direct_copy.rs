@@ -5,13 +5,13 @@
 //!  server A ── DirectSendAll ──▶ buffers ══ connection ══▶ buffers ── DirectReceiveAll ──▶ server B
 //! ```
 //!
-//! A copy is split into numbered pieces. Each server gets one command for all of them, and the receiving server
-//! answers when the last piece is landed. The servers don't order this with their streams: this process sends the
-//! commands only when everything before the copy is over.
+//! A copy is split into numbered pieces. Each server gets one command for all of them, and the receiving
+//! server answers when the last piece is landed. The servers don't order this with their streams: this
+//! process sends the commands only when everything before the copy is over.
 //!
-//! Where a server is older than version 2.6, and for managed memory, this process asks for each piece (`DirectSend`,
-//! `DirectLand`), and at most [`WINDOW`] are in transit: a piece is landed once the receiving server reports its
-//! arrival.
+//! Where a server is older than version 2.6, and for managed memory, this process asks for each piece
+//! (`DirectSend`, `DirectLand`), and at most [`WINDOW`] are in transit: a piece is landed once the receiving
+//! server reports its arrival.
 //!
 //! If there is no connection, or it fails, the copy goes through this process.
 
@@ -190,8 +190,8 @@ fn carry_at_once(
     to.session().call(&receive).map(drop)
 }
 
-/// Whether the rows of a box are one behind the other, as servers want those of a whole copy. Single rows may also
-/// overlap.
+/// Whether the rows of a box are one behind the other, as servers want those of a whole copy. Single rows may
+/// also overlap.
 fn are_apart(place: &Pitched, [width, height, depth]: [u64; 3]) -> bool {
     let rows = || place.pitch.checked_mul(height.checked_sub(1)?)?.checked_add(width);
     (height == 1 || place.pitch >= width) && (depth == 1 || rows().is_some_and(|rows| place.slice >= rows))

@@ -11,9 +11,9 @@
 //! If the servers' workers have a direct connection ([`direct_copy`]), the bytes take it. Otherwise they pass
 //! through this process's memory, [`SLOTS`] pieces at a time, without being touched by its CPU.
 //!
-//! The thread's own streams wait for nothing, and it begins only work whose stream has reached it. What such work
-//! must come behind, its stream waits for, from the moment of the call. So every wait is for something earlier, and
-//! no two can be for each other.
+//! The thread's own streams wait for nothing, and it begins only work whose stream has reached it. What such
+//! work must come behind, its stream waits for, from the moment of the call. So every wait is for something
+//! earlier, and no two can be for each other.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -59,8 +59,8 @@ pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     Ok(stream)
 }
 
-/// The copies to a server's memory that the program was told are done: the streams of those that may not be, and the
-/// records behind them. Such work in this context has to come behind them.
+/// The copies to a server's memory that the program was told are done: the streams of those that may not be,
+/// and the records behind them. Such work in this context has to come behind them.
 fn told(home: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>> {
     // Nothing waits for a lost server.
     home.session().check()?;
@@ -184,10 +184,11 @@ pub(crate) fn across(
     })
 }
 
-/// Puts a copy between memory of these contexts on a stream. That of a default stream comes after what the default
-/// streams of the contexts' devices have now, and before what they get later: a copy in the NULL stream "does not start
-/// until all commands previously issued to either device have completed, and runs to completion before any commands
-/// issued after the copy to either device can start" (CUDA C++ Programming Guide, "Peer-to-Peer Memory Copy").
+/// Puts a copy between memory of these contexts on a stream. That of a default stream comes after what the
+/// default streams of the contexts' devices have now, and before what they get later: a copy in the NULL
+/// stream "does not start until all commands previously issued to either device have completed, and runs to
+/// completion before any commands issued after the copy to either device can start" (CUDA C++ Programming
+/// Guide, "Peer-to-Peer Memory Copy").
 pub(crate) fn by_default_streams<T>(
     stream: &Arc<Stream>,
     homes: &[&'static Context],

@@ -16,8 +16,9 @@ use protocol::polling::PollTime;
 
 /// Moves a session's bytes between its [`Machine`] and the server. It knows connections, and no rules.
 ///
-/// Only the relay's thread calls it. Nothing but [`wait`](Self::wait) blocks. An error ends the session; after it the loop calls [`last_words`](Self::last_words) and
-/// [`close`](Self::close) and nothing else. Dropping the carrier ends the server's access to the client's memory; it is dropped before the machine is.
+/// Only the relay's thread calls it. Nothing but [`wait`](Self::wait) blocks. An error ends the session;
+/// after it the loop calls [`last_words`](Self::last_words) and [`close`](Self::close) and nothing else.
+/// Dropping the carrier ends the server's access to the client's memory; it is dropped before the machine is.
 pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// How long a lost connection's reason may take to arrive.
     const LAST_WORDS: Duration;
@@ -27,27 +28,34 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// The frames that go to the server, in this order.
     fn out(&mut self) -> &mut SendBuffer;
 
-    /// Called before records are put into [`out`](Self::out): says what the server should know before it has them.
+    /// Called before records are put into [`out`](Self::out): says what the server should know before it has
+    /// them.
     fn before_commands(&mut self, _machine: &mut Machine<'_, S>) {}
 
     /// Called when the server is asked whether it is there, with the last frame of [`out`](Self::out).
     fn asks(&mut self) {}
 
-    /// Sends frames, and data that the schedule lets go, as far as the connections take them now. Calls [`Machine::sent`] for data whose source is free again. True: something moved.
+    /// Sends frames, and data that the schedule lets go, as far as the connections take them now. Calls
+    /// [`Machine::sent`] for data whose source is free again. True: something moved.
     fn send(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason>;
 
-    /// Takes what has come: frames through [`Machine::read`] and [`Machine::take_frames`], data through [`Machine::target`] and [`Machine::received`]. True: there was something.
+    /// Takes what has come: frames through [`Machine::read`] and [`Machine::take_frames`], data through
+    /// [`Machine::target`] and [`Machine::received`]. True: there was something.
     fn receive(&mut self, machine: &mut Machine<'_, S>, now: Instant) -> Result<bool, EndReason>;
 
-    /// Called when the relay is about to sleep: what comes from now on ends the next [`wait`](Self::wait). True: something came meanwhile, so there is no need to sleep.
+    /// Called when the relay is about to sleep: what comes from now on ends the next [`wait`](Self::wait).
+    /// True: something came meanwhile, so there is no need to sleep.
     fn arm(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason>;
 
-    /// Sleeps until something comes, another thread calls, or `timeout` is over, and takes what has come as [`receive`](Self::receive) does. With a timeout of zero it only looks. Always called
-    /// after [`arm`](Self::arm).
+    /// Sleeps until something comes, another thread calls, or `timeout` is over, and takes what has come as
+    /// [`receive`](Self::receive) does. With a timeout of zero it only looks. Always called after
+    /// [`arm`](Self::arm).
     fn wait(&mut self, machine: &mut Machine<'_, S>, timeout: Option<Duration>) -> Result<(), EndReason>;
 
-    /// Called when the connections are lost because of `why`, and no farewell was found, or when the session is to pause: closes them, [rests](Mailbox::rest), and waits until there are new ones over
-    /// which the session goes on behind what both sides have. Meanwhile it serves the mailbox. The error is the end of the session, or [`EndReason::Paused`]: it is to be called again.
+    /// Called when the connections are lost because of `why`, and no farewell was found, or when the session
+    /// is to pause: closes them, [rests](Mailbox::rest), and waits until there are new ones over which the
+    /// session goes on behind what both sides have. Meanwhile it serves the mailbox. The error is the end of
+    /// the session, or [`EndReason::Paused`]: it is to be called again.
     fn reconnect(
         &mut self,
         _machine: &mut Machine<'_, S>,
@@ -60,7 +68,8 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// The message that the server has been silent for so many seconds.
     fn silent(&self, seconds: u64) -> String;
 
-    /// Called again and again once a connection broke: looks for the server's farewell, which may still be on its way. [`EndReason::Bye`] has it; any other error says that none will come.
+    /// Called again and again once a connection broke: looks for the server's farewell, which may still be on
+    /// its way. [`EndReason::Bye`] has it; any other error says that none will come.
     fn last_words(&mut self, machine: &mut Machine<'_, S>) -> Result<(), EndReason>;
 
     /// Says farewell, if there is one to say, as far as the connection takes it now, and closes everything.
@@ -70,10 +79,13 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
 /// Why a session has no link that was paused.
 const PAUSED: &str = "the connections were closed while the guest was stopped";
 
-/// Runs a session until it ends, and says why it did. Nothing of the transport reaches the client's memory any more when this returns.
+/// Runs a session until it ends, and says why it did. Nothing of the transport reaches the client's memory
+/// any more when this returns.
 ///
-/// In each turn the relay does what can be done now, and nothing blocks. With nothing to do it polls for a while ([`PollTime`]) and then sleeps on everything together. Because it always
-/// receives while it cannot send, two sides that both have much to send cannot wait for each other. `lost`: the session begins without a link, because of that.
+/// In each turn the relay does what can be done now, and nothing blocks. With nothing to do it polls for a
+/// while ([`PollTime`]) and then sleeps on everything together. Because it always receives while it cannot
+/// send, two sides that both have much to send cannot wait for each other. `lost`: the session begins without
+/// a link, because of that.
 pub(in crate::bridge) fn run<S: Schedule, C: Carrier<S>>(
     session: &SessionState,
     mailbox: &Mailbox<S::Memory>,
@@ -93,7 +105,8 @@ pub(in crate::bridge) fn run<S: Schedule, C: Carrier<S>>(
         };
         let why = match end {
             EndReason::Gone(why) => {
-                // A connection may break before a farewell on another one was read, whose words are the better ones.
+                // A connection may break before a farewell on another one was read, whose words are the
+                // better ones.
                 if let Some(bye) = farewell(&mut machine, &mut carrier) {
                     break bye;
                 }
@@ -247,7 +260,8 @@ impl Wakeups {
         mailbox: &Mailbox<M>,
     ) -> Result<Wakeups, EndReason> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(broken)?;
-        // Edge-triggered, since neither is ever read: the client holds the doorbell too and may do with it what it likes.
+        // Edge-triggered, since neither is ever read: the client holds the doorbell too and may do with it
+        // what it likes.
         let edge = EpollFlags::EPOLLIN | EpollFlags::EPOLLET;
         epoll.add(&session.doorbell, EpollEvent::new(edge, DOORBELL)).map_err(broken)?;
         epoll.add(&**mailbox.wake(), EpollEvent::new(edge, MAILBOX)).map_err(broken)?;
@@ -272,7 +286,8 @@ impl Wakeups {
         self.epoll.modify(fd, &mut EpollEvent::new(flags, number as u64)).map_err(broken)
     }
 
-    /// Waits for events and calls `act` with each descriptor's number and whether it is broken. True: the doorbell rang or a message came.
+    /// Waits for events and calls `act` with each descriptor's number and whether it is broken. True: the
+    /// doorbell rang or a message came.
     pub(in crate::bridge) fn wait(
         &mut self,
         session: &SessionState,

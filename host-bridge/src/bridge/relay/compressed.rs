@@ -1,8 +1,10 @@
 //! Compressed bytes of chunks that the server may not have.
 //!
-//! They have to be sent again as they are when the session is resumed, by this process or by another one. To compress the chunk again would not do: its client may have written it since, and another
-//! release of the compressor makes something else of the same bytes. The stream would not go on at the byte where it was cut. So they lie in memory that outlives the process, a file beside
-//! the [ledger](super::ledger), which says where those of each chunk are. Each data connection has a room of its own there.
+//! They have to be sent again as they are when the session is resumed, by this process or by another one. To
+//! compress the chunk again would not do: its client may have written it since, and another release of the
+//! compressor makes something else of the same bytes. The stream would not go on at the byte where it was
+//! cut. So they lie in memory that outlives the process, a file beside the [ledger](super::ledger), which
+//! says where those of each chunk are. Each data connection has a room of its own there.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -57,7 +59,8 @@ pub(in crate::bridge) struct Room {
     mapping: Arc<OwnPages>,
     /// Where it begins in the file.
     begin: usize,
-    /// Where bytes lie: begins and ends, in order. Those of another process may overlap, because it may have used a place again before it noted that it had become free.
+    /// Where bytes lie: begins and ends, in order. Those of another process may overlap, because it may have
+    /// used a place again before it noted that it had become free.
     used: Mutex<Vec<(usize, usize)>>,
 }
 
@@ -133,7 +136,8 @@ impl Compressed {
 
     /// The bytes.
     pub(in crate::bridge) fn bytes(&self) -> SharedBytes<'_> {
-        // SAFETY: they lie in the mapping, which `self` holds, and which this process accesses through `SharedBytes` and the kernel only.
+        // SAFETY: they lie in the mapping, which `self` holds, and which this process accesses through
+        // `SharedBytes` and the kernel only.
         unsafe { SharedBytes::new(self.address(), self.len) }
     }
 }
@@ -157,7 +161,8 @@ mod tests {
     }
 
     proptest! {
-        /// Bytes that are kept stay as they are, whatever comes and goes beside them, and a room that is empty has all of its place.
+        /// Bytes that are kept stay as they are, whatever comes and goes beside them, and a room that is
+        /// empty has all of its place.
         #[test]
         fn bytes_stay_until_they_are_dropped(steps in prop::collection::vec((1usize..ROOM / 3, any::<u8>(), any::<prop::sample::Index>()), 1..30)) {
             let room = room();

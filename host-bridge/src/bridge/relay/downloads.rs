@@ -37,7 +37,8 @@ impl<M: ClientMemory> Downloads<M> {
         self.bytes
     }
 
-    /// Expects a piece of command `seq`'s data, which the server may write from now on. Gives a key for it that the server must be told before the command.
+    /// Expects a piece of command `seq`'s data, which the server may write from now on. Gives a key for it
+    /// that the server must be told before the command.
     pub(super) fn expect(
         &mut self,
         seq: u64,
@@ -88,7 +89,8 @@ impl<M: ClientMemory> Downloads<M> {
         Ok(())
     }
 
-    /// Acts on the server's word that it has sent `bytes` bytes for `seq` in all. True: they are all here, and the command is forgotten.
+    /// Acts on the server's word that it has sent `bytes` bytes for `seq` in all. True: they are all here,
+    /// and the command is forgotten.
     pub(super) fn settle(&mut self, seq: u64, bytes: u64) -> Result<bool, EndReason> {
         let wrong = |what: String| {
             EndReason::Server(format!(

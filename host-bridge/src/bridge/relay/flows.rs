@@ -1,13 +1,18 @@
-//! When `In` data goes over `tcp`: some of it eagerly, the rest as the server grants it (`docs/decisions/0010-data-by-grants.md`).
+//! When `In` data goes over `tcp`: some of it eagerly, the rest as the server grants it
+//! (`docs/decisions/0010-data-by-grants.md`).
 //!
-//! Each stream has a queue of its own, and the streams take turns, a chunk each. So one with much to send does not keep another's few bytes waiting, and one whose data the server has no room
-//! for, because its turn does not come for long, keeps back nobody.
+//! Each stream has a queue of its own, and the streams take turns, a chunk each. So one with much to send
+//! does not keep another's few bytes waiting, and one whose data the server has no room for, because its turn
+//! does not come for long, keeps back nobody.
 //!
-//! Grants come from the server, a round trip behind the data for which they make room. Over a long distance the room of the server's buffers is too little for that. So the rest of a long piece goes
-//! eagerly as well, as far as the link needs it ([`Pace`]) and the server allows it ([`Welcome::eager`](protocol::link::Welcome)). Mostly the buffers are free again by the time it arrives; what
-//! finds no room is set aside there.
+//! Grants come from the server, a round trip behind the data for which they make room. Over a long distance
+//! the room of the server's buffers is too little for that. So the rest of a long piece goes eagerly as well,
+//! as far as the link needs it ([`Pace`]) and the server allows it
+//! ([`Welcome::eager`](protocol::link::Welcome)). Mostly the buffers are free again by the time it arrives;
+//! what finds no room is set aside there.
 //!
-//! Where the server has a cache, what it has need not be sent ([`Knowledge`]): a chunk then has no bytes. All that is said above holds for it as well.
+//! Where the server has a cache, what it has need not be sent ([`Knowledge`]): a chunk then has no bytes. All
+//! that is said above holds for it as well.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
@@ -34,12 +39,13 @@ const MIN_CHUNK: u64 = 256 << 10;
 const FIRST_CHUNK: u64 = 14 << 10;
 /// Most bytes of a chunk.
 const MAX_CHUNK: u64 = 1 << 20;
-/// Data of more bytes than this is not sent eagerly behind other data of its stream, where the server is near: its grant will be here by the time of its turn, and what comes before its room is
-/// copied once more.
+/// Data of more bytes than this is not sent eagerly behind other data of its stream, where the server is
+/// near: its grant will be here by the time of its turn, and what comes before its room is copied once more.
 const SHORT: u64 = 64 << 10;
 /// Bytes of the window that are kept for data that is shorter than [`EAGER_PIECE`].
 const FOR_SHORT: u64 = EAGER / 8;
-/// Marks the queue of a command that names no stream, whose number is the command's: its data (a module's image, say) waits for no other command's.
+/// Marks the queue of a command that names no stream, whose number is the command's: its data (a module's
+/// image, say) waits for no other command's.
 const NO_STREAM: u64 = 1 << 63;
 
 /// A piece of `In` data, as far as no connection has it yet.
@@ -74,7 +80,8 @@ impl<M> Job<M> {
         self.blocks.get((self.at / CACHE_BLOCK) as usize)
     }
 
-    /// Whether it is to wait until the server has said whether it has the next block. Not if a part of that was sent: the question may not be asked then, and the answer is of no use.
+    /// Whether it is to wait until the server has said whether it has the next block. Not if a part of that
+    /// was sent: the question may not be asked then, and the answer is of no use.
     fn awaits_answer(&self, waits: bool) -> bool {
         waits && self.patient && self.at.is_multiple_of(CACHE_BLOCK) && self.block() == Some(&Block::Asked)
     }
@@ -192,7 +199,8 @@ pub(in crate::bridge) struct Flows<M> {
     places: HashMap<(u64, u32), u64>,
     /// Flows whose first piece may be sent, in the order of their turns.
     turns: VecDeque<u64>,
-    /// Flows whose first piece waits for a grant, or for room in the window of a far link. Some may have gone on or be gone since.
+    /// Flows whose first piece waits for a grant, or for room in the window of a far link. Some may have gone
+    /// on or be gone since.
     held: VecDeque<u64>,
     /// Bytes that go eagerly and that the server has not placed.
     unplaced: u64,
@@ -369,7 +377,8 @@ impl<M> Flows<M> {
         self.wait_no_more(waited);
     }
 
-    /// Notes what is known of a block. Gives the flow whose first piece it is of. What the server says of blocks that it was not asked about is of no interest.
+    /// Notes what is known of a block. Gives the flow whose first piece it is of. What the server says of
+    /// blocks that it was not asked about is of no interest.
     fn note(&mut self, DataKnown { seq, offset, piece, known }: DataKnown) -> Option<u64> {
         let number = *self.places.get(&(seq, piece))?;
         let job =
@@ -393,7 +402,8 @@ impl<M> Flows<M> {
         free.into_iter().for_each(|number| self.turn(number));
     }
 
-    /// Whether nothing is known of the link yet, and it may be a long one. Then each connection should be given a chunk before one is given two.
+    /// Whether nothing is known of the link yet, and it may be a long one. Then each connection should be
+    /// given a chunk before one is given two.
     pub(in crate::bridge) fn is_unknown(&self) -> bool {
         self.pace.may_be_far() && self.link().is_none()
     }
@@ -429,7 +439,8 @@ impl<M> Flows<M> {
         self.wait_no_more(waited);
     }
 
-    /// The first piece of a flow may not be sent now. Sends more of it eagerly, if the window has room. Over a near link grants are here soon, and the window is left to the first parts of pieces.
+    /// The first piece of a flow may not be sent now. Sends more of it eagerly, if the window has room. Over
+    /// a near link grants are here soon, and the window is left to the first parts of pieces.
     fn hold(&mut self, number: u64) {
         if !self.pace.is_far() {
             return;
@@ -472,8 +483,8 @@ impl<M> Flows<M> {
 }
 
 impl<M: ClientMemory> Flows<M> {
-    /// Goes on with pieces, in the order of their commands, of which another process has given out a part; `unplaced` eager bytes were not placed. The server is not asked whether it has
-    /// them: it may have been.
+    /// Goes on with pieces, in the order of their commands, of which another process has given out a part;
+    /// `unplaced` eager bytes were not placed. The server is not asked whether it has them: it may have been.
     pub(super) fn restore(&mut self, pieces: Vec<(Upload<M>, ledger::Job)>, unplaced: u64) {
         self.unplaced = unplaced;
         for (Upload { seq, piece, span, late }, ledger::Job { flow, at, eager, granted }) in pieces {
@@ -547,7 +558,8 @@ impl<M: ClientMemory> Schedule for Flows<M> {
         let flow = self.flows.entry(self.flow).or_default();
         let wish = len.min(EAGER_PIECE);
         let at_once = !late && (len <= SHORT || flow.jobs.is_empty());
-        // The grant may come a round trip later than its turn. (Of longer pieces, what goes ahead of the grant is decided when it is their turn.)
+        // The grant may come a round trip later than its turn. (Of longer pieces, what goes ahead of the
+        // grant is decided when it is their turn.)
         let behind = !late && len <= EAGER_PIECE && self.pace.may_be_far();
         let window = if at_once { Some(self.pace.window()) } else { None };
         let window = window.or(behind.then(|| self.pace.window() - FOR_SHORT));

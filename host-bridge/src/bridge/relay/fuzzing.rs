@@ -1,11 +1,14 @@
 //! A session between a client and a server that both do whatever they like, in whatever order a fuzzer says.
 //!
-//! [`relay_any`] drives a [`Machine`] as a carrier does: it keeps the carrier's part of the contract, and writes anything into the client's memory and into the server's stream. After every step
-//! it checks what must hold whatever they do:
-//! - data and answers lie inside the memory that the client has registered, and nothing is written where the relay writes nothing;
+//! [`relay_any`] drives a [`Machine`] as a carrier does: it keeps the carrier's part of the contract, and
+//! writes anything into the client's memory and into the server's stream. After every step it checks what
+//! must hold whatever they do:
+//! - data and answers lie inside the memory that the client has registered, and nothing is written where the
+//!   relay writes nothing;
 //! - data goes once, in order, and never more of it than the command names;
 //! - what is kept for commands, frames and regions stays below its limits;
-//! - a session that ends has a reason, which its client reads, and is either side's fault or as asked, never this host's.
+//! - a session that ends has a reason, which its client reads, and is either side's fault or as asked, never
+//!   this host's.
 
 use std::cell::{Cell, OnceCell};
 use std::collections::HashMap;

@@ -1,11 +1,14 @@
 //! What the server has of the session's data, and when it is worth waiting to be told.
 //!
-//! A piece of data is cut into blocks. Their hashes are computed beside everything else, and the server is asked about them while what comes before them is being sent. When a block's turn comes
-//! before the answer, there is a choice: to send it all the same, or to wait. It is sent as long as the last answers were mostly that the server does not have it, so that data which is new is not
-//! delayed. Once the server has had a block, it will have the next, too, and its answer is waited for, unless sending takes much less time than that
-//! (`docs/decisions/0131-short-data-does-not-wait-for-the-cache.md`).
+//! A piece of data is cut into blocks. Their hashes are computed beside everything else, and the server is
+//! asked about them while what comes before them is being sent. When a block's turn comes before the answer,
+//! there is a choice: to send it all the same, or to wait. It is sent as long as the last answers were mostly
+//! that the server does not have it, so that data which is new is not delayed. Once the server has had a
+//! block, it will have the next, too, and its answer is waited for, unless sending takes much less time than
+//! that (`docs/decisions/0131-short-data-does-not-wait-for-the-cache.md`).
 //!
-//! Over a fast link, hashes take as long as sending, so no block is asked about. How fast it is is known from what arrived ([`Pace`]).
+//! Over a fast link, hashes take as long as sending, so no block is asked about. How fast it is is known from
+//! what arrived ([`Pace`]).
 
 use std::collections::VecDeque;
 
@@ -18,7 +21,8 @@ use super::pace::Pace;
 const LEAST: u64 = 32 << 10;
 /// Bytes of blocks that the server is asked about and that have not been sent. A server keeps twice as much.
 const MOST_ASKED: u64 = 32 << 20;
-/// Blocks that may wait to be asked about. A client that names much memory in many commands has more: those are sent.
+/// Blocks that may wait to be asked about. A client that names much memory in many commands has more: those
+/// are sent.
 const MOST_QUEUED: u64 = 1 << 16;
 /// How many answers that the server has a block make up for as many that it does not.
 const MOST_SCORE: i32 = 4;
@@ -55,7 +59,8 @@ pub(super) struct Knowledge {
     queue: VecDeque<(u64, u32, u64)>,
     /// Bytes of blocks that the server was asked about and that have not been sent.
     asked: u64,
-    /// Bytes of pieces whose blocks the server is asked about, as far as they have neither arrived nor turned out to be known.
+    /// Bytes of pieces whose blocks the server is asked about, as far as they have neither arrived nor turned
+    /// out to be known.
     line: u64,
     /// Above 0: the server is expected to have what comes.
     score: i32,
@@ -108,7 +113,8 @@ impl Knowledge {
         self.line = self.line.saturating_sub(len);
     }
 
-    /// Whether what was queued last may wait for answers: sending it, and what comes before it, takes long enough.
+    /// Whether what was queued last may wait for answers: sending it, and what comes before it, takes long
+    /// enough.
     pub(super) fn may_wait(&self, pace: &Pace) -> bool {
         self.cache == CacheUse::Always || !pace.outpaces_answers(self.line)
     }

@@ -1,20 +1,26 @@
-//! What a relay has done, in memory that outlives its process: enough for another process to go on with the same streams at the same bytes.
+//! What a relay has done, in memory that outlives its process: enough for another process to go on with the
+//! same streams at the same bytes.
 //!
 //! ```text
 //!   memfd:  head │ log │ awaited answers │ outline of the control stream │ uploads │ downloads │ lanes: chunks under way, by data connection
 //! ```
 //!
-//! Over `verbs` a lane is a queue of writes: where a connection has bytes, it has writes, each of length 1. The server's slots stand where a session over `tcp` has the last of its lanes.
+//! Over `verbs` a lane is a queue of writes: where a connection has bytes, it has writes, each of length 1.
+//! The server's slots stand where a session over `tcp` has the last of its lanes.
 //!
-//! The commands themselves stay in the client's ring, and data in the client's memory, until the server has them; here is what neither of them says: where frames and chunks begin and end in the
-//! streams, which data and which answers are awaited, and how far the server's streams have been acted on.
+//! The commands themselves stay in the client's ring, and data in the client's memory, until the server has
+//! them; here is what neither of them says: where frames and chunks begin and end in the streams, which data
+//! and which answers are awaited, and how far the server's streams have been acted on.
 //!
-//! A process may end between any two of its instructions. So what belongs together changes together: a change is *staged*, and [`commit`](Ledger::commit) first writes all that was staged
-//! to a log, then says how long the log is, and only then carries it out. Whoever comes next [carries out](Ledger::open) what the log says, if it says anything. The relay commits before others see
-//! what it has done: before bytes leave, and before the client gets the place of its records or its data back. Answers and progress it commits after the client sees them, frame by frame,
-//! so that at most one frame may be acted on twice.
+//! A process may end between any two of its instructions. So what belongs together changes together: a change
+//! is *staged*, and [`commit`](Ledger::commit) first writes all that was staged to a log, then says how long
+//! the log is, and only then carries it out. Whoever comes next [carries out](Ledger::open) what the log
+//! says, if it says anything. The relay commits before others see what it has done: before bytes leave, and
+//! before the client gets the place of its records or its data back. Answers and progress it commits after
+//! the client sees them, frame by frame, so that at most one frame may be acted on twice.
 //!
-//! What was written is read again by a process that trusts it no more than it trusts the client: every number is checked, and what makes no sense ends the session.
+//! What was written is read again by a process that trusts it no more than it trusts the client: every number
+//! is checked, and what makes no sense ends the session.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -65,14 +71,17 @@ const UNPLACED: u32 = 7;
 const FRAMES_FRONT: u32 = 8;
 const UPLOADS_TOP: u32 = 10;
 const DOWNLOADS_TOP: u32 = 11;
-/// Over `verbs`: the slot whose turn is next, what may hold the streams up, and bytes of records that the server has not taken.
+/// Over `verbs`: the slot whose turn is next, what may hold the streams up, and bytes of records that the
+/// server has not taken.
 const NEXT_SLOT: u32 = 12;
 const HOST_HOLDS: u32 = 13;
 const WORD_HOLD: u32 = 14;
 const UNTAKEN: u32 = 15;
-/// For each lane: 1 if the chunk behind the last one has been given out and is not sent yet, because it is being compressed.
+/// For each lane: 1 if the chunk behind the last one has been given out and is not sent yet, because it is
+/// being compressed.
 const AWAITING: u32 = 16;
-/// For each lane: bytes of whole chunks that came, where the first chunk under way begins, and which chunks those are.
+/// For each lane: bytes of whole chunks that came, where the first chunk under way begins, and which chunks
+/// those are.
 const LANE_HEADS: u32 = 64;
 const LANE_HEAD: u32 = 4;
 const LOG_AT: u32 = 256;
@@ -140,7 +149,8 @@ pub(super) struct Lane {
     pub(super) received: u64,
     /// Where in the stream to the server the first of `chunks` begins.
     pub(super) base: u64,
-    /// Headers of the chunks that the server may not have, each with the hash that stands behind it, or where its compressed bytes are, if its header says so. The last one may not have been sent yet.
+    /// Headers of the chunks that the server may not have, each with the hash that stands behind it, or where
+    /// its compressed bytes are, if its header says so. The last one may not have been sent yet.
     pub(super) chunks: Vec<(DataHeader, [u8; 32])>,
 }
 
@@ -222,7 +232,8 @@ impl Cells {
 
     fn cell(&self, index: u32) -> &AtomicU64 {
         assert!(index < CELLS);
-        // SAFETY: inside the mapping, which is page-aligned and stays until `drop`; any bytes are a valid word.
+        // SAFETY: inside the mapping, which is page-aligned and stays until `drop`; any bytes are a valid
+        // word.
         unsafe { self.at.add(index as usize).as_ref() }
     }
 
@@ -409,7 +420,8 @@ impl Ledger {
         }
     }
 
-    /// Takes over the ledger of another process's session, which has so many answer slots and data connections.
+    /// Takes over the ledger of another process's session, which has so many answer slots and data
+    /// connections.
     pub(super) fn open(file: &impl AsFd, slots: usize, lanes: usize) -> io::Result<(Ledger, Content)> {
         let mut ledger = Ledger::over(Cells::map(file.as_fd())?);
         let cells = &ledger.cells;
@@ -664,7 +676,8 @@ impl Ledger {
         self.staged.set_all(at, [seq, piece.into(), place(memory), offset, len, 0]);
     }
 
-    /// A whole chunk has come on connection `lane`, of whose stream that is the end: `received` bytes of the command have come now in whole chunks.
+    /// A whole chunk has come on connection `lane`, of whose stream that is the end: `received` bytes of the
+    /// command have come now in whole chunks.
     pub(super) fn chunk_came(&mut self, lane: usize, end: u64, seq: u64, len: u64) {
         self.staged.set(LANE_HEADS + lane as u32 * LANE_HEAD, end);
         if let Some((_, at)) = self.downloads.entries.range((seq, 0)..=(seq, u32::MAX)).next() {
@@ -684,7 +697,8 @@ impl Ledger {
         self.lanes.get(lane).is_some_and(|(ring, _)| ring.len < CHUNKS - margin)
     }
 
-    /// A chunk has been given out to connection `lane`, and what is to be sent of it will be known soon: its compressed bytes, or its own. Nothing else is sent there before.
+    /// A chunk has been given out to connection `lane`, and what is to be sent of it will be known soon: its
+    /// compressed bytes, or its own. Nothing else is sent there before.
     pub(super) fn preparing(&mut self, lane: usize, header: &DataHeader) {
         if self.note_chunk(lane, header, None).is_some() {
             self.awaiting |= 1 << lane;
@@ -692,7 +706,8 @@ impl Ledger {
         }
     }
 
-    /// A chunk is about to be sent on connection `lane`. `more` is what else must be known of it: a hash, or where compressed bytes are.
+    /// A chunk is about to be sent on connection `lane`. `more` is what else must be known of it: a hash, or
+    /// where compressed bytes are.
     pub(super) fn sending(&mut self, lane: usize, header: &DataHeader, more: Option<&[u8; 32]>) {
         let Some(len) = self.note_chunk(lane, header, more) else { return };
         if let Some((ring, _)) = self.lanes.get_mut(lane) {
@@ -767,7 +782,8 @@ impl Ledger {
     }
 }
 
-/// For fuzzing: takes over a ledger that another process has filled with `words`, as pairs of cell and value, and goes on with it. False: it was refused.
+/// For fuzzing: takes over a ledger that another process has filled with `words`, as pairs of cell and value,
+/// and goes on with it. False: it was refused.
 #[doc(hidden)]
 pub fn take_over_any(words: &[(u32, u64)], slots: usize, lanes: usize) -> bool {
     let Ok(file) = file() else { return false };

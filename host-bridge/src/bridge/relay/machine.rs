@@ -31,7 +31,8 @@ use super::unsent::Unsent;
 use crate::bridge::state::{SessionState, Waker};
 use crate::framing::{ALIVE_EVERY, BadAcknowledgement, FrameReader, OpenFrame, SendBuffer, split_struct};
 
-/// Most commands with data under way, each way; above it no more records are taken. (A GPU's own queue holds about a thousand.)
+/// Most commands with data under way, each way; above it no more records are taken. (A GPU's own queue holds
+/// about a thousand.)
 const MAX_UNDER_WAY: usize = 1 << 16;
 /// Bytes under way, both ways together, from which on that is bulk data.
 const BULK: u64 = 256 << 10;
@@ -47,13 +48,15 @@ pub(in crate::bridge) struct Machine<'c, S: Schedule> {
     /// For another process that takes this one's place.
     pub(super) ledger: Option<Ledger>,
     reader: FrameReader,
-    /// The server has sent this command's data. Until it is all here no further frame is taken, for what comes behind may depend on it.
+    /// The server has sent this command's data. Until it is all here no further frame is taken, for what
+    /// comes behind may depend on it.
     settling: Option<DataSent>,
     /// For each reply slot the seq of the command that awaits an answer there; 0: none.
     pub(super) waiting: Vec<u64>,
     /// Bytes of records that the server has not taken, where it says what it takes.
     pub(super) untaken: u64,
-    /// Where the ring was read to when the control stream was so long. What the server has received leaves the ring.
+    /// Where the ring was read to when the control stream was so long. What the server has received leaves
+    /// the ring.
     pub(super) forwarded: VecDeque<(u64, Position)>,
     /// What stands in frames that are finished.
     pub(super) framed: Position,
@@ -69,7 +72,8 @@ pub(in crate::bridge) struct Machine<'c, S: Schedule> {
     released: u64,
     /// All data of a command was sent since `released` was last published.
     completed: bool,
-    /// When something last came, when the server was last asked whether it is there, and the bytes of data received by then.
+    /// When something last came, when the server was last asked whether it is there, and the bytes of data
+    /// received by then.
     heard: Instant,
     asked: Instant,
     received: u64,
@@ -79,7 +83,8 @@ pub(in crate::bridge) struct Machine<'c, S: Schedule> {
 }
 
 impl<'c, S: Schedule> Machine<'c, S> {
-    /// A session that begins now. A server that is silent for longer than `silence` while something is expected from it is lost.
+    /// A session that begins now. A server that is silent for longer than `silence` while something is
+    /// expected from it is lost.
     pub(in crate::bridge) fn new(
         session: &'c SessionState,
         arena: Option<S::Memory>,
@@ -164,7 +169,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(())
     }
 
-    /// Acts on other threads' messages while there is no connection. [`EndReason::Paused`]: the client's memory is not to be touched until [`Mailbox::rest`] returns.
+    /// Acts on other threads' messages while there is no connection. [`EndReason::Paused`]: the client's
+    /// memory is not to be touched until [`Mailbox::rest`] returns.
     pub(in crate::bridge) fn serve(&mut self, mailbox: &Mailbox<S::Memory>) -> Result<(), EndReason> {
         if mailbox.is_to_pause() {
             return Err(EndReason::Paused);
@@ -308,8 +314,9 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(worked)
     }
 
-    /// Checks the copy of a record and takes over the data that it names. What the server needs to know before it has the command goes before it: the frame `commands` ends then. While a server
-    /// executes a command it may read nothing that is behind it.
+    /// Checks the copy of a record and takes over the data that it names. What the server needs to know
+    /// before it has the command goes before it: the frame `commands` ends then. While a server executes a
+    /// command it may read nothing that is behind it.
     fn check(
         &mut self,
         record: Record,
@@ -416,12 +423,14 @@ impl<'c, S: Schedule> Machine<'c, S> {
         }
     }
 
-    /// Whether data connection `lane` may have another chunk under way. There is more room for acknowledgements than for data.
+    /// Whether data connection `lane` may have another chunk under way. There is more room for
+    /// acknowledgements than for data.
     pub(in crate::bridge) fn lane_has_room(&self, lane: usize, data: bool) -> bool {
         self.ledger.as_ref().is_none_or(|ledger| ledger.lane_has_room(lane, data))
     }
 
-    /// A chunk was given out to data connection `lane`, and what is sent of it will be told to [`sending`](Self::sending). Until then nothing else is.
+    /// A chunk was given out to data connection `lane`, and what is sent of it will be told to
+    /// [`sending`](Self::sending). Until then nothing else is.
     pub(in crate::bridge) fn preparing(&mut self, lane: usize, chunk: &Chunk<S::Memory>) {
         if let Some(ledger) = &mut self.ledger {
             ledger.preparing(lane, &chunk.header());
@@ -447,14 +456,16 @@ impl<'c, S: Schedule> Machine<'c, S> {
         }
     }
 
-    /// The server has what was sent first on data connection `lane` of what it had not, `len` bytes of the stream.
+    /// The server has what was sent first on data connection `lane` of what it had not, `len` bytes of the
+    /// stream.
     pub(in crate::bridge) fn arrived(&mut self, lane: usize, len: u64) {
         if let Some(ledger) = &mut self.ledger {
             ledger.arrived(lane, len);
         }
     }
 
-    /// A whole chunk of `len` bytes of command `seq` has come on data connection `lane`, of whose stream that are the first `end` bytes.
+    /// A whole chunk of `len` bytes of command `seq` has come on data connection `lane`, of whose stream that
+    /// are the first `end` bytes.
     pub(in crate::bridge) fn chunk_came(&mut self, lane: usize, end: u64, seq: u64, len: u64) {
         if let Some(ledger) = &mut self.ledger {
             ledger.chunk_came(lane, end, seq, len);
@@ -478,7 +489,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
         self.downloads.received(seq, len)
     }
 
-    /// The same for a server that writes by itself and names the lower half of the seq. It is its write number `number` on the queue of data `lane`.
+    /// The same for a server that writes by itself and names the lower half of the seq. It is its write
+    /// number `number` on the queue of data `lane`.
     pub(in crate::bridge) fn written_by_server(
         &mut self,
         lane: usize,
@@ -529,12 +541,14 @@ impl<'c, S: Schedule> Machine<'c, S> {
         std::mem::take(&mut self.reader)
     }
 
-    /// Bytes of the control stream whose frames were acted on since the session began. What has come beyond that is not acknowledged, because another process would not know of it.
+    /// Bytes of the control stream whose frames were acted on since the session began. What has come beyond
+    /// that is not acknowledged, because another process would not know of it.
     pub(in crate::bridge) fn control_taken(&self) -> u64 {
         self.processed
     }
 
-    /// The control stream goes on behind the frames that were acted on, over a new connection. Gives its bytes up to there.
+    /// The control stream goes on behind the frames that were acted on, over a new connection. Gives its
+    /// bytes up to there.
     pub(in crate::bridge) fn restart_frames(&mut self) -> u64 {
         (self.reader, self.settling) = (FrameReader::new(), None);
         self.control_received = self.processed;
@@ -643,7 +657,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
 
     // Whether the server is there.
 
-    /// Whether something is expected from the server. Only then does its silence mean anything; that a server dies meanwhile is noticed by the connection's keepalive.
+    /// Whether something is expected from the server. Only then does its silence mean anything; that a server
+    /// dies meanwhile is noticed by the connection's keepalive.
     fn awaits(&self, out: &SendBuffer) -> bool {
         !out.is_empty()
             || self.unsent.commands() > 0
@@ -652,7 +667,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
             || self.waiting.iter().any(|seq| *seq != 0)
     }
 
-    /// Asks a silent server that is waited for whether it is there. True: it was asked just now. The error: it has been silent for so many seconds that it is lost.
+    /// Asks a silent server that is waited for whether it is there. True: it was asked just now. The error:
+    /// it has been silent for so many seconds that it is lost.
     pub(super) fn keep_alive(&mut self, out: &mut SendBuffer, now: Instant) -> Result<bool, u64> {
         // Worker threads receive data unseen.
         let received = self.session.counters.data_bytes_received.get();
@@ -705,7 +721,8 @@ pub(in crate::bridge) fn untrue(bad: BadAcknowledgement) -> EndReason {
     EndReason::Server(bad.to_string())
 }
 
-/// Calls `act` with each entry of a frame's body. Entries are copied one by one: a frame begins anywhere in its buffer, so its body may lie at any address.
+/// Calls `act` with each entry of a frame's body. Entries are copied one by one: a frame begins anywhere in
+/// its buffer, so its body may lie at any address.
 fn each<T: FromBytes + Immutable>(
     body: &[u8],
     what: &str,
@@ -718,7 +735,8 @@ fn each<T: FromBytes + Immutable>(
     Ok(())
 }
 
-/// Gives an answer to its client. `again`: another process may have given it, and the ring tells what the client has done since. Gives the slot, unless another answer is awaited there.
+/// Gives an answer to its client. `again`: another process may have given it, and the ring tells what the
+/// client has done since. Gives the slot, unless another answer is awaited there.
 fn reply(
     session: &SessionState,
     waiting: &mut [u64],

@@ -80,7 +80,8 @@ impl<M> Mailbox<M> {
         pause.wanted && !pause.over
     }
 
-    /// For the relay, which does not touch the client's memory now: waits as long as it is to pause. A session that ends is not paused any longer.
+    /// For the relay, which does not touch the client's memory now: waits as long as it is to pause. A
+    /// session that ends is not paused any longer.
     pub(in crate::bridge) fn rest(&self) {
         let mut pause = self.lock_pause();
         while pause.wanted && !pause.over {
@@ -102,7 +103,8 @@ impl<M> Mailbox<M> {
         &self.wake
     }
 
-    /// Posts a message. It comes back if the relay has ended. A relay that is paused acts on it when it goes on; [`Message::Close`] has it do so.
+    /// Posts a message. It comes back if the relay has ended. A relay that is paused acts on it when it goes
+    /// on; [`Message::Close`] has it do so.
     pub(super) fn post(&self, message: Message<M>) -> Result<(), Message<M>> {
         let closes = matches!(message, Message::Close(_));
         match self.messages.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
@@ -134,7 +136,8 @@ impl<M> Mailbox<M> {
         next
     }
 
-    /// Takes no more messages. Those left are dropped, and with them the senders whose answers somebody waits for.
+    /// Takes no more messages. Those left are dropped, and with them the senders whose answers somebody waits
+    /// for.
     pub(super) fn close(&self) {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.end_pause();

@@ -1,7 +1,9 @@
 //! How much `In` data a session should have on its way: twice what the link carries in a round trip.
 //!
-//! One chunk at a time is watched, from when it is given out until the server has it. What the server has received meanwhile is what was on its way in that time. If that is a
-//! full window, then the window may have been what limited it, so twice as much is tried; once more gets through in no less time, the link is full, and the window stays.
+//! One chunk at a time is watched, from when it is given out until the server has it. What the server has
+//! received meanwhile is what was on its way in that time. If that is a full window, then the window may have
+//! been what limited it, so twice as much is tried; once more gets through in no less time, the link is full,
+//! and the window stays.
 //!
 //! ```text
 //!   on the way in the shortest round trip ≈ received while watched × shortest ÷ time watched
@@ -87,7 +89,8 @@ impl Pace {
         self.is_far() && self.rate > 0 && sends * PART < u128::from(self.rate) * self.shortest.as_nanos()
     }
 
-    /// Bytes a second that the link carries, on average of what was sent lately. `None`: too little has been sent.
+    /// Bytes a second that the link carries, on average of what was sent lately. `None`: too little has been
+    /// sent.
     pub(super) fn link(&self) -> Option<u64> {
         self.link.get()
     }
@@ -103,7 +106,8 @@ impl Pace {
         self.before = self.received;
     }
 
-    /// The server has a chunk of `len` bytes, of which `crossed` came over the link. True: the window has grown, or the link is found to be far.
+    /// The server has a chunk of `len` bytes, of which `crossed` came over the link. True: the window has
+    /// grown, or the link is found to be far.
     pub(super) fn arrives(
         &mut self,
         seq: u64,
@@ -136,7 +140,8 @@ mod tests {
     const LEAST: u64 = 16 << 20;
     const MOST: u64 = 256 << 20;
 
-    /// Sends a few bytes, and then at `rate` bytes a second with a full window under way, over a link of this round-trip time, until the window stays. Gives it.
+    /// Sends a few bytes, and then at `rate` bytes a second with a full window under way, over a link of this
+    /// round-trip time, until the window stays. Gives it.
     fn settled(pace: &mut Pace, rate: u64, round_trip: Duration, mut now: Instant) -> u64 {
         pace.leaves(u64::MAX, 0, 0, || now);
         now += round_trip;

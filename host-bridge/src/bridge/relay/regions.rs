@@ -1,4 +1,5 @@
-//! The client's memory as records name it: the arena and the regions, ranges of them in use, and regions that leave.
+//! The client's memory as records name it: the arena and the regions, ranges of them in use, and regions that
+//! leave.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Debug;
@@ -10,7 +11,8 @@ use super::end::EndReason;
 use super::mailbox::Done;
 use crate::bridge::error::RegionError;
 
-/// Memory of the client as a transport uses it: the arena, or a registered region. Dropping the last reference ends the transport's access to it.
+/// Memory of the client as a transport uses it: the arena, or a registered region. Dropping the last
+/// reference ends the transport's access to it.
 pub(in crate::bridge) trait ClientMemory: Debug + Send + Sync + 'static {
     /// Size in bytes.
     fn size(&self) -> u64;
@@ -18,12 +20,14 @@ pub(in crate::bridge) trait ClientMemory: Debug + Send + Sync + 'static {
     /// Whether the server must not write it.
     fn is_read_only(&self) -> bool;
 
-    /// The server may write these bytes by itself until [`release`](Self::release) was called as often as this. Gives the key for it, unless it needs none or has it.
+    /// The server may write these bytes by itself until [`release`](Self::release) was called as often as
+    /// this. Gives the key for it, unless it needs none or has it.
     fn admit(&self, _offset: u64, _len: u64) -> Result<Option<MemoryKey>, EndReason> {
         Ok(None)
     }
 
-    /// See [`admit`](Self::admit). Once this returns, the server writes the bytes no more, unless others are still admitted.
+    /// See [`admit`](Self::admit). Once this returns, the server writes the bytes no more, unless others are
+    /// still admitted.
     fn release(&self) {}
 
     /// The key that the server was given last. `None`: it has none that is good for anything.
@@ -113,7 +117,8 @@ struct Leaving {
     done: Done,
 }
 
-/// The memory that records may name. The number of references to a region says whether data is under way in it.
+/// The memory that records may name. The number of references to a region says whether data is under way in
+/// it.
 #[derive(Debug)]
 pub(super) struct Regions<M> {
     arena: Option<Arc<M>>,
@@ -147,7 +152,8 @@ impl<M: ClientMemory> Regions<M> {
         let _ = done.send(Ok(()));
     }
 
-    /// Unregisters a region once the records are taken that stand in the ring now, when `taken` bytes have been taken off it.
+    /// Unregisters a region once the records are taken that stand in the ring now, when `taken` bytes have
+    /// been taken off it.
     pub(super) fn unregister(&mut self, id: u32, taken: u64, done: Done) {
         self.leaving.push_back(Leaving { id, at: taken, done });
     }
@@ -167,9 +173,11 @@ impl<M: ClientMemory> Regions<M> {
         inside.then(|| Span { memory: Arc::clone(memory), offset, len }).ok_or(outside)
     }
 
-    /// Drops unregistered regions once no data is under way in them, and answers their callers. `has_work`: the ring of `size` bytes is not empty; `taken`: bytes taken off it so far.
+    /// Drops unregistered regions once no data is under way in them, and answers their callers. `has_work`:
+    /// the ring of `size` bytes is not empty; `taken`: bytes taken off it so far.
     pub(super) fn release(&mut self, has_work: impl Fn() -> bool, taken: u64, size: u64) {
-        // Records that stood in the ring at the request have been taken once the ring was empty, or once as many bytes as it holds went by.
+        // Records that stood in the ring at the request have been taken once the ring was empty, or once as
+        // many bytes as it holds went by.
         while let Some(front) = self.leaving.front() {
             if has_work() && taken - front.at < size {
                 break;
@@ -180,9 +188,11 @@ impl<M: ClientMemory> Regions<M> {
                 None => drop(done.send(Err(RegionError::Unknown(id)))),
             }
         }
-        // The count is exact: only the relay clones references, and those of its worker threads were moved to them.
+        // The count is exact: only the relay clones references, and those of its worker threads were moved to
+        // them.
         for (region, done) in self.draining.extract_if(.., |(region, _)| Arc::strong_count(region) == 1) {
-            // The region goes before the answer does, and a registration with it: from then on the memory is the client's alone.
+            // The region goes before the answer does, and a registration with it: from then on the memory is
+            // the client's alone.
             drop(region);
             let _ = done.send(Ok(()));
         }

@@ -1,7 +1,8 @@
 //! When `In` data goes over `verbs`, and to which of the server's slots it is written.
 //!
-//! Planned data goes to its slots in turn, in the order of the commands, so that the server knows where it will lie before it comes. What may lie in a slot for long, because its stream may not
-//! come to it soon, waits for grants instead and goes to slots of its own (`docs/decisions/0013-nothing-behind-a-command.md`).
+//! Planned data goes to its slots in turn, in the order of the commands, so that the server knows where it
+//! will lie before it comes. What may lie in a slot for long, because its stream may not come to it soon,
+//! waits for grants instead and goes to slots of its own (`docs/decisions/0013-nothing-behind-a-command.md`).
 
 use std::collections::{HashMap, VecDeque};
 
@@ -49,7 +50,8 @@ struct Posted<M> {
     source: Span<M>,
 }
 
-/// Whether the program may hold up the session's streams for as long as it likes: by host functions, or by words of memory.
+/// Whether the program may hold up the session's streams for as long as it likes: by host functions, or by
+/// words of memory.
 #[derive(Debug, Default)]
 struct Holds {
     /// Points at which streams wait for the client, less those that it has signalled.
@@ -111,7 +113,8 @@ enum Change {
 }
 
 impl<M> Slots<M> {
-    /// For `count` slots of `slot_size` bytes, written over `queues` queues with `under_way` writes at a time.
+    /// For `count` slots of `slot_size` bytes, written over `queues` queues with `under_way` writes at a
+    /// time.
     pub(in crate::bridge) fn new(count: u32, slot_size: u32, queues: usize, under_way: usize) -> Slots<M> {
         let planned = count.saturating_sub(GRANTED_SLOTS);
         Slots {
@@ -148,7 +151,8 @@ impl<M> Slots<M> {
         }
     }
 
-    /// Goes on with what another process has left: pieces with how far they were given out, in the order of their commands, and the slots that are in use.
+    /// Goes on with what another process has left: pieces with how far they were given out, in the order of
+    /// their commands, and the slots that are in use.
     pub(super) fn restore(&mut self, pieces: Vec<(Upload<M>, ledger::Job)>, in_use: &[bool], turns: Turns) {
         for (Upload { seq, piece, span, .. }, ledger::Job { flow, at, granted, .. }) in pieces {
             let len = span.len();
@@ -271,7 +275,8 @@ impl<M: ClientMemory> Schedule for Slots<M> {
         Ok(())
     }
 
-    /// Slots become free in the order in which they were given out: what may lie in one for long takes none before its stream has come to it.
+    /// Slots become free in the order in which they were given out: what may lie in one for long takes none
+    /// before its stream has come to it.
     fn push(&mut self, Upload { seq, piece, span, late }: Upload<M>) -> bool {
         if late || self.holds.any() {
             self.asked.insert((seq, piece), (span, 0));

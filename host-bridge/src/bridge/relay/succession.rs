@@ -1,8 +1,9 @@
-//! Going on with a session that another process's relay had: its [`Machine`], its [`Flows`] or [`Slots`], and its streams, out of the [ledger](super::ledger), the client's ring and the client's
-//! regions.
+//! Going on with a session that another process's relay had: its [`Machine`], its [`Flows`] or [`Slots`], and
+//! its streams, out of the [ledger](super::ledger), the client's ring and the client's regions.
 //!
-//! The streams are the same byte for byte as before, so everything else is as after a link that was lost: both ends say how far they have come, and go on from there. Over `verbs` one thing is not the
-//! same: the client's memory is registered anew. Frames that name a key, and have not been acted on, name the new one.
+//! The streams are the same byte for byte as before, so everything else is as after a link that was lost:
+//! both ends say how far they have come, and go on from there. Over `verbs` one thing is not the same: the
+//! client's memory is registered anew. Frames that name a key, and have not been acted on, name the new one.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::AsFd;
@@ -91,7 +92,8 @@ pub(super) fn region_key(place: Place, MemoryKey { address, size, key }: MemoryK
 }
 
 impl<'c, M: ClientMemory> Machine<'c, Slots<M>> {
-    /// Goes on with a session of `lanes` queues and `slots` slots from its ledger. `schedule` is [noted](Slots::noted) and new; the client's memory is as it was, and registered anew. The session's
+    /// Goes on with a session of `lanes` queues and `slots` slots from its ledger. `schedule` is
+    /// [noted](Slots::noted) and new; the client's memory is as it was, and registered anew. The session's
     /// link is lost.
     pub(in crate::bridge) fn restore_verbs(
         session: &'c SessionState,
@@ -137,8 +139,9 @@ impl<'c, M: ClientMemory> Machine<'c, Slots<M>> {
 }
 
 impl<'c, M: ClientMemory> Machine<'c, Flows<M>> {
-    /// Goes on with a session of `lanes` data connections from its ledger, and the rooms of its compressed bytes if it has them. `schedule` is [noted](Flows::noted) and new; the client's memory is as it
-    /// was. The session's link is lost.
+    /// Goes on with a session of `lanes` data connections from its ledger, and the rooms of its compressed
+    /// bytes if it has them. `schedule` is [noted](Flows::noted) and new; the client's memory is as it was.
+    /// The session's link is lost.
     pub(in crate::bridge) fn restore(
         session: &'c SessionState,
         memory: AllMemory<M>,
@@ -173,7 +176,8 @@ type Spans<M> = BTreeMap<(u64, u32), (Span<M>, u64)>;
 type Pieces<M> = Vec<(Upload<M>, Job)>;
 
 impl<'c, S: Schedule> Machine<'c, S> {
-    /// What is the same for all schedules and comes first: the control stream, and what is awaited from the server.
+    /// What is the same for all schedules and comes first: the control stream, and what is awaited from the
+    /// server.
     fn restore_control(
         session: &'c SessionState,
         (arena, regions): AllMemory<S::Memory>,
@@ -246,7 +250,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(out)
     }
 
-    /// The key by which the server reaches the memory now of which a frame gives the former key. `None`: the region has left, so the server has acted on that frame.
+    /// The key by which the server reaches the memory now of which a frame gives the former key. `None`: the
+    /// region has left, so the server has acted on that frame.
     fn new_key(&self, body: &[u8]) -> Option<RegionKey> {
         let (RegionKey { region, .. }, _) = RegionKey::read_from_prefix(body).ok()?;
         let place = if region == ARENA_KEY { Place::Arena } else { Place::Region(region) };
@@ -268,7 +273,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(())
     }
 
-    /// The pieces of uploads, with how far each has been given out. What has not been is what the server does not have of it so far.
+    /// The pieces of uploads, with how far each has been given out. What has not been is what the server does
+    /// not have of it so far.
     fn pieces(
         &self,
         content: &Content,

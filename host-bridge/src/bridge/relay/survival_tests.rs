@@ -1,13 +1,18 @@
-//! A session that loses its link again and again: the relay's rules against the endpoint's, over a link that delays, and that is cut at any byte and between any two steps.
+//! A session that loses its link again and again: the relay's rules against the endpoint's, over a link that
+//! delays, and that is cut at any byte and between any two steps.
 //!
-//! Both ends are the real ones as far as they have no sockets: [`Machine`], [`Flows`], [`SendBuffer`] and [`Journal`] here; [`Records`], [`Inbox`], [`ChunkReader`] there. One thread does everything, in
-//! the order that a seed says. What must hold: every command arrives once, unchanged and in order; so does every answer; no byte of data is wrong, missing or written twice; nothing is read from the
-//! client's memory after it was released; and the session comes to its end, with nothing kept.
+//! Both ends are the real ones as far as they have no sockets: [`Machine`], [`Flows`], [`SendBuffer`] and
+//! [`Journal`] here; [`Records`], [`Inbox`], [`ChunkReader`] there. One thread does everything, in the order
+//! that a seed says. What must hold: every command arrives once, unchanged and in order; so does every
+//! answer; no byte of data is wrong, missing or written twice; nothing is read from the client's memory after
+//! it was released; and the session comes to its end, with nothing kept.
 //!
-//! Some of the data is compressed on its way. The bridge's process ends again and again as well, between any two words that it writes into its [ledger](super::ledger), and another one goes on from there: with the client's memory,
-//! the ledger and what was compressed, and nothing else.
+//! Some of the data is compressed on its way. The bridge's process ends again and again as well, between any
+//! two words that it writes into its [ledger](super::ledger), and another one goes on from there: with the
+//! client's memory, the ledger and what was compressed, and nothing else.
 //!
-//! `RGPU_SURVIVAL_CUTS=1000000 cargo test -p rgpu-host-bridge survival -- --nocapture` runs until so many cuts were made.
+//! `RGPU_SURVIVAL_CUTS=1000000 cargo test -p rgpu-host-bridge survival -- --nocapture` runs until so many
+//! cuts were made.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -524,7 +529,8 @@ impl<'c> Model<'c> {
         loop {
             let far = &mut self.far;
             let data = &mut far.data[index];
-            // Data without a place waits in its connection. What was decompressed and had no place may have one now.
+            // Data without a place waits in its connection. What was decompressed and had no place may have
+            // one now.
             let Some((at, len)) = data.reader.room(&far.inbox, false).unwrap() else { break };
             if n == 0 {
                 break;
@@ -820,7 +826,8 @@ fn freed(machine: &mut Machine<'_, Flows<TestMemory>>, index: usize, what: &Outb
     }
 }
 
-/// A session whose link is cut about every `every` steps. Gives the number of cuts, of bytes that the server knew, and of bytes that were compressed.
+/// A session whose link is cut about every `every` steps. Gives the number of cuts, of bytes that the server
+/// knew, and of bytes that were compressed.
 fn cut_often(seed: u64, every: usize) -> [u64; 3] {
     let (session, _) = session();
     let mut model = Model::new(&session, seed);

@@ -1,8 +1,9 @@
-//! The rules of a relayed session, without a socket: a client, a server and everything between them in memory, in one thread, in whatever order a seed says.
+//! The rules of a relayed session, without a socket: a client, a server and everything between them in
+//! memory, in one thread, in whatever order a seed says.
 //!
-//! [`Session`] drives a [`Machine`] as a carrier would, and checks after every step what must hold at any time.
-//! [`server`] keeps to the protocol and checks that the bridge does. [`pipe`] tests the relay's loop as well: its
-//! carrier's server is a thread of the test.
+//! [`Session`] drives a [`Machine`] as a carrier would, and checks after every step what must hold at any
+//! time. [`server`] keeps to the protocol and checks that the bridge does. [`pipe`] tests the relay's loop as
+//! well: its carrier's server is a thread of the test.
 
 mod pipe;
 mod server;

@@ -1,4 +1,5 @@
-//! Which commands' `In` data is not with the server yet. From this follows the progress word `released`: the client may reuse a command's data once nobody has to send it any more.
+//! Which commands' `In` data is not with the server yet. From this follows the progress word `released`: the
+//! client may reuse a command's data once nobody has to send it any more.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +28,8 @@ impl Unsent {
         *self.commands.entry(seq).or_default() += len;
     }
 
-    /// Says that `len` bytes of command `seq` were sent. True: they were the command's last, so [`released`](Self::released) may have risen.
+    /// Says that `len` bytes of command `seq` were sent. True: they were the command's last, so
+    /// [`released`](Self::released) may have risen.
     pub(super) fn sent(&mut self, seq: u64, len: u64) -> bool {
         let Some(left) = self.commands.get_mut(&seq) else { return false };
         *left -= len;
@@ -39,7 +41,8 @@ impl Unsent {
         complete
     }
 
-    /// The highest seq such that the data of all commands up to it was sent, when `last` is the last command taken.
+    /// The highest seq such that the data of all commands up to it was sent, when `last` is the last command
+    /// taken.
     pub(super) fn released(&self, last: u64) -> u64 {
         self.commands.first_key_value().map_or(last, |(seq, _)| seq - 1)
     }

@@ -1,9 +1,11 @@
 //! What of a session outlives the bridge's process: enough for another one to go on with it, or to end it.
 //!
-//! It is made before the session begins ([`Prepared::save`](super::Prepared::save)) and never changes. What changes while the session runs is with its worker, which tells a successor, or over
-//! `tcp` and `verbs` in the files that belong to it (`remote`): the relay's ledger and the list of `regions`.
+//! It is made before the session begins ([`Prepared::save`](super::Prepared::save)) and never changes. What
+//! changes while the session runs is with its worker, which tells a successor, or over `tcp` and `verbs` in
+//! the files that belong to it (`remote`): the relay's ledger and the list of `regions`.
 //!
-//! A successor gets it from whoever keeps it, and does not trust it more than the client that it belongs to: the process that made it may have been taken over by that client.
+//! A successor gets it from whoever keeps it, and does not trust it more than the client that it belongs to:
+//! the process that made it may have been taken over by that client.
 
 mod about;
 mod regions;
@@ -61,10 +63,12 @@ const REMOTE: u64 = 1;
 const LOCAL: u64 = 2;
 const VERBS: u64 = 3;
 
-/// A descriptor that can be anything, as an eventfd that never blocks. If it is something else, what is done with it fails or has no meaning.
+/// A descriptor that can be anything, as an eventfd that never blocks. If it is something else, what is done
+/// with it fails or has no meaning.
 pub fn event(fd: OwnedFd) -> io::Result<EventFd> {
     fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-    // SAFETY: the type only reads and writes the descriptor that it owns, 8 bytes of its own at a time, which harms no memory whatever is behind it.
+    // SAFETY: the type only reads and writes the descriptor that it owns, 8 bytes of its own at a time, which
+    // harms no memory whatever is behind it.
     Ok(unsafe { EventFd::from_owned_fd(fd) })
 }
 
@@ -131,7 +135,8 @@ impl Saved {
         }
     }
 
-    /// Has a worker that lost its bridge leave the client's memory alone, until another process goes on with the session. Waits up to `patience` for that; false: it does not.
+    /// Has a worker that lost its bridge leave the client's memory alone, until another process goes on with
+    /// the session. Waits up to `patience` for that; false: it does not.
     pub fn pause(&self, patience: Duration) -> bool {
         match &self.0 {
             // Who touched the memory has ended.
@@ -143,7 +148,8 @@ impl Saved {
         }
     }
 
-    /// Waits up to `patience` until no worker has the client's memory mapped. Call it after [`end`](Self::end).
+    /// Waits up to `patience` until no worker has the client's memory mapped. Call it after
+    /// [`end`](Self::end).
     pub fn released(&self, patience: Duration) -> Closed {
         let Kind::Local(SavedLocal { worker, .. }) = &self.0 else { return Closed::Released };
         let deadline = Instant::now() + patience;
@@ -166,7 +172,8 @@ impl Saved {
     }
 }
 
-/// Says something to a worker beside its connection with the bridge. One that is gone, or does not listen, is no matter: it touches no memory, or gives no answer.
+/// Says something to a worker beside its connection with the bridge. One that is gone, or does not listen, is
+/// no matter: it touches no memory, or gives no answer.
 pub(super) fn say(worker: BorrowedFd<'_>, kind: u32) {
     let packet = FrameHeader { kind, len: 0 };
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;

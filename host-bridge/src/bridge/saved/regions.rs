@@ -1,7 +1,9 @@
-//! The regions of a session in a file that outlives this process, so that another one can register them again.
+//! The regions of a session in a file that outlives this process, so that another one can register them
+//! again.
 //!
-//! The file begins with where its entries begin and end. Each is a header and the region's extents; those of regions that have left are marked, and written over by and by. A single write of a
-//! few bytes is done or not done when a process ends, so there is always a whole list.
+//! The file begins with where its entries begin and end. Each is a header and the region's extents; those of
+//! regions that have left are marked, and written over by and by. A single write of a few bytes is done or
+//! not done when a process ends, so there is always a whole list.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,7 +21,8 @@ use crate::bridge::transport::RegionMemory;
 
 /// Bytes of entries that are read at most: more than a guest may register by default.
 const MOST: u64 = 512 << 20;
-/// Bytes of regions that have left, beyond those of regions that are there, for which the file is not written anew.
+/// Bytes of regions that have left, beyond those of regions that are there, for which the file is not written
+/// anew.
 const SLACK: u64 = 1 << 20;
 
 /// Where the entries begin and end.

@@ -1,4 +1,5 @@
-//! What another process needs to go on with a session over `tcp` or `verbs`: how to reach the server as the same client, the relay's ledger, and the session's regions.
+//! What another process needs to go on with a session over `tcp` or `verbs`: how to reach the server as the
+//! same client, the relay's ledger, and the session's regions.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -64,7 +65,8 @@ pub(in crate::bridge) struct SavedMemory {
     pub(in crate::bridge) ledger: OwnedFd,
     /// The [regions](super::RegionsFile).
     pub(in crate::bridge) regions: OwnedFd,
-    /// What was [compressed](crate::bridge::relay::Room). `None`: the server does not understand that, or nothing is to be compressed.
+    /// What was [compressed](crate::bridge::relay::Room). `None`: the server does not understand that, or
+    /// nothing is to be compressed.
     pub(in crate::bridge) compressed: Option<OwnedFd>,
 }
 
@@ -100,7 +102,8 @@ impl SavedRemote {
         SavedRemote { about, terms, queues: None, memory: None }
     }
 
-    /// Has another process be able to go on with the session, from where what it does is noted. `compressed`: where compressed bytes lie.
+    /// Has another process be able to go on with the session, from where what it does is noted. `compressed`:
+    /// where compressed bytes lie.
     pub(in crate::bridge) fn remember(&mut self, compressed: Option<OwnedFd>) -> io::Result<Succession> {
         let (file, regions_file) = (ledger_file()?, RegionsFile::new()?);
         let ledger = Ledger::begin(&file, self.terms.connections())?;
@@ -109,7 +112,8 @@ impl SavedRemote {
         Ok(Succession { ledger, regions: regions_file })
     }
 
-    /// Takes over what another process has left. `memory` makes what a transport needs of a region, whose pieces it gets as well.
+    /// Takes over what another process has left. `memory` makes what a transport needs of a region, whose
+    /// pieces it gets as well.
     pub(in crate::bridge) fn take_over<M>(
         &self,
         session: &SessionState,
@@ -181,7 +185,8 @@ impl Terms {
         self.numbers.connections as usize
     }
 
-    /// What it takes to resume the session. May ask for the host's key. `compresses`: its server understands compressed data.
+    /// What it takes to resume the session. May ask for the host's key. `compresses`: its server understands
+    /// compressed data.
     pub(in crate::bridge) fn ticket(
         self,
         config: &SessionConfig,

@@ -25,7 +25,8 @@ use crate::compression::CompressUse;
 use crate::framing::{SendBuffer, with_causes};
 use crate::stream::Stream;
 
-/// The control connection's number among the descriptors that are watched; the data connections come behind it, and behind them what tells that they stand.
+/// The control connection's number among the descriptors that are watched; the data connections come behind
+/// it, and behind them what tells that they stand.
 const CONTROL: usize = 0;
 const FIRST_DATA: usize = 1;
 const OPENED: usize = FIRST_DATA + MAX_DATA_CONNECTIONS as usize;
@@ -47,7 +48,8 @@ pub(super) struct TcpCarrier {
     out: SendBuffer,
     /// Bytes of the control stream that the server was told of.
     told: u64,
-    /// The session has begun, and its data connections do not stand yet: those in `data` are closed until then.
+    /// The session has begun, and its data connections do not stand yet: those in `data` are closed until
+    /// then.
     opening: Option<Opening>,
     data: Vec<DataConnection>,
     /// The data connection that has its turn, as long as nothing is known of the link.
@@ -84,7 +86,8 @@ impl TcpCarrier {
         Ok(carrier)
     }
 
-    /// The carrier of a session that another process had. `links` are closed: it has to [reconnect](Carrier::reconnect) first, as after any lost link.
+    /// The carrier of a session that another process had. `links` are closed: it has to
+    /// [reconnect](Carrier::reconnect) first, as after any lost link.
     pub(super) fn restored(
         session: &Arc<SessionState>,
         mailbox: &Mailbox<SocketMemory>,
@@ -177,7 +180,8 @@ impl TcpCarrier {
         Ok(())
     }
 
-    /// Begins to use the data connections once they stand. That one does not come about is as if it were lost. True: they stand now.
+    /// Begins to use the data connections once they stand. That one does not come about is as if it were
+    /// lost. True: they stand now.
     fn opened(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
         let Some(opening) = &self.opening else { return Ok(false) };
         let Some(outcome) = opening.outcome() else { return Ok(false) };
@@ -193,8 +197,8 @@ impl TcpCarrier {
         Ok(true)
     }
 
-    /// Has the server told what has come of the control stream, once that is much, and a little sooner when it is
-    /// told something anyway.
+    /// Has the server told what has come of the control stream, once that is much, and a little sooner when
+    /// it is told something anyway.
     fn acknowledge(&mut self, machine: &mut Machine<'_>) {
         let received = machine.control_taken();
         let untold = received - self.told;
@@ -356,8 +360,8 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         &mut self.out
     }
 
-    /// What has come of data: a program that waited for its copies sends its next commands now, and the places of
-    /// those copies are free for them.
+    /// What has come of data: a program that waited for its copies sends its next commands now, and the
+    /// places of those copies are free for them.
     fn before_commands(&mut self, machine: &mut Machine<'_>) {
         for (stream, connection) in (1..).zip(&mut self.data) {
             if let Some(bytes) = connection.tell_along() {
@@ -381,7 +385,8 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         machine.commit();
         let mut worked = self.send_frames()?;
         worked |= self.opened(machine)?;
-        // Every connection has something to send before one has something ahead, and a chunk before one has two of a link of which nothing is known.
+        // Every connection has something to send before one has something ahead, and a chunk before one has
+        // two of a link of which nothing is known.
         for ahead in 1..=super::connection::AHEAD {
             let most = if machine.schedule().is_unknown() { 1 } else { usize::MAX };
             let data = standing(&self.opening, &mut self.data);

@@ -1,7 +1,8 @@
 //! A data connection's compressor: a thread that compresses its next chunk while others are being sent.
 //!
-//! [`Compression`] says which chunk, and whether it has paid. The thread copies the chunk first, since a client may write its memory meanwhile, and leaves the compressed bytes in the
-//! connection's [`Room`]. Nothing of it needs the connection, so it goes on when that is lost.
+//! [`Compression`] says which chunk, and whether it has paid. The thread copies the chunk first, since a
+//! client may write its memory meanwhile, and leaves the compressed bytes in the connection's [`Room`].
+//! Nothing of it needs the connection, so it goes on when that is lost.
 
 use std::cell::RefCell;
 use std::io;

@@ -1,7 +1,8 @@
 //! One data connection: chunks of bulk data out of the client's pages and into them.
 //!
-//! The connection may be lost and replaced by another: the two streams, one each way, go on behind the last byte that came. So what was sent is kept in a [`Journal`] until the server has
-//! acknowledged it, and what came is counted and acknowledged, on this connection's own stream.
+//! The connection may be lost and replaced by another: the two streams, one each way, go on behind the last
+//! byte that came. So what was sent is kept in a [`Journal`] until the server has acknowledged it, and what
+//! came is counted and acknowledged, on this connection's own stream.
 
 use std::io;
 use std::ptr::NonNull;
@@ -63,7 +64,8 @@ struct Arriving {
 }
 
 impl Receiving {
-    /// Where its next bytes go. Gives how many of them are to come, for all of which `gather` may have no room.
+    /// Where its next bytes go. Gives how many of them are to come, for all of which `gather` may have no
+    /// room.
     fn gather(&mut self, gather: &mut Gather) -> u64 {
         gather.clear();
         match &mut self.compressed {
@@ -81,7 +83,8 @@ impl Receiving {
         }
     }
 
-    /// `n` bytes have come to where [`gather`](Self::gather) said. Gives how many more bytes are in the client's memory now.
+    /// `n` bytes have come to where [`gather`](Self::gather) said. Gives how many more bytes are in the
+    /// client's memory now.
     fn filled(&mut self, session: &SessionState, n: u64) -> Result<u64, EndReason> {
         session.counters.data_bytes_received.add(n);
         let (seq, len) = (self.seq, self.span.len());
@@ -115,7 +118,8 @@ impl Receiving {
     }
 }
 
-/// Most chunks that a thread may have to send, the current one among them: it need not wait for the relay between two.
+/// Most chunks that a thread may have to send, the current one among them: it need not wait for the relay
+/// between two.
 pub(super) const AHEAD: usize = 2;
 
 /// What a connection may do in a turn.
@@ -148,7 +152,8 @@ fn send_whole(socket: &Socket, session: &SessionState, sending: &mut Sending) ->
     let mut gather = Gather::new();
     while sending.sent < sending.what.stream_len() as usize {
         sending.gather(&mut gather);
-        // SAFETY: the header lives in `sending`; `sending` holds the span, which keeps the client's memory mapped.
+        // SAFETY: the header lives in `sending`; `sending` holds the span, which keeps the client's memory
+        // mapped.
         match not_now(unsafe { socket.send(&mut gather) })? {
             Some(n) => {
                 let before = sending.data_sent();
@@ -175,7 +180,8 @@ fn receive_whole(socket: &Socket, session: &SessionState, arriving: &mut Arrivin
         if gather.bytes() as u64 == left {
             gather.push(NonNull::from(&mut *header).cast(), HEADER);
         }
-        // SAFETY: the header and compressed bytes live in `arriving` and are not borrowed; `receiving` keeps the client's memory mapped, and no reference covers it.
+        // SAFETY: the header and compressed bytes live in `arriving` and are not borrowed; `receiving` keeps
+        // the client's memory mapped, and no reference covers it.
         match not_now(unsafe { socket.receive(&mut gather) })? {
             Some(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "closed by the server")),
             Some(n) => {
@@ -232,7 +238,8 @@ pub(super) struct DataConnection {
     index: usize,
     journal: Journal<Outbound>,
     sending: Option<Sending>,
-    /// Room for a header, and for the number of compressed bytes behind it; how many of them are to come, and how many have.
+    /// Room for a header, and for the number of compressed bytes behind it; how many of them are to come, and
+    /// how many have.
     header: [u8; WITH_LENGTH],
     header_whole: usize,
     header_got: usize,
@@ -242,7 +249,8 @@ pub(super) struct DataConnection {
     decompressor: Box<Decompressor>,
     /// A compressed chunk has come of which the server was not told.
     tells_at_once: bool,
-    /// Bytes of the stream that have come; how many of them are whole chunks; and how many the server was told of, which is the end of a chunk, because another process would not know of more.
+    /// Bytes of the stream that have come; how many of them are whole chunks; and how many the server was
+    /// told of, which is the end of a chunk, because another process would not know of more.
     received: u64,
     whole: u64,
     told: u64,
@@ -321,7 +329,8 @@ impl DataConnection {
         Ok(())
     }
 
-    /// Has long chunks compressed from now on where that saves time. The compressor writes to `wake` when it is done with one.
+    /// Has long chunks compressed from now on where that saves time. The compressor writes to `wake` when it
+    /// is done with one.
     pub(super) fn compress(&mut self, when: CompressUse, room: &Arc<Room>, wake: &Arc<EventFd>) {
         // It goes on over every connection.
         self.compressor.get_or_insert_with(|| Compressor::new(when, room, wake));
@@ -431,7 +440,8 @@ impl DataConnection {
         self.journal.resume(upto, |what| freed(machine, index, &what)).map_err(untrue)
     }
 
-    /// The server's welcome comes before everything else that it sends, and is not waited for with what is sent.
+    /// The server's welcome comes before everything else that it sends, and is not waited for with what is
+    /// sent.
     pub(super) fn await_welcome(&mut self) {
         self.unwelcomed = Some(Unwelcomed::default());
     }
@@ -452,7 +462,8 @@ impl DataConnection {
         Ok(true)
     }
 
-    /// Has the server told what has come, once that is much, and at once of a compressed chunk: it measures the link by that.
+    /// Has the server told what has come, once that is much, and at once of a compressed chunk: it measures
+    /// the link by that.
     fn acknowledge(&mut self, machine: &mut Machine<'_>) {
         let enough = if self.tells_at_once { 1 } else { ACKNOWLEDGE_OUT };
         let enough = self.whole.saturating_sub(self.told) >= enough;
@@ -567,7 +578,8 @@ impl DataConnection {
             let Some(sending) = &mut self.sending else { break };
             let at = sending.data_sent();
             sending.gather(gather);
-            // SAFETY: the header lives in `self`; `sending` holds the span, which keeps the client's memory mapped.
+            // SAFETY: the header lives in `self`; `sending` holds the span, which keeps the client's memory
+            // mapped.
             let result = unsafe { self.socket.send(gather) };
             match not_now(result) {
                 Ok(Some(n)) => {
@@ -605,7 +617,8 @@ impl DataConnection {
                 let rest = &mut self.header[self.header_got..self.header_whole];
                 gather.push(NonNull::from(&mut *rest).cast(), rest.len());
             }
-            // SAFETY: the header and compressed bytes live in `self` and are not borrowed; `receiving` keeps the client's memory mapped, and no reference covers it.
+            // SAFETY: the header and compressed bytes live in `self` and are not borrowed; `receiving` keeps
+            // the client's memory mapped, and no reference covers it.
             let result = unsafe { self.socket.receive(gather) };
             let n = match not_now(result) {
                 Ok(Some(0)) => return Err(self.gone("closed by the server")),

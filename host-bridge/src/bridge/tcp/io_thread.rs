@@ -1,8 +1,9 @@
 //! A thread that moves long chunks of data for the relay, one after the other.
 //!
-//! One thread moves about 4 GB/s through a socket, because the kernel copies. So where there are processors to spare, each data connection has one of these for each
-//! direction: the relay decides what goes where, and the thread makes the system calls. Short chunks stay with the relay, which no other thread has to wake. A thread may be given
-//! its next task while it works on one, and then goes on with that at once.
+//! One thread moves about 4 GB/s through a socket, because the kernel copies. So where there are processors
+//! to spare, each data connection has one of these for each direction: the relay decides what goes where, and
+//! the thread makes the system calls. Short chunks stay with the relay, which no other thread has to wake. A
+//! thread may be given its next task while it works on one, and then goes on with that at once.
 
 use std::collections::VecDeque;
 use std::io;
@@ -104,7 +105,8 @@ impl<T: Send + 'static> IoThread<T> {
         drop(self.shared.rested.wait_while(self.shared.lock(), works));
     }
 
-    /// Takes back a finished task with its result, in the order in which tasks were given. `None`: none is finished. Does not block.
+    /// Takes back a finished task with its result, in the order in which tasks were given. `None`: none is
+    /// finished. Does not block.
     pub(super) fn take(&self) -> Option<(T, io::Result<()>)> {
         if self.shared.done.load(Ordering::Acquire) == 0 {
             return None;
@@ -117,7 +119,8 @@ impl<T: Send + 'static> IoThread<T> {
 }
 
 impl<T> IoThread<T> {
-    /// Ends the thread, whose connection must be shut down, and gives all tasks that were not taken back, in order: those done, the one that failed, and those not begun.
+    /// Ends the thread, whose connection must be shut down, and gives all tasks that were not taken back, in
+    /// order: those done, the one that failed, and those not begun.
     pub(super) fn finish(mut self) -> Vec<T> {
         self.stop();
         let mut tasks = self.shared.lock();

@@ -26,10 +26,12 @@ pub(super) const MAX_DATA_CONNECTIONS: u32 = 32;
 #[derive(Debug)]
 pub(in crate::bridge) struct Links {
     pub(super) control: Stream,
-    /// The data connections, and how many they are. `None`: there are none, nor will there be before the session is resumed.
+    /// The data connections, and how many they are. `None`: there are none, nor will there be before the
+    /// session is resumed.
     pub(super) opening: Option<Opening>,
     pub(super) lanes: usize,
-    /// Under TLS, of a session's first link: the connection to the daemon. The worker's welcome then comes on the control connection.
+    /// Under TLS, of a session's first link: the connection to the daemon. The worker's welcome then comes on
+    /// the control connection.
     pub(super) daemon: Option<Daemon>,
     pub(super) ticket: Ticket,
     /// Where compressed bytes lie, for each data connection. Empty: nothing is compressed.
@@ -42,8 +44,9 @@ pub(in crate::bridge) struct Links {
 
 /// A server that has welcomed a session, which has its first connection only.
 ///
-/// The server knows by the others that somebody has the session's secret, and keeps it for long from then on if connections are lost. So they are opened once the session is saved: whatever this
-/// process comes to, another one can go on with the session or end it.
+/// The server knows by the others that somebody has the session's secret, and keeps it for long from then on
+/// if connections are lost. So they are opened once the session is saved: whatever this process comes to,
+/// another one can go on with the session or end it.
 #[derive(Debug)]
 pub(in crate::bridge) struct Greeting {
     greeted: Greeted,
@@ -69,7 +72,8 @@ impl Greeting {
         Ok(saved)
     }
 
-    /// Opens the session's other connections. Waits for the control connection only, on which commands may go before it is welcome and before there is a data connection.
+    /// Opens the session's other connections. Waits for the control connection only, on which commands may go
+    /// before it is welcome and before there is a data connection.
     pub(in crate::bridge) fn open(self, config: &SessionConfig) -> Result<Links, ConnectError> {
         let Greeting { mut greeted, control, data, ticket, compressed, unbegun, succession } = self;
         let lanes = data.len();

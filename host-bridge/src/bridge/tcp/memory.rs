@@ -56,11 +56,13 @@ pub(super) fn gather_span(span: &Span<SocketMemory>, at: u64, len: u64, gather: 
     each_run(span, at, len, |at, len| gather.push(at, len));
 }
 
-/// Copies the first bytes of a part of a span, as many as `to` has. False: they are not there. The client may write them meanwhile.
+/// Copies the first bytes of a part of a span, as many as `to` has. False: they are not there. The client may
+/// write them meanwhile.
 pub(super) fn copy(span: &Span<SocketMemory>, at: u64, to: &mut [u8]) -> bool {
     let mut filled = 0;
     each_run(span, at, to.len() as u64, |at, len| {
-        // SAFETY: the span keeps the client's memory mapped, and this process accesses that through `shared` and the kernel only.
+        // SAFETY: the span keeps the client's memory mapped, and this process accesses that through `shared`
+        // and the kernel only.
         unsafe { SharedBytes::new(at, len) }.read(&mut to[filled..filled + len]);
         filled += len;
         true
@@ -73,7 +75,8 @@ pub(super) fn write(span: &Span<SocketMemory>, bytes: &[u8]) -> bool {
     let mut rest = bytes;
     each_run(span, 0, bytes.len() as u64, |at, len| {
         let Some((now, behind)) = rest.split_at_checked(len) else { return false };
-        // SAFETY: the span keeps the client's memory mapped, which is writable where the server's data goes, and this process accesses that through `shared` and the kernel only.
+        // SAFETY: the span keeps the client's memory mapped, which is writable where the server's data goes,
+        // and this process accesses that through `shared` and the kernel only.
         unsafe { SharedBytes::new(at, len) }.write(now);
         rest = behind;
         true
@@ -86,7 +89,8 @@ pub(super) fn hash(task: &mut ToHash<SocketMemory>) {
     const STEP: usize = 128 << 10;
     let (mut hasher, mut copy) = (blake3::Hasher::new(), vec![0; STEP]);
     each_run(&task.span, 0, task.span.len(), |at, len| {
-        // SAFETY: the span keeps the client's memory mapped, and this process accesses that through `shared` and the kernel only.
+        // SAFETY: the span keeps the client's memory mapped, and this process accesses that through `shared`
+        // and the kernel only.
         let run = unsafe { SharedBytes::new(at, len) };
         for from in (0..len).step_by(STEP) {
             let part = &mut copy[..STEP.min(len - from)];

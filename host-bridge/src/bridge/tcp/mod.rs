@@ -6,9 +6,10 @@
 //!   client's pages ═══ data connection 0 … n ══      chunks, sent and received in place by vectored calls
 //! ```
 //!
-//! The rules are the relay's ([`relay`](super::relay)). In reading order: `links` (the connections), then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
-//! long chunks), `compressor` (one that compresses chunks), `memory` (the client's memory for vectored calls), `redial`
-//! (new connections for a session that has lost its own, see [`resume`](super::resume)).
+//! The rules are the relay's ([`relay`](super::relay)). In reading order: `links` (the connections), then
+//! `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for long
+//! chunks), `compressor` (one that compresses chunks), `memory` (the client's memory for vectored calls),
+//! `redial` (new connections for a session that has lost its own, see [`resume`](super::resume)).
 
 mod carrier;
 mod compressor;

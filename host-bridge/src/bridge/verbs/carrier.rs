@@ -21,9 +21,11 @@ use crate::verbs::{Before, DeviceEvent, Domain, EarlierWrites, Event, Link, Put,
 
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// Pauses between two messages that have the server's device ask for the first ones through new queue pairs: the first pause, and the longest, to which they double.
+/// Pauses between two messages that have the server's device ask for the first ones through new queue pairs:
+/// the first pause, and the longest, to which they double.
 const NUDGES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(200));
-/// How long new queue pairs may take to carry something, the first time. Twice as long each time that they did not.
+/// How long new queue pairs may take to carry something, the first time. Twice as long each time that they
+/// did not.
 const PROOF: Duration = Duration::from_secs(2);
 /// Bytes of the server's frames that may wait for data before it is held off.
 const MAX_BACKLOG: usize = 256 << 10;
@@ -209,7 +211,8 @@ impl VerbsCarrier {
         Ok(())
     }
 
-    /// Acknowledges the control stream as far as it has been acted on: once much has come, or sooner if something goes to the server anyway.
+    /// Acknowledges the control stream as far as it has been acted on: once much has come, or sooner if
+    /// something goes to the server anyway.
     fn acknowledge(&mut self, machine: &mut Machine<'_>) {
         let bytes = machine.control_taken();
         let enough = if self.link.wants_out() { ACKNOWLEDGE_CONTROL / 8 } else { ACKNOWLEDGE_CONTROL };
@@ -221,7 +224,8 @@ impl VerbsCarrier {
         }
     }
 
-    /// Looks at the control connection, which says little, and at the device's events. True: there was something.
+    /// Looks at the control connection, which says little, and at the device's events. True: there was
+    /// something.
     fn look(&mut self) -> Result<bool, EndReason> {
         self.looked = Instant::now();
         device_events(&self.link)?;
@@ -248,7 +252,8 @@ impl VerbsCarrier {
         Ok(true)
     }
 
-    /// Gives up all connections. What has come through them counts, and nothing comes any more. Gives how much has been acted on: bytes of frames, and of each queue, writes.
+    /// Gives up all connections. What has come through them counts, and nothing comes any more. Gives how
+    /// much has been acted on: bytes of frames, and of each queue, writes.
     fn leave(&mut self, machine: &mut Machine<'_>) -> Result<Vec<u64>, EndReason> {
         if let Some(control) = self.control.take() {
             control.shut_down();
@@ -262,7 +267,8 @@ impl VerbsCarrier {
         Ok(std::iter::once(self.told).chain(self.link.taken()).collect())
     }
 
-    /// Goes on over new connections, behind what the server has. `before`: what is sent before the server has sent something. The error [`EndReason::Gone`]: they are of no use.
+    /// Goes on over new connections, behind what the server has. `before`: what is sent before the server has
+    /// sent something. The error [`EndReason::Gone`]: they are of no use.
     fn go_on(
         &mut self,
         machine: &mut Machine<'_>,
@@ -304,12 +310,14 @@ impl VerbsCarrier {
             other => EndReason::Gone(other.to_string()),
         })?;
         self.control = Some(Arc::new(Socket::new(control).map_err(|e| EndReason::Here(e.to_string()))?));
-        // The server's answer shows that they carry something. Without room there is enough to be sent again that it answers.
+        // The server's answer shows that they carry something. Without room there is enough to be sent again
+        // that it answers.
         machine.frame(self.link.send_buffer(), frame::ALIVE, &[]);
         self.watch()
     }
 
-    /// Waits until something has come through new queue pairs, for as long as `patience` at most. The error [`EndReason::Gone`]: they are of no use.
+    /// Waits until something has come through new queue pairs, for as long as `patience` at most. The error
+    /// [`EndReason::Gone`]: they are of no use.
     fn prove(
         &mut self,
         machine: &mut Machine<'_>,
@@ -530,7 +538,8 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
         if let Some(control) = &said {
             control.finish();
         }
-        // A server that keeps the session has to be told in any case; another one that misses the farewell sees the connection close.
+        // A server that keeps the session has to be told in any case; another one that misses the farewell
+        // sees the connection close.
         let answered = said.map(|control| (control, std::mem::take(&mut self.control_reader)));
         resume::end(&self.ticket, &self.config, answered);
     }

@@ -51,9 +51,9 @@ impl Links {
         Ok(Some(saved))
     }
 
-    /// The bridge can come back to the session from now on, because what was [saved](Self::save) is kept. Tells the
-    /// server, which does not keep a session for long before that: on the control connection, where it arrives even if
-    /// this process ends now.
+    /// The bridge can come back to the session from now on, because what was [saved](Self::save) is kept.
+    /// Tells the server, which does not keep a session for long before that: on the control connection, where
+    /// it arrives even if this process ends now.
     pub(in crate::bridge) fn open(self) -> Links {
         if self.ticket.survives() {
             // If that fails, the link is lost, and the bridge shows it by coming back.

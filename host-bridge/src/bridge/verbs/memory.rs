@@ -18,7 +18,8 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    /// For memory that is registered in this domain. `several`: the server, and the process after this one, can do with several keys for a memory.
+    /// For memory that is registered in this domain. `several`: the server, and the process after this one,
+    /// can do with several keys for a memory.
     pub(super) fn new(domain: &Arc<Domain>, several: bool) -> Keys {
         let windows = Windows::new(domain);
         if windows.is_none() {
@@ -32,7 +33,8 @@ impl Keys {
     }
 }
 
-/// Memory of the client that is registered with the device. The server can write the part of it that commands are waiting for, while they do.
+/// Memory of the client that is registered with the device. The server can write the part of it that commands
+/// are waiting for, while they do.
 #[derive(Debug)]
 pub(super) struct DeviceMemory {
     /// Dropped first: a window must not outlive the registration that it shows.

@@ -1,4 +1,5 @@
-//! Transport `verbs`: commands and answers as messages, bulk data as RDMA writes between the client's own pages and the server's staging memory.
+//! Transport `verbs`: commands and answers as messages, bulk data as RDMA writes between the client's own
+//! pages and the server's staging memory.
 //!
 //! ```text
 //!   ring ──▶ relay ──▶ queue 0: messages ─────────▶        COMMANDS, REGION_KEY
@@ -7,10 +8,13 @@
 //!   client's pages ◀══ queues 1 … n: writes ═══════        by the region's key
 //! ```
 //!
-//! A region is registered with the RDMA device when the client registers it, and that registration serves until the client unregisters it. The server gets a key for what it is to write, and only while somebody waits for that. No CPU of this host touches bulk data;
-//! the server's copies once between the memory that is written or sent here and its driver's own (`endpoint/verbs/`). The rules are the relay's ([`relay`](super::relay)).
-//! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: `links` (the connections), `memory` (the client's, and the server's keys for it), then `carrier` (what the relay calls), `redial` (other queue pairs for a session that has lost its
-//! own).
+//! A region is registered with the RDMA device when the client registers it, and that registration serves
+//! until the client unregisters it. The server gets a key for what it is to write, and only while somebody
+//! waits for that. No CPU of this host touches bulk data; the server's copies once between the memory that is
+//! written or sent here and its driver's own (`endpoint/verbs/`). The rules are the relay's
+//! ([`relay`](super::relay)). The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading
+//! order: `links` (the connections), `memory` (the client's, and the server's keys for it), then `carrier`
+//! (what the relay calls), `redial` (other queue pairs for a session that has lost its own).
 
 mod carrier;
 pub(super) mod links;
@@ -53,7 +57,8 @@ pub(super) fn start(
     mut links: Links,
 ) -> Result<Box<dyn Transport>, ConnectError> {
     let (domain, config) = (Arc::clone(links.link.domain()), config.clone());
-    // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives the relay.
+    // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives
+    // the relay.
     let arena = unsafe { RegisteredRegion::arena(&domain, &session.channel.view) }
         .map_err(|source| ConnectError::Verbs { source })?;
     let keys = Keys::new(&domain, links.several_keys);
@@ -152,7 +157,8 @@ fn memory(
     keys: &Keys,
     regions: StoredRegions,
 ) -> Result<AllMemory<DeviceMemory>, EndReason> {
-    // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives the relay.
+    // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives
+    // the relay.
     let arena = unsafe { RegisteredRegion::arena(domain, &session.channel.view) }?;
     let region = |(id, (memories, region)): (u32, (Memories, StoredRegion))| {
         let StoredRegion { size, read_only, extents, .. } = region;

@@ -1,4 +1,5 @@
-//! One attempt to replace the connections of a session over `verbs`: its control connection and its queue pairs.
+//! One attempt to replace the connections of a session over `verbs`: its control connection and its queue
+//! pairs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use crate::framing::split_struct;
 use crate::stream::Stream;
 use crate::verbs::{Domain, Unconnected};
 
-/// The session's new connections. The queue pairs are not connected yet: nothing may come through them, and be lost, before the relay has decided to use them.
+/// The session's new connections. The queue pairs are not connected yet: nothing may come through them, and
+/// be lost, before the relay has decided to use them.
 #[derive(Debug)]
 pub(super) struct Resumed {
     pub(super) control: Stream,

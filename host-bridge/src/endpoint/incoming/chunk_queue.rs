@@ -18,7 +18,8 @@ impl Incoming {
         ChunkQueue { shared, grants, bound, taken: 0, granted: if late { 0 } else { bound }, left: len }
     }
 
-    /// Waits for all the bytes. To be used for short data only: it takes its length in memory (which the caller has checked).
+    /// Waits for all the bytes. To be used for short data only: it takes its length in memory (which the
+    /// caller has checked).
     pub fn collect(self) -> Result<Vec<u8>, Lost> {
         let mut all = vec![0; self.len as usize];
         let mut queue = self.into_queue(MAX_DATA as usize);
@@ -52,7 +53,8 @@ pub struct ChunkQueue {
 }
 
 impl ChunkQueue {
-    /// The next chunk; waits for it. `Ok(None)`: all bytes have come. For late data the first call says that the stream has come to it.
+    /// The next chunk; waits for it. `Ok(None)`: all bytes have come. For late data the first call says that
+    /// the stream has come to it.
     pub fn next_chunk(&mut self) -> Result<Option<Chunk>, Lost> {
         if self.left == 0 {
             return Ok(None);

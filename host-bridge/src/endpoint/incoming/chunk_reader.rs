@@ -20,12 +20,14 @@ use crate::stream::Stream;
 
 /// Where the bytes of a data connection's stream come from.
 pub(in crate::endpoint) trait DataSource {
-    /// Receives until `buffer` is full; fewer bytes where the connection broke, none when there will be no more. `starts`: the bytes begin a chunk, which may come much later than the one before.
+    /// Receives until `buffer` is full; fewer bytes where the connection broke, none when there will be no
+    /// more. `starts`: the bytes begin a chunk, which may come much later than the one before.
     fn receive(&self, buffer: &mut [u8], starts: bool) -> io::Result<usize>;
 }
 
 impl Inbox {
-    /// Serves the stream of a data connection until it or the session ends. `acknowledged` is called when the bridge says how much of the other stream it has.
+    /// Serves the stream of a data connection until it or the session ends. `acknowledged` is called when the
+    /// bridge says how much of the other stream it has.
     pub(in crate::endpoint) fn read_connection(
         &self,
         source: &impl DataSource,
@@ -60,7 +62,8 @@ pub(in crate::endpoint) fn look_for_some(stream: &Stream) -> bool {
     }
 }
 
-/// For fuzzing: receives a chunk of `len` bytes in place of which `says` compressed ones are announced and others come, `step` of them at a time. Gives the chunk, if all of it came.
+/// For fuzzing: receives a chunk of `len` bytes in place of which `says` compressed ones are announced and
+/// others come, `step` of them at a time. Gives the chunk, if all of it came.
 #[doc(hidden)]
 pub fn receive_compressed(len: u32, says: u32, bytes: &[u8], step: usize) -> Option<Vec<u8>> {
     let whole = u64::from(len & !DATA_FLAGS);
@@ -78,7 +81,8 @@ pub fn receive_compressed(len: u32, says: u32, bytes: &[u8], step: usize) -> Opt
         if now.is_empty() {
             return None;
         }
-        // SAFETY: `room` gives so many writable bytes to this thread alone until `filled`, and `now` has no more.
+        // SAFETY: `room` gives so many writable bytes to this thread alone until `filled`, and `now` has no
+        // more.
         unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), at.as_ptr(), now.len()) };
         reader.filled(&inbox, now.len()).ok()?;
         rest = behind;
@@ -99,7 +103,8 @@ const WITH_HASH: usize = HEADER + size_of::<Hash>();
 /// A header with the number of compressed bytes behind it.
 const WITH_LENGTH: usize = HEADER + size_of::<u32>();
 
-/// The stream of a data connection, taken apart into chunks that go where they belong. Bytes may come in any pieces.
+/// The stream of a data connection, taken apart into chunks that go where they belong. Bytes may come in any
+/// pieces.
 pub(crate) struct ChunkReader {
     /// Room for a header, and for the hash or the length behind it if there is one.
     header: [u8; WITH_HASH],
@@ -149,7 +154,8 @@ enum Target {
     Nowhere(Vec<u8>),
 }
 
-// SAFETY: a landing's room belongs to whoever asked for it, on any thread, until it is told that the bytes have landed.
+// SAFETY: a landing's room belongs to whoever asked for it, on any thread, until it is told that the bytes
+// have landed.
 unsafe impl Send for Target {}
 
 impl Target {
@@ -170,7 +176,8 @@ impl ChunkReader {
         self.chunk.is_none() && self.got == 0
     }
 
-    /// Where the next bytes go: at least one. Waits until that is known, if `wait`; otherwise `None` says that it is not. The place is the caller's until it calls [`filled`](Self::filled).
+    /// Where the next bytes go: at least one. Waits until that is known, if `wait`; otherwise `None` says
+    /// that it is not. The place is the caller's until it calls [`filled`](Self::filled).
     pub(crate) fn room(&mut self, inbox: &Inbox, wait: bool) -> io::Result<Option<(NonNull<u8>, usize)>> {
         if let rest @ [_, ..] = self.compressed.room() {
             return Ok(Some((NonNull::from(&mut *rest).cast(), rest.len())));
@@ -179,7 +186,8 @@ impl ChunkReader {
             let Some((to, room)) = self.place(inbox, wait)? else { return Ok(None) };
             let bytes = &self.compressed.plain()[self.placed..];
             let n = room.min(bytes.len());
-            // SAFETY: `place` gives `room` writable bytes to this thread alone until `placed`; the others are the reader's own.
+            // SAFETY: `place` gives `room` writable bytes to this thread alone until `placed`; the others are
+            // the reader's own.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), n) };
             self.placed += n;
             self.placed(inbox, n)?;
@@ -215,7 +223,8 @@ impl ChunkReader {
         }))
     }
 
-    /// `n` bytes have come to where [`room`](Self::room) said. Gives what the bridge acknowledges, if these bytes say so.
+    /// `n` bytes have come to where [`room`](Self::room) said. Gives what the bridge acknowledges, if these
+    /// bytes say so.
     pub(crate) fn filled(&mut self, inbox: &Inbox, n: usize) -> io::Result<Option<u64>> {
         if !self.compressed.room().is_empty() {
             let seq = self.chunk.as_ref().map_or(0, |chunk| chunk.header.seq);
@@ -240,7 +249,8 @@ impl ChunkReader {
         match chunk.target.take() {
             Some(Target::Room(landing, at, _)) => {
                 if chunk.keep {
-                    // SAFETY: `whole` bytes of the room were filled, and it is this thread's until they have landed.
+                    // SAFETY: `whole` bytes of the room were filled, and it is this thread's until they have
+                    // landed.
                     inbox
                         .gather(key, chunk.offset, unsafe { std::slice::from_raw_parts(at.as_ptr(), whole) });
                 }

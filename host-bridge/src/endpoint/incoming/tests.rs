@@ -234,7 +234,8 @@ fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
     for seq in 0..EAGER >> 20 {
         send_eagerly(&mut a, 100 + seq, 0, &megabyte[..(1 << 20) - usize::from(seq > 0)]);
     }
-    // The header of one more is too much. Whoever reads it closes the connection, and need not wait for the bytes.
+    // The header of one more is too much. Whoever reads it closes the connection, and need not wait for the
+    // bytes.
     let len = ((1 << 20) - 1) | EAGER_FLAG;
     a.write_all(DataHeader { seq: 100 + (EAGER >> 20), offset: 0, piece: 0, len }.as_bytes()).unwrap();
     assert_eq!(thread.join().unwrap().unwrap_err().kind(), io::ErrorKind::InvalidData);
@@ -317,7 +318,8 @@ fn taken(mut queue: ChunkQueue, len: usize) -> Vec<u8> {
 }
 
 proptest! {
-    /// Compressed chunks among others arrive as they were, cut anywhere, wherever there is room for them and whether their command is there yet.
+    /// Compressed chunks among others arrive as they were, cut anywhere, wherever there is room for them and
+    /// whether their command is there yet.
     #[test]
     fn compressed_chunks_arrive_as_what_they_stand_for(
         chunks in prop::collection::vec((1usize..5000, any::<u8>(), any::<bool>(), any::<bool>()), 1..8), step in 1usize..3000, early: bool,

@@ -1,7 +1,8 @@
 //! How fast the link to the bridge is, by the chunks that it acknowledges.
 //!
-//! A bridge need not acknowledge a chunk as soon as it has it, so most acknowledgements tell nothing of the link. It must acknowledge at once what is compressed, and where that makes
-//! [`ACKNOWLEDGE_OUT`] bytes of which it has not said that it has them. Only such chunks are watched.
+//! A bridge need not acknowledge a chunk as soon as it has it, so most acknowledgements tell nothing of the
+//! link. It must acknowledge at once what is compressed, and where that makes [`ACKNOWLEDGE_OUT`] bytes of
+//! which it has not said that it has them. Only such chunks are watched.
 
 use std::time::Instant;
 
@@ -21,7 +22,8 @@ pub(super) struct Downlink {
     arrived: Vec<u64>,
 }
 
-/// A bridge that has said it has the first `arrived` bytes must say so again when it has a chunk that ends there.
+/// A bridge that has said it has the first `arrived` bytes must say so again when it has a chunk that ends
+/// there.
 fn is_due(arrived: u64, end: u64) -> bool {
     end.saturating_sub(arrived) >= ACKNOWLEDGE_OUT
 }
@@ -63,7 +65,8 @@ impl Downlink {
             }
             watched => {
                 self.rate.crosses(crossed);
-                // It may have said so before the watched chunk came, and then need not say at once that this has come.
+                // It may have said so before the watched chunk came, and then need not say at once that this
+                // has come.
                 if watched.is_some_and(|(_, end)| !self.is_compressed && !is_due(upto, end)) {
                     self.rate.look_away();
                 }

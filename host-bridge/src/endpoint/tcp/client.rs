@@ -23,9 +23,11 @@ use crate::stream::Stream;
 
 /// A peer that takes nothing for this long is lost.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
-/// Most bytes of the control stream that may wait to be sent or acknowledged. A bridge that acknowledges as it must never lets so many add up.
+/// Most bytes of the control stream that may wait to be sent or acknowledged. A bridge that acknowledges as
+/// it must never lets so many add up.
 const MOST_KEPT: usize = 64 << 20;
-/// How long the other connections of an attempt to resume, and what the bridge says on them, may take to come.
+/// How long the other connections of an attempt to resume, and what the bridge says on them, may take to
+/// come.
 const RESUME_WITHIN: Duration = Duration::from_secs(10);
 
 /// The side of every other thread.
@@ -89,7 +91,8 @@ impl TcpClient {
         Ok(())
     }
 
-    /// Keeps what the session's bridge sends in `cache`, so that it need not be sent again. To be called once, before the first data connection is added; the welcome has said that there is a cache.
+    /// Keeps what the session's bridge sends in `cache`, so that it need not be sent again. To be called
+    /// once, before the first data connection is added; the welcome has said that there is a cache.
     pub fn use_cache(&self, cache: Arc<dyn BlockCache>) -> io::Result<()> {
         let blocks = Blocks::new();
         self.inbox.knows(Arc::clone(&blocks));
@@ -107,7 +110,8 @@ impl TcpClient {
         std::thread::Builder::new().name("rgpu-cache".into()).spawn(serve).map(drop)
     }
 
-    /// Waits until the cache has what the session's bridge has sent for it, at most this long. To be called after the session's end.
+    /// Waits until the cache has what the session's bridge has sent for it, at most this long. To be called
+    /// after the session's end.
     pub fn finish_cache(&self, limit: Duration) {
         self.inbox.finish_cache(limit);
     }
@@ -169,7 +173,8 @@ impl TcpClient {
     pub(super) fn relink(&self, attempt: u32, control: &Arc<Stream>) -> io::Result<bool> {
         let Some(watch) = self.link.begin(attempt, control) else { return Ok(false) };
         self.park(watch, "the bridge brings new connections".into());
-        // The old connections are shut down. Once no stream has one any more, the numbers of bytes that have come stand.
+        // The old connections are shut down. Once no stream has one any more, the numbers of bytes that have
+        // come stand.
         *lock(&self.control) = None;
         let mut counted = vec![&self.control_counted];
         for (index, data) in self.data.iter().enumerate() {
@@ -238,7 +243,8 @@ impl TcpClient {
         self.say(Say::Filled, |sending| fill(sending.buffer.end()));
     }
 
-    /// Sends what `fill` puts into the buffer. What was executed and received goes along with it, and by itself only if `say` says so.
+    /// Sends what `fill` puts into the buffer. What was executed and received goes along with it, and by
+    /// itself only if `say` says so.
     pub(super) fn say(&self, say: Say, fill: impl FnOnce(&mut Sending)) {
         if self.end.get().is_some() {
             return;
@@ -278,7 +284,8 @@ impl TcpClient {
         }
     }
 
-    /// Says what has come, where it matters: the bridge keeps commands in their ring, and data in the client's memory, until then. True: something was said.
+    /// Says what has come, where it matters: the bridge keeps commands in their ring, and data in the
+    /// client's memory, until then. True: something was said.
     fn put_received(&self, sending: &mut Sending) -> bool {
         let mut entries = [Received { stream: 0, reserved: 0, bytes: 0 }; 8];
         let mut said = false;
@@ -326,7 +333,8 @@ impl TcpClient {
     pub(super) fn finish(&self, end: Option<Lost>) {
         // Without a reason, too: the bridge must know that its farewell has come.
         let reason = end.as_ref().map_or(String::new(), |lost| lost.reason.clone());
-        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.
+        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after
+        // the client was told.
         let mut sending = lock(&self.sending);
         if self.end.set(end).is_err() {
             return;

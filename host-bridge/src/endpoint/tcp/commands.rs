@@ -58,8 +58,9 @@ impl Read for NonBlocking<'_> {
 }
 
 impl TcpCommands {
-    /// Begins a session on a control connection whose handshake is over. `slot_count`: the channel's reply slots, as the hello said. `data_connections`: as
-    /// many as the welcome asked for; each comes by [`TcpClient::add_data_connection`].
+    /// Begins a session on a control connection whose handshake is over. `slot_count`: the channel's reply
+    /// slots, as the hello said. `data_connections`: as many as the welcome asked for; each comes by
+    /// [`TcpClient::add_data_connection`].
     pub fn start(
         control: Stream,
         slot_count: u32,

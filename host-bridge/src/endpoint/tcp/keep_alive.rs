@@ -75,7 +75,8 @@ impl KeepAlive {
 }
 
 impl TcpClient {
-    /// The keep-alive thread: answers for a dispatcher that is busy with one command for long, and may be asked meanwhile.
+    /// The keep-alive thread: answers for a dispatcher that is busy with one command for long, and may be
+    /// asked meanwhile.
     pub(super) fn keep_alive(&self) {
         let mut seen = 0;
         while self.keep_alive.wait(&mut seen) {

@@ -94,7 +94,8 @@ pub(super) struct Engine {
     pub(super) body: Vec<u8>,
     /// The client's memories that may be written.
     pub(super) keys: HashMap<u32, RegionKey>,
-    /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are free.
+    /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are
+    /// free.
     pub(super) sends: Vec<usize>,
     pub(super) free_sends: Vec<usize>,
     pub(super) free_buffers: Vec<usize>,
@@ -102,7 +103,8 @@ pub(super) struct Engine {
     pub(super) waiters: usize,
     /// `executed` as the client was last told.
     pub(super) told: u64,
-    /// The pump sleeps for as long as nothing happens: it is to be woken if requests are posted that may take too long.
+    /// The pump sleeps for as long as nothing happens: it is to be woken if requests are posted that may take
+    /// too long.
     pub(super) unwatched: bool,
     /// Slots for granted data that were emptied, of which the bridge has not been told.
     pub(super) emptied: Vec<u32>,
@@ -134,7 +136,8 @@ impl Engine {
     }
 }
 
-/// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
+/// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has
+/// left.
 pub(super) const SEND: u64 = 1 << 32;
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -193,7 +196,8 @@ impl VerbsClient {
         self.end.get().cloned().flatten().unwrap_or_else(|| Lost::new("the session is over"))
     }
 
-    /// Waits until `take` gives something, which it tries when there may be room. `None`: the session has ended.
+    /// Waits until `take` gives something, which it tries when there may be room. `None`: the session has
+    /// ended.
     pub(super) fn wait_for<T>(&self, mut take: impl FnMut(&mut Engine) -> Option<T>) -> Option<T> {
         let mut engine = self.lock();
         while self.end.get().is_none() {
@@ -219,7 +223,8 @@ impl VerbsClient {
         engine
     }
 
-    /// Ends the session, once. The farewell goes first: as soon as the dispatcher sees the end, this process may exit.
+    /// Ends the session, once. The farewell goes first: as soon as the dispatcher sees the end, this process
+    /// may exit.
     pub(super) fn finish(&self, end: Option<Lost>) {
         if self.ending.swap(true, Ordering::AcqRel) {
             // Another thread is at it, and waits for nothing before it is done.

@@ -6,13 +6,17 @@
 //!   writes of granted data ─▶ slots of their own ─▶ pump ─▶ where they belong ([`Inbox`])
 //! ```
 //!
-//! The pump reads everything at once, whatever the dispatcher is doing: the bridge holds records back when too many wait ([`COMMANDS_AHEAD`]).
+//! The pump reads everything at once, whatever the dispatcher is doing: the bridge holds records back when
+//! too many wait ([`COMMANDS_AHEAD`]).
 //!
-//! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In` data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device
-//! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
-//! ([`Client::copied`]).
+//! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In`
+//! data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device wrote into
+//! adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other
+//! bytes are copied into such a buffer first, and counted ([`Client::copied`]).
 //!
-//! In reading order: the session here, which the dispatcher uses; [`client`], what all threads share of it; [`pump`], the one thread that takes completions, [`send`], data on its way out, and [`resume`], links that take the place of lost ones.
+//! In reading order: the session here, which the dispatcher uses; [`client`], what all threads share of it;
+//! [`pump`], the one thread that takes completions, [`send`], data on its way out, and [`resume`], links that
+//! take the place of lost ones.
 
 pub(super) mod client;
 mod pump;
@@ -65,8 +69,10 @@ pub struct VerbsCommands {
 }
 
 impl VerbsCommands {
-    /// Begins a session on a control connection whose welcome has been sent: makes queue pairs as the bridge wishes and `settings` allow. On failure the bridge has
-    /// been told why. `slot_count`: the channel's reply slots, as the hello said. `grace`: how long the session waits for other connections when its own are lost; zero: it ends with them.
+    /// Begins a session on a control connection whose welcome has been sent: makes queue pairs as the bridge
+    /// wishes and `settings` allow. On failure the bridge has been told why. `slot_count`: the channel's
+    /// reply slots, as the hello said. `grace`: how long the session waits for other connections when its own
+    /// are lost; zero: it ends with them.
     pub fn start(
         control: Stream,
         slot_count: u32,
@@ -130,7 +136,8 @@ impl VerbsCommands {
         let client = Arc::new_cyclic(|this: &Weak<VerbsClient>| {
             let freed: Weak<dyn Freed> = this.clone();
             inbox.tell(this.clone());
-            // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything that reads them.
+            // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything
+            // that reads them.
             let ring = unsafe { PlannedSlots::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed) };
             VerbsClient {
                 this: this.clone(),

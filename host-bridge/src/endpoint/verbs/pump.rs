@@ -1,4 +1,5 @@
-//! The pump: the one thread that takes completions, and acts on the frames that they bring. It polls for a while, then sleeps on the completion channel.
+//! The pump: the one thread that takes completions, and acts on the frames that they bring. It polls for a
+//! while, then sleeps on the completion channel.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -102,7 +103,8 @@ impl VerbsClient {
         }
     }
 
-    /// What the dispatcher does while it waits, where threads must share processors: then what comes need not wait for one more thread to have its turn.
+    /// What the dispatcher does while it waits, where threads must share processors: then what comes need not
+    /// wait for one more thread to have its turn.
     pub(super) fn help(&self) {
         self.helped.fetch_add(1, Ordering::Relaxed);
         if let Err(end) = self.try_turn() {
@@ -113,7 +115,8 @@ impl VerbsClient {
     pub(super) fn ended(&self, end: End) {
         match end {
             End::Gone(what) => {
-                // Queue pairs break before a farewell on the other connection is read: its words are the better ones.
+                // Queue pairs break before a farewell on the other connection is read: its words are the
+                // better ones.
                 std::thread::sleep(Duration::from_millis(50));
                 let last = self.look(&mut self.lock(), None);
                 match last {
@@ -207,8 +210,8 @@ impl VerbsClient {
         let begin = (slot * SLOT_SIZE + SLOT_DATA) as usize;
         let at = self.slots.pointer(begin, header.len as usize);
         let at = at.ok_or_else(|| End::Lost(format!("slot {slot} has no {} bytes", header.len)))?;
-        // SAFETY: inside the slab, which lives as long as `self` and which only the bridge's device writes. A bridge that writes the slot again before it is told that it may spoils its own
-        // session's data.
+        // SAFETY: inside the slab, which lives as long as `self` and which only the bridge's device writes. A
+        // bridge that writes the slot again before it is told that it may spoils its own session's data.
         let bytes = unsafe { SharedBytes::new(at, header.len as usize) };
         self.inbox.bring(header, bytes).map_err(End::Lost)?;
         emptied.push(slot);
@@ -225,7 +228,8 @@ impl VerbsClient {
         self.ring.take_free(|slots| put(engine.link.out(), frame::SLOTS_FREE, &[slots.as_bytes()]));
     }
 
-    /// Tells the bridge what has come of its stream, once that is much, and a little sooner when it is told something anyway.
+    /// Tells the bridge what has come of its stream, once that is much, and a little sooner when it is told
+    /// something anyway.
     fn acknowledge(&self, engine: &mut Engine) {
         let bytes = engine.processed();
         let enough = if engine.link.wants_out() { ACKNOWLEDGE_CONTROL / 8 } else { ACKNOWLEDGE_CONTROL };
@@ -244,8 +248,8 @@ impl VerbsClient {
         let begin = (slot as usize).checked_mul(SLOT_SIZE as usize).ok_or_else(wrong)? + SLOT_DATA as usize
             - size_of::<DataHeader>();
         let at = self.slots.pointer(begin, size_of::<DataHeader>()).ok_or_else(wrong)?;
-        // Copied once: the bridge could write it again.
-        // SAFETY: inside the slab; a concurrent write by the device spoils the value and nothing else, and the value is checked.
+        // Copied once: the bridge could write it again. SAFETY: inside the slab; a concurrent write by the
+        // device spoils the value and nothing else, and the value is checked.
         let bytes = unsafe { at.cast::<[u8; size_of::<DataHeader>()]>().as_ptr().read_volatile() };
         let header = DataHeader::read_from_bytes(&bytes).map_err(|_| wrong())?;
         let fits = header.len > 0
@@ -308,7 +312,8 @@ impl VerbsClient {
         Ok(())
     }
 
-    /// Notes where the data that a record names will lie, if it has a place among the slots. The error is what the bridge has done wrong.
+    /// Notes where the data that a record names will lie, if it has a place among the slots. The error is
+    /// what the bridge has done wrong.
     fn plan(&self, record: &Record, body: &[u8]) -> Result<(), String> {
         // The dispatcher judges what there is no such thing as.
         let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
@@ -326,7 +331,8 @@ impl VerbsClient {
         planned
     }
 
-    /// Sleeps until something happens, or requests take too long. Nothing is sent meanwhile, nor expected: a bridge that waits for something asks whether we are there, and ends the session if it hears nothing;
+    /// Sleeps until something happens, or requests take too long. Nothing is sent meanwhile, nor expected: a
+    /// bridge that waits for something asks whether we are there, and ends the session if it hears nothing;
     /// one that is gone shows by its control connection, which the kernel watches.
     fn sleep(&self) -> Result<(), End> {
         let mut engine = self.lock();

@@ -1,4 +1,5 @@
-//! Links that are lost and replaced: the control connection and the queue pairs together, whichever of them broke.
+//! Links that are lost and replaced: the control connection and the queue pairs together, whichever of them
+//! broke.
 //!
 //! ```text
 //!   queue pairs break, or the control connection does ─▶ given_up: both are ─▶ parked, the bridge sees its control connection close
@@ -6,9 +7,11 @@
 //!                                                           both sides say how much that is, new queue pairs go on behind it
 //! ```
 //!
-//! It may be another process of the bridge that comes. It says which addresses and keys the client's memory has now, and is told of writes that its predecessor had and of which it does not know.
+//! It may be another process of the bridge that comes. It says which addresses and keys the client's memory
+//! has now, and is told of writes that its predecessor had and of which it does not know.
 //!
-//! While there is no link, threads that have something to send wait for room, as they do for a bridge that takes nothing.
+//! While there is no link, threads that have something to send wait for room, as they do for a bridge that
+//! takes nothing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -28,7 +31,8 @@ use crate::framing::{FrameReader, resumed_body, split_struct, watch_peer};
 use crate::stream::Stream;
 use crate::verbs::{Before, Link, Put, Unconnected, VerbsError};
 
-/// How long what the bridge says on the connection, and the first message through the new queue pairs, may take to come.
+/// How long what the bridge says on the connection, and the first message through the new queue pairs, may
+/// take to come.
 const WITHIN: Duration = Duration::from_secs(10);
 
 /// Entries of a frame about writes.
@@ -52,7 +56,8 @@ fn attempt(e: impl std::fmt::Display) -> Failed {
     Failed::Attempt(e.to_string())
 }
 
-/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too: with whichever of a memory's keys they were posted, its address was the same.
+/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too:
+/// with whichever of a memory's keys they were posted, its address was the same.
 fn replace_keys(link: &mut Link, known: &mut HashMap<u32, RegionKey>, keys: &[RegionKey]) -> Result<(), End> {
     let mut replaced = BTreeMap::new();
     for key in keys {
@@ -74,7 +79,8 @@ fn replace_keys(link: &mut Link, known: &mut HashMap<u32, RegionKey>, keys: &[Re
 }
 
 impl VerbsClient {
-    /// The link of a session has failed this thread: the error is the end of the session, if it does not survive that.
+    /// The link of a session has failed this thread: the error is the end of the session, if it does not
+    /// survive that.
     pub(super) fn given_up(&self, mut engine: MutexGuard<'_, Engine>, end: End) -> Result<(), End> {
         let End::Gone(what) = end else { return Err(end) };
         if !self.links.survives() {
@@ -190,7 +196,8 @@ impl VerbsClient {
         Ok(up)
     }
 
-    /// Leaves the link that there was, for attempt `number`. Gives what has come through all of them: bytes of frames, and writes of each queue; `None`: there was a later attempt.
+    /// Leaves the link that there was, for attempt `number`. Gives what has come through all of them: bytes
+    /// of frames, and writes of each queue; `None`: there was a later attempt.
     fn leave(&self, number: u32) -> Result<Option<Vec<u64>>, End> {
         let mut engine = self.lock();
         if number <= engine.attempt {

@@ -23,7 +23,8 @@ unsafe impl Send for Registered {}
 
 impl Registered {
     /// # Safety
-    /// `len` bytes at `at` are initialized, belong to buffer `number` of `client`, and are nobody else's until that buffer is given back.
+    /// `len` bytes at `at` are initialized, belong to buffer `number` of `client`, and are nobody else's
+    /// until that buffer is given back.
     unsafe fn new(client: Arc<VerbsClient>, number: usize, at: NonNull<u8>, len: usize) -> Registered {
         Registered { client, number, at, len }
     }
@@ -55,8 +56,8 @@ impl Drop for Registered {
 }
 
 impl VerbsClient {
-    /// Writes `bytes` to a place of the client's memory. Returns when they may be changed: at once when they had to be copied into registered memory, else when the
-    /// device is done with them.
+    /// Writes `bytes` to a place of the client's memory. Returns when they may be changed: at once when they
+    /// had to be copied into registered memory, else when the device is done with them.
     pub(in crate::endpoint) fn send(&self, seq: u64, at: Target, bytes: &[u8]) -> Result<(), Lost> {
         if bytes.is_empty() {
             return Ok(());
@@ -77,7 +78,8 @@ impl VerbsClient {
         Ok(())
     }
 
-    /// Posts writes out of adopted memory, spread over the queues, all that there is room for under one lock, and waits until they have left.
+    /// Posts writes out of adopted memory, spread over the queues, all that there is room for under one lock,
+    /// and waits until they have left.
     fn send_adopted(
         &self,
         seq: u64,
@@ -142,7 +144,8 @@ impl VerbsClient {
         }
     }
 
-    /// Writes a lent buffer's first `len` bytes to a place of the client's memory. The buffer is free again when they have left.
+    /// Writes a lent buffer's first `len` bytes to a place of the client's memory. The buffer is free again
+    /// when they have left.
     fn send_buffer(&self, seq: u64, at: Target, number: usize, len: usize) -> Result<(), Lost> {
         let source = self.buffers.registration().slice((number * CHUNK) as u64, len as u32);
         let source = source.ok_or_else(|| Lost::new("data outside a buffer"))?;
@@ -156,7 +159,8 @@ impl VerbsClient {
                 key,
                 immediate: seq as u32,
                 token: number as u64,
-                // Buffers whose writes are not signalled come back with a later one: only as long as enough are left.
+                // Buffers whose writes are not signalled come back with a later one: only as long as enough
+                // are left.
                 signal: len > SIGNALLED || engine.free_buffers.len() < BUFFERS / 2,
             }))
         });

@@ -1,4 +1,5 @@
-//! What there is: queue pairs, registrations, windows and completion queues, and what goes between queue pairs.
+//! What there is: queue pairs, registrations, windows and completion queues, and what goes between queue
+//! pairs.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::c_int;
@@ -150,8 +151,8 @@ impl Fabric {
             Payload::Segments(segments) => {
                 let mut bytes = Vec::new();
                 for (at, len) in self.memory(domain, segments, 0) {
-                    // SAFETY: registered memory, which its owner keeps mapped and does not change as long as the
-                    // request is posted.
+                    // SAFETY: registered memory, which its owner keeps mapped and does not change as long as
+                    // the request is posted.
                     bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(at.as_ptr(), len) });
                 }
                 bytes
@@ -199,7 +200,8 @@ impl Fabric {
         if fits {
             for (at, len) in self.memory(pair.domain, segments, number::ACCESS_LOCAL_WRITE) {
                 let (now, rest) = bytes.split_at(len.min(bytes.len()));
-                // SAFETY: registered memory of a posted receive, which nobody else touches until it has completed.
+                // SAFETY: registered memory of a posted receive, which nobody else touches until it has
+                // completed.
                 unsafe { ptr::copy_nonoverlapping(now.as_ptr(), at.as_ptr(), now.len()) };
                 bytes = rest;
             }

@@ -6,12 +6,15 @@
 //!                                              a test: send, write, complete ┘   the peer of a queue pair
 //! ```
 //!
-//! After [`install`], [`Library::get`](super::sys::Library::get) gives these functions, so everything above the C library runs as it does with a device, `unsafe` code included. Two queue
-//! pairs of this process that are connected to each other exchange messages and writes at once. What a queue pair sends to any other number is kept: a test sees it ([`sent`]), decides
-//! what becomes of it ([`complete`]), and sends whatever it likes ([`send`], [`write`]).
+//! After [`install`], [`Library::get`](super::sys::Library::get) gives these functions, so everything above
+//! the C library runs as it does with a device, `unsafe` code included. Two queue pairs of this process that
+//! are connected to each other exchange messages and writes at once. What a queue pair sends to any other
+//! number is kept: a test sees it ([`sent`]), decides what becomes of it ([`complete`]), and sends whatever
+//! it likes ([`send`], [`write`]).
 //!
-//! It checks its callers like a strict device: requests outside registered memory, full queues, and objects that are destroyed while others need them are bugs of rgpu, and end the process. It does not
-//! delay or reorder anything, it loses what is sent while it is [silent](silence), and it has one port, of InfiniBand.
+//! It checks its callers like a strict device: requests outside registered memory, full queues, and objects
+//! that are destroyed while others need them are bugs of rgpu, and end the process. It does not delay or
+//! reorder anything, it loses what is sent while it is [silent](silence), and it has one port, of InfiniBand.
 
 mod fabric;
 mod functions;
@@ -40,7 +43,8 @@ pub(super) fn installed() -> Option<&'static Library> {
     INSTALLED.load(Ordering::Acquire).then_some(&LIBRARY)
 }
 
-/// A relay's thread ends when it has written so many more words into its ledger, as if its process did: nothing is said to anybody, and its queue pairs and registrations are gone.
+/// A relay's thread ends when it has written so many more words into its ledger, as if its process did:
+/// nothing is said to anybody, and its queue pairs and registrations are gone.
 #[cfg(feature = "software-verbs")]
 pub fn end_process_after(words: u64) {
     WORDS.store(words, Ordering::SeqCst);
@@ -86,8 +90,9 @@ pub fn fail(n: Option<u32>) {
     fabric().failing = n;
 }
 
-/// Whether nothing gets through between two queue pairs of this process. What was sent meanwhile gets through only with what is sent on the same queue pair afterwards, as if the peer's device had asked for it then: these devices
-/// repeat nothing by themselves.
+/// Whether nothing gets through between two queue pairs of this process. What was sent meanwhile gets through
+/// only with what is sent on the same queue pair afterwards, as if the peer's device had asked for it then:
+/// these devices repeat nothing by themselves.
 pub fn silence(silent: bool) {
     fabric().silent = silent;
 }
@@ -97,7 +102,8 @@ pub fn repeat(pair: u32) {
     fabric().carry(pair);
 }
 
-/// Numbers of the queue pairs that there are, in ascending order, but for those that are connected to themselves.
+/// Numbers of the queue pairs that there are, in ascending order, but for those that are connected to
+/// themselves.
 pub fn pairs() -> Vec<u32> {
     let mut pairs = every_pair();
     pairs.retain(|pair| peer(*pair) != Some(*pair));

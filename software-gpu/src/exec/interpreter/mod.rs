@@ -107,7 +107,8 @@ pub(crate) struct Interpreter {
 }
 
 impl Interpreter {
-    /// A warp of a block of these dimensions before the first instruction of `kernel`, a function of `program`.
+    /// A warp of a block of these dimensions before the first instruction of `kernel`, a function of
+    /// `program`.
     pub fn new(
         block: *mut BlockContext,
         index: u32,

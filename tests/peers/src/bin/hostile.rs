@@ -1,4 +1,5 @@
-//! A peer over verbs that does not keep to the protocol: what the tests set on a running `rgpu-server` and a running `vhost-rgpu`.
+//! A peer over verbs that does not keep to the protocol: what the tests set on a running `rgpu-server` and a
+//! running `vhost-rgpu`.
 //!
 //! ```text
 //! hostile bridge 10.0.1.1:9700 --device rxe1 --do outside       as a bridge, against rgpu-server
@@ -6,8 +7,9 @@
 //! hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700              as the way between both: breaks each control connection some time after its handshake
 //! ```
 //!
-//! It shakes hands properly, does one forbidden thing, and prints in one line how that ended: `ended: REASON` when the other side ended the session and said why,
-//! `refused: REASON` when the device refused the request. It fails when nothing of that happened.
+//! It shakes hands properly, does one forbidden thing, and prints in one line how that ended: `ended: REASON`
+//! when the other side ended the session and said why, `refused: REASON` when the device refused the request.
+//! It fails when nothing of that happened.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -35,7 +37,8 @@ const PATIENCE: Duration = Duration::from_secs(240);
 /// How long its farewell may take once the queue pairs are broken.
 const FAREWELL: Duration = Duration::from_secs(30);
 const SOURCE: usize = 1 << 20;
-/// The relay resets a control connection this long after its handshake. `--life` sets another time, in milliseconds.
+/// The relay resets a control connection this long after its handshake. `--life` sets another time, in
+/// milliseconds.
 const LIFE: Duration = Duration::from_secs(3);
 
 fn main() -> Result<()> {
@@ -72,7 +75,8 @@ struct Session {
     heard: u64,
 }
 
-/// What a server gives a bridge that comes back: the connection, what it has acted on, and its queue pairs; and the bridge's own.
+/// What a server gives a bridge that comes back: the connection, what it has acted on, and its queue pairs;
+/// and the bridge's own.
 type CameBack = (TcpStream, Vec<u64>, Queues, Unconnected);
 
 /// Changes what this side believes, or tells the peer, of the queue pairs.
@@ -145,7 +149,8 @@ impl Session {
         Ok(Session { link, source, peer, control, hello, heard: 0 })
     }
 
-    /// Knocks as the session's bridge that comes back for the `attempt`-th time. The error is the server's refusal.
+    /// Knocks as the session's bridge that comes back for the `attempt`-th time. The error is the server's
+    /// refusal.
     fn knock(&self, address: &str, hello: &Hello) -> Result<std::result::Result<TcpStream, String>> {
         let control = TcpStream::connect(address)?;
         control.set_read_timeout(Some(PATIENCE))?;
@@ -154,8 +159,8 @@ impl Session {
         Ok(if welcomed { Ok(control) } else { Err(untext(&welcome.reason)) })
     }
 
-    /// Comes back, says that it has acted on so many bytes of frames and so many writes, and offers queue pairs as `settings` have it. `None`: the server closed
-    /// the connection.
+    /// Comes back, says that it has acted on so many bytes of frames and so many writes, and offers queue
+    /// pairs as `settings` have it. `None`: the server closed the connection.
     fn come_back(
         &mut self,
         address: &str,

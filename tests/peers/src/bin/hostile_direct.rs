@@ -1,12 +1,13 @@
-//! Ends of direct connections over verbs that do not keep to the protocol: what the tests set on a running `rgpu-server`.
+//! Ends of direct connections over verbs that do not keep to the protocol: what the tests set on a running
+//! `rgpu-server`.
 //!
 //! ```text
 //! hostile_direct sender 9700 --device rxe1 --do long-piece        against the receiving end of the server at that port
 //! hostile_direct receiver 9700 --device rxe1 --do no-grants       against its sending end; the server must have --direct-to tcp:127.0.0.1:9810
 //! ```
 //!
-//! It opens a session of its own, agrees on verbs properly, does one forbidden thing, and checks that only the connection has ended and the session continues. Then it prints
-//! `harmless`.
+//! It opens a session of its own, agrees on verbs properly, does one forbidden thing, and checks that only
+//! the connection has ended and the session continues. Then it prints `harmless`.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -74,7 +75,8 @@ fn main() -> Result<()> {
 /// A buffer of this program's.
 struct Own(Arc<Slab>);
 
-// SAFETY: the slab keeps its registration and its memory; nothing here touches the bytes while the device may.
+// SAFETY: the slab keeps its registration and its memory; nothing here touches the bytes while the device
+// may.
 unsafe impl PieceBuffer for Own {
     fn registration(&self) -> Option<&Registration> {
         Some(self.0.registration())

@@ -1,4 +1,5 @@
-//! Two processes between which pieces go as between two servers: what the benchmark compares with `perftest`, without GPUs and their copies.
+//! Two processes between which pieces go as between two servers: what the benchmark compares with `perftest`,
+//! without GPUs and their copies.
 //!
 //! ```text
 //! pieces listen 127.0.0.1:9820 --device rxe0

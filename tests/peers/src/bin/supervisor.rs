@@ -1,10 +1,12 @@
-//! A service manager for one daemon, as systemd is one: keeps what the daemon gives it, and starts another one with that when the daemon was killed.
+//! A service manager for one daemon, as systemd is one: keeps what the daemon gives it, and starts another
+//! one with that when the daemon was killed.
 //!
 //! ```text
 //! supervisor /run/notify /opt/rgpu/vhost-rgpu --server …
 //! ```
 //!
-//! It prints `serves PROCESS` when a daemon says that it is ready, and ends with the daemon when that ends otherwise than by a signal.
+//! It prints `serves PROCESS` when a daemon says that it is ready, and ends with the daemon when that ends
+//! otherwise than by a signal.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;

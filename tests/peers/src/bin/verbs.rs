@@ -1,13 +1,18 @@
-//! Two processes that talk by verbs: how the layer is used, what the tests run in a machine, and what the benchmarks compare with `perftest`.
+//! Two processes that talk by verbs: how the layer is used, what the tests run in a machine, and what the
+//! benchmarks compare with `perftest`.
 //!
 //! ```text
 //! verbs listen 10.0.1.1:9800 --device rxe0
 //! verbs connect 10.0.1.1:9800 --device rxe1 --do h2d --size 65536 --count 200
 //! ```
 //!
-//! `h2d` writes from a scattered region into the listener's slots, `d2h` has the listener write into that region, `ping` sends messages to and fro. `stale` has it write once more when the window to the
-//! region is closed: the device must refuse that; before, it opens and closes `--count` windows. Data is verified
-//! unless `--fast` is given. With `--break N` the connecting side stops its queue pairs, wherever they are, when something has come up to N times, again and again, and both sides go on through new ones. The result is one line of `key=value`, `kernel_ms` among them: for how long the machine's processors, all together, were in the kernel meanwhile.
+//! `h2d` writes from a scattered region into the listener's slots, `d2h` has the listener write into that
+//! region, `ping` sends messages to and fro. `stale` has it write once more when the window to the region is
+//! closed: the device must refuse that; before, it opens and closes `--count` windows. Data is verified
+//! unless `--fast` is given. With `--break N` the connecting side stops its queue pairs, wherever they are,
+//! when something has come up to N times, again and again, and both sides go on through new ones. The result
+//! is one line of `key=value`, `kernel_ms` among them: for how long the machine's processors, all together,
+//! were in the kernel meanwhile.
 
 use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
@@ -40,7 +45,8 @@ const POLL: Duration = Duration::from_micros(50);
 const PING: u32 = 100;
 const SUM: u32 = 101;
 const GO: u32 = 102;
-/// On the control connection: the queue pairs are gone. What was taken of the peer's requests on each queue, and the new queue pairs.
+/// On the control connection: the queue pairs are gone. What was taken of the peer's requests on each queue,
+/// and the new queue pairs.
 const RENEW: u32 = 103;
 
 /// How long a peer may say nothing, in seconds, before it counts as lost.
@@ -123,7 +129,8 @@ struct Talk {
 /// When queue pairs are replaced, and how often they were.
 struct Renewal {
     settings: Settings,
-    /// For the side that begins it: how often something comes in between, at most, and how often until the next time.
+    /// For the side that begins it: how often something comes in between, at most, and how often until the
+    /// next time.
     turns: Option<(u64, u64)>,
     count: u64,
 }
@@ -436,7 +443,8 @@ fn give(talk: &mut Talk, slots: &Slab, size: u64, count: u64, fast: bool) -> Res
     Ok(())
 }
 
-/// Client memory as a guest's would be: one file, its pages in no order (in reverse, so that no two are neighbours).
+/// Client memory as a guest's would be: one file, its pages in no order (in reverse, so that no two are
+/// neighbours).
 fn scattered(size: u64) -> Result<(Memories, Vec<Extent>, Runs)> {
     let pages = size.div_ceil(PAGE);
     let file: OwnedFd = memfd_create(c"region", MFdFlags::MFD_CLOEXEC)?;
@@ -604,7 +612,8 @@ fn take_each(talk: &mut Talk, runs: &Runs, which: std::ops::RangeInclusive<u64>)
     Ok(())
 }
 
-/// Asks ahead, as a program with asynchronous copies does, so that the queues stay full; only counts what comes.
+/// Asks ahead, as a program with asynchronous copies does, so that the queues stay full; only counts what
+/// comes.
 fn take_all(talk: &mut Talk, job: &Job) -> Result<()> {
     let ahead = (16 << 20) / job.size * 2 + 2;
     let (mut asked, mut got) = (0, 0);

@@ -148,7 +148,8 @@ impl Bed {
         Ok(Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?))
     }
 
-    /// Starts a second server at the other end of the link, and a daemon whose programs have the GPUs of both.
+    /// Starts a second server at the other end of the link, and a daemon whose programs have the GPUs of
+    /// both.
     pub fn start_pair(&self) -> Result<()> {
         let device = rdma::CLIENT.1;
         self.machine
@@ -177,8 +178,8 @@ impl Bed {
         field(&said, "mb_per_s")
     }
 
-    /// Copies of a CUDA program from the first server's GPU to the second one's, one after the other: `volume`
-    /// bytes in all.
+    /// Copies of a CUDA program from the first server's GPU to the second one's, one after the other:
+    /// `volume` bytes in all.
     pub fn peer_copies(&self, size: u64, volume: u64) -> Result<Bulk> {
         let count = volume / size;
         let said = self.machine.check(&Self::program("pair", "peer", size, count), LIMIT)?;

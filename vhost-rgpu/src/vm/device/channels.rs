@@ -251,8 +251,8 @@ impl Device {
         }
     }
 
-    /// The channels, for a request that arrived at `epoch`: one from before a reset must not find those of after
-    /// it. A reset changes the epoch before it takes the channels.
+    /// The channels, for a request that arrived at `epoch`: one from before a reset must not find those of
+    /// after it. A reset changes the epoch before it takes the channels.
     fn channels_at(&self, epoch: u64) -> Result<MutexGuard<'_, HashMap<u32, Channel>>, Refusal> {
         let channels = self.channels();
         self.not_reset_since(epoch)?;

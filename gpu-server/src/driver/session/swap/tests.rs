@@ -130,9 +130,9 @@ impl World {
         }
         let reserve = AddressReserve { address: SPACE, size: SPACE_ALIGN };
         self.session.address_reserve(&mut self.call, reserve).unwrap();
-        // As a whole, the second one also for the other device; in parts, with a part that is mapped nowhere, in
-        // another order; at two addresses, and a part once more, for several devices; as a whole for the other
-        // device only; mapped nowhere.
+        // As a whole, the second one also for the other device; in parts, with a part that is mapped nowhere,
+        // in another order; at two addresses, and a part once more, for several devices; as a whole for the
+        // other device only; mapped nowhere.
         let all: [(u32, u64, &[Mapped]); 6] = [
             (0, 1, &[(0, 1, &[0])]),
             (1, 1, &[(0, 1, &[1, 0])]),

@@ -13,7 +13,8 @@ use super::read_ahead::{Streak, Stretch};
 pub(crate) const BLOCK: u64 = 64 << 10;
 /// How often a block that a device keeps changing is read again.
 pub(super) const MOST_READINGS: usize = 8;
-/// Size of a block of pinned memory, in bytes: a page, because a program may poll a word while the device works.
+/// Size of a block of pinned memory, in bytes: a page, because a program may poll a word while the device
+/// works.
 pub(crate) const SMALL: u64 = client::pages::PAGE as u64;
 /// Maximum bytes that one fault fetches, of managed and of pinned memory.
 const LONGEST: u64 = 4 << 20;

@@ -6,9 +6,9 @@
 //! work is done, and both periodically while the device works. A word of 8 bytes is never torn. The order of
 //! changes to different words is kept only across comparisons.
 //!
-//! Either side may write data there and then a flag in a page that is watched. So what the program has changed here is
-//! sent with what it has changed there, and what devices have changed here is taken before the program gets new bytes
-//! there.
+//! Either side may write data there and then a flag in a page that is watched. So what the program has
+//! changed here is sent with what it has changed there, and what devices have changed here is taken before
+//! the program gets new bytes there.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -214,8 +214,8 @@ impl State {
         COMPARED_PIECES.store(self.compared.len(), Ordering::Release);
     }
 
-    /// Sends the program's changes if there are any in the pages that a range touches, together with what it has
-    /// changed in pages that are watched: either may tell kernels that the other is there.
+    /// Sends the program's changes if there are any in the pages that a range touches, together with what it
+    /// has changed in pages that are watched: either may tell kernels that the other is there.
     pub(crate) fn send_compared(&mut self, range: &Range<u64>) -> Result<bool> {
         let mut touched = self.compared.iter().filter(|one| one.touches(range) && one.is_alive());
         if !touched.any(Compared::is_changed) {
@@ -254,7 +254,8 @@ impl State {
         self.take_compared(&there).map(|taken| changed || taken)
     }
 
-    /// Exchanges all changes before the program gets bytes of a device that works. Returns whether there were any.
+    /// Exchanges all changes before the program gets bytes of a device that works. Returns whether there were
+    /// any.
     pub(super) fn compare_beside(&mut self) -> Result<bool> {
         if is_due() { self.compare() } else { Ok(false) }
     }

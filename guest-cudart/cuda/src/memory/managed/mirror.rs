@@ -220,9 +220,9 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     users.into_iter().for_each(|(context, mirror)| state.unmirror(context, mirror));
 }
 
-/// Makes a context's server mirror the pages of a piece, unless it already does. Returns where the mirror begins, and
-/// whether it is new and so contains only zeroes. Callers take turns. Must not be called under the lock, because the
-/// server may have to wait for work that waits for the answer to a fault.
+/// Makes a context's server mirror the pages of a piece, unless it already does. Returns where the mirror
+/// begins, and whether it is new and so contains only zeroes. Callers take turns. Must not be called under
+/// the lock, because the server may have to wait for work that waits for the answer to a fault.
 fn mirror(context: &Context, base: u64, size: u64) -> Result<(u64, bool)> {
     let page = PAGE as u64;
     let (first, end) = (base & !(page - 1), (base + size).next_multiple_of(page));
@@ -416,8 +416,8 @@ impl State {
         }
     }
 
-    /// `new`: the mirror has nothing but zeroes. Otherwise it has what was there before: a neighbor in one of the pages
-    /// has kept it. `idle`: no work is under way, and none comes before this returns.
+    /// `new`: the mirror has nothing but zeroes. Otherwise it has what was there before: a neighbor in one of
+    /// the pages has kept it. `idle`: no work is under way, and none comes before this returns.
     fn adopt(
         &mut self,
         pages: &Pages,
@@ -457,8 +457,8 @@ impl State {
         Ok(())
     }
 
-    /// The pages of a region are no longer watched, and their words are compared with those of the server that
-    /// has them.
+    /// The pages of a region are no longer watched, and their words are compared with those of the server
+    /// that has them.
     fn compare_instead(&mut self, driver: &'static Driver, base: u64, size: u64) -> Result {
         let watched = self.pieces.range(base..base + size);
         let watched: Vec<_> = watched.map(|(at, (size, piece))| (*at, *size, piece.context)).collect();

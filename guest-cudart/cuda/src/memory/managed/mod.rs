@@ -372,8 +372,8 @@ pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
     Ok(Some(order))
 }
 
-/// Called before work is enqueued by which a running kernel may learn that the program has changed something: a copy or
-/// a fill may write a flag. Sends these changes to the device.
+/// Called before work is enqueued by which a running kernel may learn that the program has changed something:
+/// a copy or a fill may write a flag. Sends these changes to the device.
 pub(crate) fn before_telling() -> Result {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(());
@@ -417,8 +417,9 @@ pub(crate) fn is_here(address: u64) -> bool {
     }
 }
 
-/// Whether the host accesses the memory at an address without waiting for devices, so that a synchronous copy or fill
-/// must be done when the call returns. With managed memory, accesses do that only while a stream waits for this process.
+/// Whether the host accesses the memory at an address without waiting for devices, so that a synchronous copy
+/// or fill must be done when the call returns. With managed memory, accesses do that only while a stream
+/// waits for this process.
 pub(crate) fn is_seen_at_once(address: u64) -> bool {
     mirror::is_here(address) || host_calls::any_has_waited() && is_here(address)
 }

@@ -23,7 +23,8 @@ impl State {
         self.publish_with(pages, false)
     }
 
-    /// The same. `compared`: also if the program has changed only words that are [compared](super::compared_words).
+    /// The same. `compared`: also if the program has changed only words that are
+    /// [compared](super::compared_words).
     pub(super) fn publish_with(&mut self, pages: &Pages, compared: bool) -> Result {
         // Once, even if the session is lost.
         self.publishing.sent();
@@ -55,8 +56,8 @@ impl State {
         if changed {
             self.publishing.sent_changes();
         }
-        // The program cannot write to the blocks now. So what it wrote to these words before it wrote to the blocks is
-        // found, and what it wrote to the blocks before it wrote to these words was found above.
+        // The program cannot write to the blocks now. So what it wrote to these words before it wrote to the
+        // blocks is found, and what it wrote to the blocks before it wrote to these words was found above.
         if compared || changed {
             for (context, words) in self.changed_words() {
                 add(context, words);

@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 
-/// A sequence that needed so few blocks gets all of them at once: the second fault would cost more than they do.
+/// A sequence that needed so few blocks gets all of them at once: the second fault would cost more than they
+/// do.
 const FEW: u64 = 2;
 /// Number of earlier sequences that are remembered.
 const REMEMBERED: usize = 32;
 
-/// A sequence of faults, each at the block after the previous answer, or each at the one before it: where two buffers lie in the
-/// same place of a page, glibc's `memcpy` begins at the end on some processors.
+/// A sequence of faults, each at the block after the previous answer, or each at the one before it: where two
+/// buffers lie in the same place of a page, glibc's `memcpy` begins at the end on some processors.
 #[derive(Debug, Default)]
 pub(super) struct Streak {
     begun: u64,
@@ -39,9 +40,9 @@ pub(super) struct Stretch {
 }
 
 impl Streak {
-    /// What to give at block `at`, at most `most` blocks. If the faults continue each other: twice as
-    /// many as last time, or the rest of what an earlier sequence needed. Otherwise one, or half of what an
-    /// earlier sequence needed that began here: the next fault shows whether this one is as long. If it needed few,
+    /// What to give at block `at`, at most `most` blocks. If the faults continue each other: twice as many as
+    /// last time, or the rest of what an earlier sequence needed. Otherwise one, or half of what an earlier
+    /// sequence needed that began here: the next fault shows whether this one is as long. If it needed few,
     /// all of them.
     pub fn longest(&self, at: u64, most: u64) -> Stretch {
         let (blocks, down) = match (self.continues(at), self.expected) {
@@ -104,7 +105,8 @@ impl Streak {
         self.len = 0;
     }
 
-    /// Whether a fault at a block continues this sequence, and then whether that is downwards. A sequence of one block may go either way.
+    /// Whether a fault at a block continues this sequence, and then whether that is downwards. A sequence of
+    /// one block may go either way.
     fn continues(&self, at: u64) -> Option<bool> {
         let above = at.checked_sub(self.begun) == Some(self.total);
         let below = self.begun.checked_sub(at) == Some(self.total);

@@ -17,8 +17,8 @@
 //! Ordering of the device's writes: a block is read until two readings are the same. Before it is given, or a
 //! change of it that the server reports, the server compares the other blocks that the host has, and those
 //! that the device has changed are taken away. (With an older server, they are read again or taken away.) So
-//! the program never sees a later write of the device before an earlier one. Where the program reads one block
-//! after the other, several are fetched at once, and read only once.
+//! the program never sees a later write of the device before an earlier one. Where the program reads one
+//! block after the other, several are fetched at once, and read only once.
 //!
 //! Ordering of the program's writes: it can write to one block at a time, or to a few in a row if it writes
 //! them one after the other. Before it can write elsewhere, its changes there are sent, and it can only read
@@ -128,8 +128,8 @@ pub(crate) fn answer(
     busy: bool,
 ) {
     if !busy {
-        // What the program was given while the device worked may be older than what it gets now. The thread that has
-        // learned that the work is done may not have taken it away yet.
+        // What the program was given while the device worked may be older than what it gets now. The thread
+        // that has learned that the work is done may not have taken it away yet.
         take_pinned(driver);
         compared_words::compare_if_due();
         return page_faults::answer(pages, fault, buffer);
@@ -346,8 +346,8 @@ impl State {
                 };
                 let mut before = vec![0; run.len as usize];
                 let mut remembered = false;
-                // Until the device has changed no compared words: it may have changed them before it wrote these bytes,
-                // or after it wrote what these bytes lack.
+                // Until the device has changed no compared words: it may have changed them before it wrote
+                // these bytes, or after it wrote what these bytes lack.
                 for _ in 0..MOST_READINGS {
                     remembered = self.fetch_beside_others(driver, context, run, &mut before)?;
                     if !remembered {

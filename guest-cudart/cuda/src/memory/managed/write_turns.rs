@@ -1,8 +1,8 @@
 //! Where the program may write while the device works, and when its changes are sent.
 //!
-//! One store may need two pages at the same time, because its bytes lie in both. With only one of them it would stop
-//! at the other one forever. So if the program has changed nothing in either of two neighboring pages when it is at
-//! the first one again, it can write to both.
+//! One store may need two pages at the same time, because its bytes lie in both. With only one of them it
+//! would stop at the other one forever. So if the program has changed nothing in either of two neighboring
+//! pages when it is at the first one again, it can write to both.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,8 @@ pub(crate) struct Publishing {
     /// When the program was allowed to write, unless everything has been sent.
     since: Option<Instant>,
     pause: Duration,
-    /// The page at which it was allowed to write last, and the one before, as far as nothing was changed since.
+    /// The page at which it was allowed to write last, and the one before, as far as nothing was changed
+    /// since.
     unchanged: [Option<u64>; 2],
     /// Where it could write last.
     last: u64,
@@ -44,8 +45,8 @@ impl Publishing {
         self.unchanged = [None; 2];
     }
 
-    /// Notes that the program may write to a page. Returns the other page that a store there needs as well, if it
-    /// seems to need one.
+    /// Notes that the program may write to a page. Returns the other page that a store there needs as well,
+    /// if it seems to need one.
     pub fn allowed(&mut self, page: u64) -> Option<u64> {
         let [last, before] = self.unchanged;
         let other = if last == Some(page) { before } else { last.filter(|_| before == Some(page)) };

@@ -1,5 +1,5 @@
-//! Which of this machine's addresses the network plugin listens at. The user chooses with NCCL's own variables
-//! `NCCL_SOCKET_IFNAME` and `NCCL_SOCKET_FAMILY`.
+//! Which of this machine's addresses the network plugin listens at. The user chooses with NCCL's own
+//! variables `NCCL_SOCKET_IFNAME` and `NCCL_SOCKET_FAMILY`.
 
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};

@@ -8,16 +8,16 @@
 //! ```
 //!
 //! The two processes may be one. Each connection of NCCL's has a TCP connection ([`socket`]), on which the
-//! receiver says how much it has room for and the sender which messages it sends ([`frames`]). The messages are in
-//! page-locked memory of the processes, which NCCL's kernels write and read. For a device in another machine, the
-//! server has such memory ([mirrors](crate::memory::managed::mirror)). So if the servers' workers get a
-//! [direct connection](direct), messages go from mirror to mirror, and their bytes never come to the processes.
-//! Otherwise they take the TCP connection.
+//! receiver says how much it has room for and the sender which messages it sends ([`frames`]). The messages
+//! are in page-locked memory of the processes, which NCCL's kernels write and read. For a device in another
+//! machine, the server has such memory ([mirrors](crate::memory::managed::mirror)). So if the servers'
+//! workers get a [direct connection](direct), messages go from mirror to mirror, and their bytes never come
+//! to the processes. Otherwise they take the TCP connection.
 //!
-//! A kernel may be waiting for a message, and a call of the driver for that kernel. NVIDIA's driver lets no other
-//! thread add work to a stream then. So no call of the driver is on a message's way: the servers' processors copy it.
-//! Nor is another command: those of messages are in the express lane, and the servers execute them beside others,
-//! with memory that was named when NCCL registered it.
+//! A kernel may be waiting for a message, and a call of the driver for that kernel. NVIDIA's driver lets no
+//! other thread add work to a stream then. So no call of the driver is on a message's way: the servers'
+//! processors copy it. Nor is another command: those of messages are in the express lane, and the servers
+//! execute them beside others, with memory that was named when NCCL registered it.
 //!
 //! NCCL calls this from threads that must not wait, again and again until a request is done. So there are no
 //! threads here: each call does what can be done now ([`sender`], [`receiver`]).
@@ -71,7 +71,8 @@ impl Accepting {
         self.listener.place().to_handle()
     }
 
-    /// The connection that it waits for, once it is there and ready. The device is that of the current context.
+    /// The connection that it waits for, once it is there and ready. The device is that of the current
+    /// context.
     pub fn accept(&mut self) -> Result<Option<End>, Broken> {
         if self.came.is_none() {
             let came = self.listener.accept()?;

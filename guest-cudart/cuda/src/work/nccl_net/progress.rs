@@ -12,8 +12,8 @@ use client::ops::Op;
 use client::seq::Seq;
 use client::{Status, lock};
 
-/// Streams of connections that have ended. They are used again: neither making nor destroying one could disturb
-/// kernels that are running.
+/// Streams of connections that have ended. They are used again: neither making nor destroying one could
+/// disturb kernels that are running.
 static UNUSED: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
 /// Whether a stream has passed a mark.

@@ -288,7 +288,8 @@ impl Receiver {
             let most = usize::try_from(message.len - message.taken).unwrap_or(usize::MAX);
             let bytes = self.connection.bytes(most);
             let at = *at + message.taken;
-            // SAFETY: memory that NCCL has given to the plugin until the message is here, and it has room for it.
+            // SAFETY: memory that NCCL has given to the plugin until the message is here, and it has room for
+            // it.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at as *mut u8, bytes.len()) };
             message.taken += bytes.len() as u64;
         }

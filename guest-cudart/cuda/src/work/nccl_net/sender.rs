@@ -288,9 +288,9 @@ impl Sender {
         }
     }
 
-    /// Whether the receiver has everything, or never will. Pieces may still be in a server's buffers when their
-    /// requests are done, and are lost with the session if the process ends. With requests that are not done,
-    /// this end gives up.
+    /// Whether the receiver has everything, or never will. Pieces may still be in a server's buffers when
+    /// their requests are done, and are lost with the session if the process ends. With requests that are not
+    /// done, this end gives up.
     pub fn is_delivered(&self) -> bool {
         self.received == self.accepted || !self.messages.is_empty() || self.connection.is_over()
     }

@@ -237,7 +237,8 @@ impl Connecting {
 pub(crate) struct Connection {
     socket: Option<TcpStream>,
     peer: String,
-    /// Room for [`READ`] bytes, made when it is first needed. What was read and not yet taken is between the two.
+    /// Room for [`READ`] bytes, made when it is first needed. What was read and not yet taken is between the
+    /// two.
     came: Vec<u8>,
     taken: usize,
     end: usize,
@@ -379,8 +380,8 @@ impl Connection {
 
     /// Closes it. What was flushed still arrives.
     pub fn close(&mut self) {
-        /// Closed sockets that are kept until the peer has closed its end: if one with unread bytes were closed
-        /// now, the peer could lose the last bytes that were sent to it.
+        /// Closed sockets that are kept until the peer has closed its end: if one with unread bytes were
+        /// closed now, the peer could lose the last bytes that were sent to it.
         static LINGERING: Mutex<Vec<(TcpStream, Instant)>> = Mutex::new(Vec::new());
         let mut lingering = lock(&LINGERING);
         if let Some(socket) = self.socket.take()

@@ -164,7 +164,8 @@ fn what_the_server_has_is_not_sent_and_what_is_new_is_not_delayed() {
     }
     // The server does not seem to have what comes.
     assert_eq!(send(&mut flows, 4), [ask(4), (4, LEN, NEW)]);
-    // It has after all, also what was sent meanwhile. So the next answer is waited for again, but not for ever.
+    // It has after all, also what was sent meanwhile. So the next answer is waited for again, but not for
+    // ever.
     tell(&mut flows, 4, 0, 1);
     assert_eq!(send(&mut flows, 5), [ask(5)]);
     flows.flow = 2;
@@ -199,7 +200,8 @@ fn a_block_of_which_a_part_was_sent_waits_for_no_answer() {
     let task = flows.next_to_hash().unwrap();
     let mut sent = u64::from(flows.next_chunk().unwrap().len);
     assert!(sent < LEN);
-    // Now answers are waited for again, but the question about this block is of no use any more, and not asked.
+    // Now answers are waited for again, but the question about this block is of no use any more, and not
+    // asked.
     tell(&mut flows, 1, 0, 1);
     flows.hashed(task);
     sent +=
@@ -331,8 +333,9 @@ enum Event {
     Granted(u64, u64),
 }
 
-/// A link of `rate` bytes a second and a round-trip time, and a server that places what arrives and has `room` for each piece. Sends `pieces` pieces of `len` bytes on one stream, 64 MiB of
-/// them at a time; gives the share of the link that was used.
+/// A link of `rate` bytes a second and a round-trip time, and a server that places what arrives and has
+/// `room` for each piece. Sends `pieces` pieces of `len` bytes on one stream, 64 MiB of them at a time; gives
+/// the share of the link that was used.
 fn share_of_the_link(
     flows: &mut TestFlows,
     room: u64,

@@ -30,7 +30,8 @@ impl Model<'_> {
         self.data = lanes.into_iter().map(lane).collect();
     }
 
-    /// Does a step in a process that ends after it has written `words` more words into its ledger, if it has not ended before. What it did is not undone; its successor goes on.
+    /// Does a step in a process that ends after it has written `words` more words into its ledger, if it has
+    /// not ended before. What it did is not undone; its successor goes on.
     fn crash(&mut self, what: usize, words: u64) {
         self.machine.end_after(Some(words));
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -53,7 +54,8 @@ impl Model<'_> {
     }
 }
 
-/// A session whose bridge's process ends about every `every` steps. Gives how often, and how many bytes were compressed. False: one of them could not say what its predecessor had done.
+/// A session whose bridge's process ends about every `every` steps. Gives how often, and how many bytes were
+/// compressed. False: one of them could not say what its predecessor had done.
 fn crash_often(seed: u64, every: usize) -> (u64, u64, bool) {
     let (session, _) = session();
     let mut model = Model::new(&session, seed);

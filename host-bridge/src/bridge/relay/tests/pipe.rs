@@ -128,7 +128,8 @@ impl<S: TestSchedule> Carrier<S> for Pipe<S> {
     }
 }
 
-/// Serves a [`Pipe`] until it is closed, or until `vanish` commands were executed. Gives the server as it was then.
+/// Serves a [`Pipe`] until it is closed, or until `vanish` commands were executed. Gives the server as it was
+/// then.
 fn serve(
     mut server: Server,
     to: &Receiver<ToServer>,
