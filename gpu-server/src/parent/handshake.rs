@@ -115,7 +115,7 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
             | purpose::END
             | purpose::ASK,
         )
-        | (Control::Local(_), purpose::LOCAL | purpose::DIRECT | purpose::ASK) => Ok(()),
+        | (Control::Local(..), purpose::LOCAL | purpose::DIRECT | purpose::ASK) => Ok(()),
         (_, other) => Err(Refused(
             Reason::Malformed,
             format!("purpose {other} is not served over {}", connection.transport()),
@@ -267,7 +267,7 @@ fn open_session(
     let token = random_token().map_err(|e| failed("cannot read random numbers", e))?;
     let secret = Secret::random().map_err(|e| failed("cannot read random numbers", e))?;
     let (transport, data_connections) = match &**connection {
-        Control::Local(_) => (Transport::Local, 0),
+        Control::Local(..) => (Transport::Local, 0),
         Control::Tcp(_) | Control::Tls(..) if hello.purpose == purpose::VERBS => {
             let resumes = hello.version >= VERBS_RESUME_SINCE;
             (Transport::Verbs { slot_count: hello.slot_count, resumes }, 0)

@@ -354,24 +354,30 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sleeps until a connection is closed that waits or whose session shares memory with its worker, clients'
-/// positions must be sent, a worker's time to leave is over, or another thread nudges. Returns the closed
-/// connections.
-fn wait(server: &Server) -> Vec<Arc<Control>> {
-    let (parked, timed): (Vec<Arc<Control>>, bool) = {
+/// Clients that are gone.
+#[derive(Default)]
+struct Gone {
+    /// Those whose connections were closed while they waited, or right after that.
+    waiting: Vec<Arc<Control>>,
+    /// Those of sessions that share memory with their workers.
+    sharing: Vec<Arc<Control>>,
+}
+
+/// Sleeps until a client is gone that waits or whose session shares memory with its worker, clients' positions
+/// must be sent, a worker's time to leave is over, or another thread nudges. Returns who is gone.
+fn wait(server: &Server) -> Gone {
+    let (waiting, sharing, timed): (Vec<Arc<Control>>, Vec<Arc<Control>>, bool) = {
         let state = server.lock();
         let waiting = Kind::ALL.iter().flat_map(|kind| &state.pool(*kind).queue).map(|p| &p.connection);
         let leaving = |session: &Session| matches!(session.leaving, Leaving::Since(_));
         let timed = waiting.clone().next().is_some() || state.sessions.values().any(leaving);
-        let shared = state.sessions.values().filter(|session| session.leaving == Leaving::No);
-        let shared = shared.filter_map(|session| session.control.as_ref());
-        let shared = shared.filter(|control| matches!(***control, Control::Local(_)));
-        (waiting.chain(shared).map(Arc::clone).collect(), timed)
+        let sharing = state.sessions.values().filter(|session| session.leaving == Leaving::No);
+        let sharing = sharing.filter_map(|session| session.control.clone());
+        (waiting.map(Arc::clone).collect(), sharing.filter(|c| c.presence().is_some()).collect(), timed)
     };
     let mut watched = vec![PollFd::new(server.nudge.0.as_fd(), PollFlags::POLLIN)];
-    // Not POLLIN: what a client sends early is for its worker to read. nix has no name for this event.
-    let hung_up = PollFlags::from_bits_retain(libc::POLLRDHUP);
-    watched.extend(parked.iter().map(|c| PollFd::new(c.as_fd(), hung_up)));
+    watched.extend(waiting.iter().map(|control| control.hung_up()));
+    watched.extend(sharing.iter().filter_map(|control| control.presence()));
     let limit = if timed {
         PollTimeout::from(u16::try_from(TELL_EVERY.as_millis()).unwrap_or(u16::MAX))
     } else {
@@ -389,7 +395,12 @@ fn wait(server: &Server) -> Vec<Arc<Control>> {
     drop(watched);
     // This consumes all nudges.
     let _ = server.nudge.0.read();
-    parked.into_iter().zip(closed).filter(|(_, closed)| *closed).map(|(parked, _)| parked).collect()
+    let mut closed = closed.into_iter();
+    let mut gone = |all: Vec<Arc<Control>>| {
+        let all = all.into_iter().zip(closed.by_ref());
+        all.filter(|(_, closed)| *closed).map(|(control, _)| control).collect()
+    };
+    Gone { waiting: gone(waiting), sharing: gone(sharing) }
 }
 
 /// Kills the workers of sessions whose clients have been gone for too long.
@@ -418,9 +429,9 @@ fn part(state: &mut State, gone: &[Arc<Control>], now: Instant) {
 }
 
 /// Drops clients that are gone, refuses those that have waited too long, and tells the others their position.
-fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
+fn update(server: &Server, gone: &Gone, now: Instant) {
     let mut state = server.lock();
-    part(&mut state, gone, now);
+    part(&mut state, &gone.sharing, now);
     let draining = state.draining();
     let waited = state.gpu.queue.len() + state.nvml.queue.len();
     for kind in Kind::ALL {
@@ -430,7 +441,7 @@ fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
         let mut kept = VecDeque::with_capacity(pool.queue.len());
         for mut parked in std::mem::take(&mut pool.queue) {
             let Parked { peer, client, program, connection, .. } = &parked;
-            if gone.iter().any(|g| Arc::ptr_eq(g, connection)) {
+            if gone.waiting.iter().any(|g| Arc::ptr_eq(g, connection)) {
                 tracing::info!(peer, client, program, "gave up waiting for a worker");
                 continue;
             }
@@ -527,7 +538,7 @@ pub(super) mod tests {
 
     fn client(server: &Server, number: u32) -> Result<UnixStream, String> {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let connection = Arc::new(Control::Local(theirs));
+        let connection = Arc::new(Control::Local(theirs, None));
         let parked = Parked { connection, pid: number, token: [number as u8; 16], ..Parked::fake() };
         join(server, Kind::Gpu, parked).map(|()| ours).map_err(|Refused(_, reason)| reason)
     }
@@ -546,7 +557,7 @@ pub(super) mod tests {
     fn clients_are_served_in_order_and_learn_their_position() {
         let server = server(&["--max-sessions", "9"]);
         let clients: Vec<UnixStream> = (0..8).map(|number| client(&server, number).unwrap()).collect();
-        update(&server, &[], Instant::now());
+        update(&server, &Gone::default(), Instant::now());
         for (place, client) in (0..).zip(&clients) {
             assert_eq!(heard(client), (Answer::Waiting, place, String::new()));
         }
@@ -566,7 +577,7 @@ pub(super) mod tests {
             let (ours, theirs) = UnixStream::pair().unwrap();
             clients.push(ours);
             let limits = Limits { principal: principal.into(), ..Limits::default() };
-            let connection = Arc::new(Control::Local(theirs));
+            let connection = Arc::new(Control::Local(theirs, None));
             let parked = Parked { connection, pid: number, limits, ..Parked::fake() };
             super::join(&server, Kind::Gpu, parked).map_err(|Refused(_, reason)| reason)
         };
@@ -606,11 +617,23 @@ pub(super) mod tests {
         let mut clients = clients.into_iter();
         drop(clients.next());
         let gone = wait(&server);
-        assert_eq!(gone.len(), 1);
+        assert_eq!((gone.waiting.len(), gone.sharing.len()), (1, 0));
         update(&server, &gone, Instant::now());
         for (place, client) in (0..).zip(clients) {
             assert_eq!(heard(&client), (Answer::Waiting, place, String::new()));
         }
+    }
+
+    #[test]
+    fn a_session_that_began_while_its_first_connection_was_closed_may_go_on() {
+        let server = server(&[]);
+        drop(client(&server, 0).unwrap());
+        let gone = wait(&server);
+        // Meanwhile it is served.
+        ready(&server, 100);
+        update(&server, &gone, Instant::now());
+        update(&server, &Gone::default(), Instant::now() + 2 * LEAVES_WITHIN);
+        assert_eq!(server.lock().sessions[&100].leaving, Leaving::No);
     }
 
     #[test]
@@ -620,7 +643,7 @@ pub(super) mod tests {
         let mut now = Instant::now();
         while !server.lock().gpu.queue.is_empty() {
             now += TELL_EVERY;
-            update(&server, &[], now);
+            update(&server, &Gone::default(), now);
         }
         assert!(server.lock().sessions.is_empty());
     }
@@ -631,9 +654,9 @@ pub(super) mod tests {
         let begun = Instant::now();
         let clients: Vec<UnixStream> = (0..3).map(|number| client(&server, number).unwrap()).collect();
         server.lock().gpu.moved = Some(begun + Duration::from_secs(50));
-        update(&server, &[], begun + Duration::from_secs(100));
+        update(&server, &Gone::default(), begun + Duration::from_secs(100));
         assert_eq!(server.lock().gpu.queue.len(), 3);
-        update(&server, &[], begun + Duration::from_secs(111));
+        update(&server, &Gone::default(), begun + Duration::from_secs(111));
         assert!(server.lock().gpu.queue.is_empty());
         heard(&clients[0]);
         let (answer, _, reason) = heard(&clients[0]);
@@ -652,13 +675,13 @@ pub(super) mod tests {
             state.gpu.last_failure = "it was killed by signal 11".into();
         }
         let late = client(&server, 1).unwrap();
-        update(&server, &[], Instant::now());
+        update(&server, &Gone::default(), Instant::now());
         let (answer, _, reason) = heard(&waits);
         assert!(answer == Answer::NoResources && reason.contains("killed by signal 11"), "{reason}");
         // A later client waits until another worker has failed.
         assert_eq!(heard(&late).0, Answer::Waiting);
         server.lock().gpu.failed += 1;
-        update(&server, &[], Instant::now());
+        update(&server, &Gone::default(), Instant::now());
         assert_eq!(heard(&late).0, Answer::NoResources);
     }
 

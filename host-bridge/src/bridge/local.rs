@@ -35,7 +35,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::config::SessionConfig;
 use super::error::{ConnectError, RegionError};
-use super::saved::{About, InheritedRegion, SavedLocal, duplicate, hears_paused, say};
+use super::saved::{About, InheritedRegion, Presence, SavedLocal, duplicate, hears_paused, say};
 use super::state::{ChannelMemory, SessionState, thread_name};
 use super::transport::{Closed, RegionMemory, Transport};
 use super::welcome::{Handshake, Turn, hello, welcome_in_turn};
@@ -46,6 +46,8 @@ use crate::stream::Stream;
 #[derive(Debug)]
 pub(super) struct Link {
     socket: OwnedFd,
+    /// Whose other end the server's daemon has.
+    presence: Presence,
     saved: Option<Succession>,
 }
 
@@ -69,6 +71,7 @@ impl Link {
             worker: ours.try_clone()?,
             doorbell: duplicate(doorbell)?,
             wake: duplicate(&wake)?,
+            presence: Some(self.presence.try_clone()?),
             about,
         };
         self.saved = Some(Succession { ours, theirs, wake });
@@ -99,12 +102,14 @@ pub(super) fn connect(
         return Err(ConnectError::Here { source: io::Error::new(io::ErrorKind::InvalidInput, text) });
     }
     let socket = config.dial(config.connect_timeout).map_err(failed)?;
-    send_message(socket.as_fd(), &[hello(config, memory, purpose::LOCAL, 0).as_bytes()], &[])
-        .map_err(failed)?;
+    let (presence, theirs) = Presence::new().map_err(|source| ConnectError::Here { source })?;
+    let hello = hello(config, memory, purpose::LOCAL, 0);
+    send_message(socket.as_fd(), &[hello.as_bytes()], &[theirs.as_fd()]).map_err(failed)?;
+    drop(theirs);
     let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
     let socket = Stream::from(socket);
     let handshake = welcome_in_turn(config, &socket, deadline, turn)?;
-    Ok((Link { socket: socket.into_socket(), saved: None }, handshake))
+    Ok((Link { socket: socket.into_socket(), presence, saved: None }, handshake))
 }
 
 type Waiter = Sender<(Answer, String)>;
@@ -115,6 +120,8 @@ struct Shared {
     socket: OwnedFd,
     /// Where the worker waits for another process, if the session was saved.
     succession: Option<OwnedFd>,
+    /// Tells the server's daemon when the session is over.
+    presence: Option<Presence>,
     /// The worker writes it to wake a guest's threads. `None`: threads are reached by futex, which the worker
     /// does itself.
     wake: Option<EventFd>,
@@ -156,7 +163,7 @@ impl Local {
         let server = config.server.to_string();
         let here = |source| ConnectError::Here { source };
         let failed = |source| ConnectError::NoServer { server: server.clone(), source };
-        let Link { socket, saved } = link;
+        let Link { socket, presence, saved } = link;
         let (wake, succession) = match saved {
             // The worker wakes the threads of a process of this host itself, also while nobody else is there.
             Some(Succession { ours, theirs, wake }) => {
@@ -196,6 +203,7 @@ impl Local {
             session,
             socket,
             succession,
+            presence: Some(presence),
             wake,
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -203,15 +211,16 @@ impl Local {
         .map_err(here)
     }
 
-    /// Goes on with a session that another process had: brings its worker, which waits at `worker`, a
+    /// Goes on with a session that another process had: brings its worker, which waits at `worker` in `saved`, a
     /// connection with this one. The receiver gets the session's regions, at most `max_regions`, when the
     /// worker has told them; nothing if the session ends before. Does not block.
     pub(super) fn resume(
         session: Arc<SessionState>,
-        worker: OwnedFd,
-        wake: EventFd,
+        saved: &SavedLocal,
         max_regions: usize,
     ) -> io::Result<(Local, Receiver<Vec<InheritedRegion>>)> {
+        let (worker, wake) = (saved.worker.try_clone()?, duplicate(&saved.wake)?);
+        let presence = saved.presence.as_ref().map(Presence::try_clone).transpose()?;
         let (socket, theirs) =
             socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)?;
         setsockopt(&socket, sockopt::SendTimeout, &TimeVal::new(10, 0))?;
@@ -227,7 +236,7 @@ impl Local {
         let state = State { inherits: Some((inherits, max_regions)), ..State::default() };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         let wake = (!session.futex()).then_some(wake);
-        let shared = Shared { session, socket, succession: Some(worker), wake, state, changed };
+        let shared = Shared { session, socket, succession: Some(worker), presence, wake, state, changed };
         Ok((Local::watched(shared)?, inherited))
     }
 
@@ -329,6 +338,7 @@ impl Shared {
         for socket in std::iter::once(&self.socket).chain(&self.succession) {
             let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
         }
+        self.presence.iter().for_each(Presence::end);
     }
 
     fn listen(&self) -> String {

@@ -213,8 +213,7 @@ impl Session {
         let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
         let (transport, inherited, about): (Box<dyn Transport>, _, _) = match &saved.0 {
             Kind::Local(saved) => {
-                let (worker, wake) = (saved.worker.try_clone()?, duplicate(&saved.wake)?);
-                let (local, inherited) = Local::resume(session.clone(), worker, wake, config.max_regions)?;
+                let (local, inherited) = Local::resume(session.clone(), saved, config.max_regions)?;
                 session.counters.resumed.add(1);
                 (Box::new(local), Inherited::Awaited(inherited), saved.about)
             }

@@ -206,6 +206,15 @@ impl LocalBridge {
         LocalBridge::try_connect(path).unwrap()
     }
 
+    /// Opens a session that must come about, and gives the daemon this with the first message.
+    pub fn connect_with(path: &Path, given: &impl AsFd) -> LocalBridge {
+        let socket = UnixStream::connect(path).unwrap();
+        let hello = hello(purpose::LOCAL, [0; 16], 0);
+        send_message(socket.as_fd(), &[hello.as_bytes()], &[given.as_fd()]).unwrap();
+        assert_eq!(hear_welcome(&socket).unwrap().status, 0);
+        LocalBridge::attach(socket).unwrap()
+    }
+
     /// Continues after the welcome: hands the channel's memory to the worker.
     fn attach(socket: UnixStream) -> Result<LocalBridge, String> {
         let (file, view) = in_a_file(8 << 20, "a test");

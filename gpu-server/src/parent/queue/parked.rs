@@ -64,7 +64,7 @@ impl Parked {
     pub(in crate::parent) fn fake() -> Parked {
         let (connection, _) = std::os::unix::net::UnixStream::pair().unwrap();
         Parked {
-            connection: Arc::new(Control::Local(connection)),
+            connection: Arc::new(Control::Local(connection, None)),
             peer: "this host".into(),
             client: "test".into(),
             program: "a test".into(),

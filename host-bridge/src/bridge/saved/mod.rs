@@ -19,6 +19,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
+use nix::unistd::pipe2;
 use protocol::link::{FrameHeader, frame};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -31,7 +32,7 @@ use super::transport::Closed;
 use crate::framing::recv_some;
 
 /// The most descriptors of a saved session.
-pub const MAX_DESCRIPTORS: usize = 3;
+pub const MAX_DESCRIPTORS: usize = 4;
 /// The most bytes of a saved session.
 pub const MAX_BYTES: usize = 1024;
 
@@ -56,7 +57,31 @@ pub(super) struct SavedLocal {
     pub(super) doorbell: EventFd,
     /// What the worker writes to wake the client's threads.
     pub(super) wake: EventFd,
+    /// What tells the server that somebody may go on with the session. Versions before it had none.
+    pub(super) presence: Option<Presence>,
     pub(super) about: About,
+}
+
+/// The writing end of a pipe whose other end the server's daemon has: the client of a worker that shares its memory is
+/// there as long as somebody holds this, and nobody has said that it is gone.
+#[derive(Debug)]
+pub(super) struct Presence(OwnedFd);
+
+impl Presence {
+    /// One, and the other end.
+    pub(super) fn new() -> io::Result<(Presence, OwnedFd)> {
+        let (theirs, ours) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
+        Ok((Presence(ours), theirs))
+    }
+
+    pub(super) fn try_clone(&self) -> io::Result<Presence> {
+        Ok(Presence(self.0.try_clone()?))
+    }
+
+    /// The client is gone, and nobody comes in its place. A daemon that does not look any more is no matter.
+    pub(super) fn end(&self) {
+        let _ = nix::unistd::write(&self.0, &[1]);
+    }
 }
 
 const REMOTE: u64 = 1;
@@ -66,10 +91,15 @@ const VERBS: u64 = 3;
 /// A descriptor that can be anything, as an eventfd that never blocks. If it is something else, what is done
 /// with it fails or has no meaning.
 pub fn event(fd: OwnedFd) -> io::Result<EventFd> {
-    fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+    let fd = nonblocking(fd)?;
     // SAFETY: the type only reads and writes the descriptor that it owns, 8 bytes of its own at a time, which
     // harms no memory whatever is behind it.
     Ok(unsafe { EventFd::from_owned_fd(fd) })
+}
+
+fn nonblocking(fd: OwnedFd) -> io::Result<OwnedFd> {
+    fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+    Ok(fd)
 }
 
 /// The same eventfd once more.
@@ -91,7 +121,9 @@ impl Saved {
             }
             Kind::Local(local) => {
                 let bytes = [&LOCAL.to_le_bytes(), local.about.as_bytes()].concat();
-                (bytes, vec![local.worker.as_fd(), local.doorbell.as_fd(), local.wake.as_fd()])
+                let mut descriptors = vec![local.worker.as_fd(), local.doorbell.as_fd(), local.wake.as_fd()];
+                descriptors.extend(local.presence.as_ref().map(|presence| presence.0.as_fd()));
+                (bytes, descriptors)
             }
         }
     }
@@ -113,10 +145,15 @@ impl Saved {
                 Kind::Remote(Box::new(saved))
             }
             LOCAL => {
-                let [worker, doorbell, wake] = descriptors.try_into().map_err(|_| malformed())?;
-                let (doorbell, wake) = (event(doorbell)?, event(wake)?);
+                let mut descriptors = descriptors.into_iter();
+                let mut next = || descriptors.next().ok_or_else(malformed);
+                let (worker, doorbell, wake) = (next()?, event(next()?)?, event(next()?)?);
+                let presence = descriptors.next().map(nonblocking).transpose()?.map(Presence);
+                if descriptors.next().is_some() {
+                    return Err(malformed());
+                }
                 let about = About::read_from_bytes(rest).map_err(|_| malformed())?;
-                Kind::Local(SavedLocal { worker, doorbell, wake, about })
+                Kind::Local(SavedLocal { worker, doorbell, wake, presence, about })
             }
             _ => return Err(malformed()),
         };
@@ -131,6 +168,7 @@ impl Saved {
             // The worker finds that nobody can come, as if nobody held the socket.
             Kind::Local(local) => {
                 let _ = shutdown(local.worker.as_raw_fd(), Shutdown::Write);
+                local.presence.iter().for_each(Presence::end);
             }
         }
     }
@@ -218,7 +256,9 @@ mod tests {
         let event = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC).unwrap();
         let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let about = About::now("gpu-1");
-        let local = SavedLocal { worker: ours.into(), doorbell: event(), wake: event(), about };
+        let (presence, _daemons) = Presence::new().unwrap();
+        let presence = Some(presence);
+        let local = SavedLocal { worker: ours.into(), doorbell: event(), wake: event(), presence, about };
         let saved = Saved(Kind::Local(local));
         let (bytes, descriptors) = saved.parts();
         assert!(bytes.len() <= MAX_BYTES && descriptors.len() <= MAX_DESCRIPTORS);
@@ -229,6 +269,13 @@ mod tests {
         assert_eq!(again.about.as_bytes(), about.as_bytes());
         // None blocks the successor, whatever its predecessor had made of it.
         assert!(again.doorbell.read().is_err() && again.wake.read().is_err());
+        assert!(again.presence.is_some());
+        // An earlier version has saved fewer.
+        let fewer = saved.parts().1[..3].iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+        let Saved(Kind::Local(again)) = Saved::from_parts(&bytes, fewer).unwrap() else {
+            panic!("another kind")
+        };
+        assert!(again.presence.is_none());
     }
 
     proptest! {
