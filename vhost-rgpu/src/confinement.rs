@@ -5,6 +5,7 @@
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::process::exit;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -73,6 +74,13 @@ impl Connector for KeeperConnects {
         self.control.tell_keeper(&question)?;
         // So that a keeper dropping its end without an answer is noticed.
         drop(question);
-        ours.connected()
+        ours.connected()?.map_or_else(
+            || {
+                tracing::warn!("the keeper has ended");
+                // This process ends with it. Nobody may be told that there is no connection: the next process makes one.
+                exit(1)
+            },
+            Ok,
+        )
     }
 }

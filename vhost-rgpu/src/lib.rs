@@ -36,6 +36,7 @@ mod registry;
 mod role;
 mod servers;
 mod sockets;
+mod stage;
 mod vm;
 
 use std::io::IsTerminal;

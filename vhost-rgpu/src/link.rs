@@ -456,13 +456,11 @@ impl Control {
         }
     }
 
-    /// Waits for the answer.
-    pub fn connected(&self) -> io::Result<OwnedFd> {
-        let Some(mut packet) = self.receive()? else {
-            return Err(io::Error::other("the keeper has ended"));
-        };
+    /// Waits for the answer. `None`: the keeper has ended.
+    pub fn connected(&self) -> io::Result<Option<OwnedFd>> {
+        let Some(mut packet) = self.receive()? else { return Ok(None) };
         match (packet.kind, i32::try_from(packet.number), packet.fds.next()) {
-            (kind::CONNECTED, Ok(0), Some(socket)) => Ok(socket),
+            (kind::CONNECTED, Ok(0), Some(socket)) => Ok(Some(socket)),
             (kind::CONNECTED, Ok(number @ 1..), None) => Err(io::Error::from_raw_os_error(number)),
             (kind::CONNECTED, Ok(0), None) => Err(io::Error::other(packet.text)),
             _ => Err(malformed("a packet of unknown kind")),
@@ -514,7 +512,7 @@ mod tests {
         assert_eq!(unknown.to_string(), "no such host");
         let (ours, theirs) = pair().unwrap();
         drop(theirs);
-        assert!(ours.connected().is_err());
+        assert!(ours.connected().unwrap().is_none());
     }
 
     #[test]

@@ -37,6 +37,7 @@ use crate::link::{Control, Stored, ToKeeper};
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
 use crate::sockets::Stopper;
+use crate::stage::Stage;
 use recovery::{Leftover, place};
 
 pub use recovery::Answering;
@@ -275,13 +276,25 @@ struct Connection<'s> {
 
 impl Connection<'_> {
     fn serve(mut self) {
-        if self.again
-            && let Err(why) = self.resume()
-        {
+        if !self.again || self.resumes() {
+            self.serve_requests();
+        }
+        let ending = self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1;
+        self.end(if ending { "vhost-rgpu is ending" } else { "the client closed its connection" });
+        // The keeper drops everything with the client.
+        self.server.stored.fetch_sub(self.stored, Ordering::Relaxed);
+    }
+
+    fn resumes(&mut self) -> bool {
+        self.resume().unwrap_or_else(|why| {
             tracing::warn!("{}: the session of a process before this one: {why}", self.who);
             self.server.registry.totals.lost.fetch_add(1, Ordering::Relaxed);
-            return;
-        }
+            false
+        })
+    }
+
+    /// Serves requests until the connection ends.
+    fn serve_requests(&mut self) {
         let mut fds = Vec::new();
         // One byte more than a request, to detect longer packets.
         let mut packet = [0u8; size_of::<Request>() + 1];
@@ -324,15 +337,11 @@ impl Connection<'_> {
                 break;
             }
         }
-        let ending = self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1;
-        self.end(if ending { "vhost-rgpu is ending" } else { "the client closed its connection" });
-        // The keeper drops everything with the client.
-        self.server.stored.fetch_sub(self.stored, Ordering::Relaxed);
     }
 
-    /// Continues where a predecessor ended. The error says why the session cannot continue; the client then
-    /// finds its connection closed.
-    fn resume(&mut self) -> Result<(), String> {
+    /// Continues where a predecessor ended. False: the client has no session, and has been told. The error says why
+    /// the session cannot continue; the client then finds its connection closed.
+    fn resume(&mut self) -> Result<bool, String> {
         let mut packet = [0; size_of::<Request>()];
         let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
         let there = recv(self.socket.as_raw_fd(), &mut packet, flags);
@@ -347,14 +356,17 @@ impl Connection<'_> {
         // A later request is the client's first to this process.
         self.again = request.is_some();
         let Some(leftover) = leftover else {
-            return if unsure { Err("nobody knows whether it was answered".into()) } else { Ok(()) };
+            return if unsure { Err("nobody knows whether it was answered".into()) } else { Ok(true) };
         };
         // The client has not been told that it has a channel, or no longer wants it.
         if matches!(request, Some(request::CREATE_CHANNEL | request::DESTROY_CHANNEL)) {
             leftover.end();
             places.into_iter().for_each(|place| self.server.unstore(place));
             self.stored = 0;
-            return Ok(());
+            return Ok(true);
+        }
+        if leftover.waits && !unsure {
+            return self.ask_again(leftover.channel);
         }
         let reason =
             "the process of vhost-rgpu that served this user's programs has ended: start the program again";
@@ -395,7 +407,16 @@ impl Connection<'_> {
         session.doorbell();
         session.wake_all();
         self.channel = Some((session, listed));
-        Ok(())
+        Ok(true)
+    }
+
+    /// Asks a server for the session of a client that a predecessor has told to wait. Its place in the server's queue
+    /// is a new one. False: it is refused, and has been told. The error says what else is wrong.
+    fn ask_again(&mut self, channel: ChannelMemory) -> Result<bool, String> {
+        match self.begin(channel, true) {
+            Ok(done) => Ok(!matches!(done, Done::RefusedAfterWaiting)),
+            Err(Refusal(_, why)) => Err(why),
+        }
     }
 
     /// Ends the session and releases the client's memory.
@@ -504,21 +525,29 @@ impl Connection<'_> {
     }
 
     fn create(&mut self, memories: Memories, extents: Vec<Extent>, size: u64) -> Result<Done, Refusal> {
-        let channel = ChannelMemory::new(memories, extents, size)?;
+        self.begin(ChannelMemory::new(memories, extents, size)?, false)
+    }
+
+    /// Asks a server for the session of a channel. `answered`: a predecessor has told the client to wait.
+    fn begin(&mut self, channel: ChannelMemory, answered: bool) -> Result<Done, Refusal> {
         let stopper = Stopper::for_connection(self.socket)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
         let (server, config) = self.server.config.servers.choose(&channel)?;
         let refused = |e: &ConnectError| self.server.registry.totals.refuse(e.answer());
         let own = place(self.number, None);
-        // Until there is a session, it is stored without one.
-        self.server.store(own, recovery::channel(server, &channel, None))?;
-        self.stored += 1;
+        let waits = recovery::channel(server, &channel, Stage::Waits);
+        if answered {
+            self.server.store_again(own, waits)?;
+        } else {
+            self.server.store(own, waits)?;
+            self.stored += 1;
+        }
         let mut turn = Queued {
             server: self.server,
             number: self.number,
             socket: self.socket,
             channel: &channel,
-            answered: false,
+            answered,
         };
         let connected = Prepared::connect(&config, &channel, &mut turn).inspect_err(refused);
         let waited = turn.answered;
@@ -534,9 +563,10 @@ impl Connection<'_> {
             connected => connected?,
         };
         let unsaved = |e: io::Error| no_resources(format!("this host cannot remember the session: {e}"));
-        if let Some(saved) = prepared.save(&channel).map_err(unsaved)? {
-            self.server.store_again(own, recovery::channel(server, &channel, Some(&saved)))?;
-        }
+        let saved = prepared.save(&channel).map_err(unsaved)?;
+        let began = recovery::channel(server, &channel, Stage::Began(saved.as_ref()));
+        self.server.store_again(own, began)?;
+        drop(saved);
         let opened = match prepared.open().inspect_err(refused) {
             Err(e) if waited => return refused_after_waiting(&e),
             opened => opened?,

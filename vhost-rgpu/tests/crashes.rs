@@ -209,19 +209,53 @@ fn a_session_that_has_just_begun_goes_on_in_the_next_device_process() {
 }
 
 #[test]
-fn a_program_that_waits_in_a_servers_queue_learns_of_the_crash() {
+fn programs_that_wait_in_a_servers_queue_wait_on_in_the_next_process() {
     let server = FakeServer::start(Behavior { queue: &[7], never_serves: true, ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let [view, leaves] = [2, 3].map(|channel| {
+        let (extents, geometry) = guest.prepare(channel);
+        let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+        view.header().set_wishes(wish::MAY_WAIT);
+        assert_eq!(guest.ask(create(channel, &extents), &extents), (Answer::Ok, String::new()));
+        assert_eq!(view.header().state(), State::Waiting);
+        view
+    });
+    crash(&daemon);
+    eventually(|| server.left() == 2 && server.programs().len() == 4);
+    assert_eq!(leaves.header().state(), State::Waiting);
+    // One of them has enough of it.
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 3), &[]), (Answer::Ok, String::new()));
+    eventually(|| server.left() == 3);
+    let alive = view.header().alive();
+    eventually(|| view.header().alive() != alive);
+    server.serve();
+    crash(&daemon);
+    eventually(|| view.header().state() != State::Waiting);
+    guest.channel(view).synchronize();
+    assert_eq!((daemon.number("sessions_lost"), daemon.sessions()), (0, 1));
+    // It is a session like any other now.
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 2), &[]), (Answer::Ok, String::new()));
+    eventually(|| daemon.sessions() == 0);
+}
+
+#[test]
+fn a_program_that_waited_and_is_refused_in_the_next_process_learns_why() {
+    let refusal = Some((Answer::NoResources, "nobody is served here"));
+    let behavior = Behavior { queue: &[1], never_serves: true, answer: refusal, ..Behavior::default() };
+    let server = FakeServer::start(behavior);
     let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
     let (extents, geometry) = guest.prepare(2);
     let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
     view.header().set_wishes(wish::MAY_WAIT);
     assert_eq!(guest.ask(create(2, &extents), &extents), (Answer::Ok, String::new()));
-    assert_eq!(view.header().state(), State::Waiting);
+    server.serve();
     crash(&daemon);
     eventually(|| view.header().state() == State::Lost);
-    eventually(|| server.left() == 1);
+    assert!(view.header().reason().contains("nobody is served here"), "{}", view.header().reason());
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 2), &[]), (Answer::Ok, String::new()));
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 2), &[]).0, Answer::Invalid, "it is gone");
 }
 
 /// A server on this host that takes one session and its memory, and closes it on request. It never reads from

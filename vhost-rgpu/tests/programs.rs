@@ -18,14 +18,14 @@ use protocol::channel::{NO_SLOT, State};
 use protocol::data::{HostIn, HostOut};
 use protocol::device::{Answer, Extent, request};
 use protocol::handle::StreamId;
-use protocol::link::Memory;
+use protocol::link::{Memory, wish};
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use test_kit::channel::{Channel, in_a_file};
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::manager::Manager;
 use test_kit::native_client::{NativeClient, create_channel};
-use test_kit::server::mute_server;
+use test_kit::server::{Behavior, FakeServer, mute_server};
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 use zerocopy::IntoBytes;
@@ -237,6 +237,56 @@ fn a_program_that_is_just_starting_is_started_by_the_next_process() {
     assert_eq!(native.response().unwrap().unwrap().0, Answer::NoServer);
     let _daemon = crash(daemon);
     assert_eq!(native.ask(register(1), &[&own().0]).unwrap().0, Answer::Invalid, "it has no channel");
+}
+
+#[test]
+fn a_program_that_waits_in_a_servers_queue_waits_on_in_the_next_process() {
+    let server = FakeServer::start(Behavior { queue: &[7], never_serves: true, ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
+    let [(_native, view, doorbell), (leaves, ..)] = [(); 2].map(|()| {
+        let native = NativeClient::connect(&daemon.native()).unwrap();
+        let (file, view) = in_a_file(1 << 20, "program");
+        view.header().set_wishes(wish::MAY_WAIT);
+        native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+        let (answer, reason, mut fds) = native.response().unwrap().unwrap();
+        assert_eq!((answer, reason.as_str()), (Answer::Ok, ""));
+        (native, view, fds.pop().unwrap())
+    });
+    let daemon = crash(daemon);
+    eventually(|| server.left() == 2 && server.programs().len() == 4);
+    assert_eq!(view.header().state(), State::Waiting);
+    // One of them has enough of it.
+    drop(leaves);
+    eventually(|| server.left() == 3);
+    server.serve();
+    let daemon = crash(daemon);
+    eventually(|| view.header().state() == State::Ready);
+    let mut channel = Channel::new(view, move || {
+        nix::unistd::write(&doorbell, &1u64.to_ne_bytes()).unwrap();
+    });
+    channel.synchronize();
+    assert_eq!((daemon.number("sessions_lost"), daemon.sessions()), (0, 1));
+    let _daemon = crash(daemon);
+    // It has a session like any other now, which this server cannot continue.
+    eventually(|| channel.view().header().state() == State::Lost);
+}
+
+#[test]
+fn a_program_that_waited_and_is_refused_in_the_next_process_learns_why() {
+    let refusal = Some((Answer::NoResources, "nobody is served here"));
+    let behavior = Behavior { queue: &[1], never_serves: true, answer: refusal, ..Behavior::default() };
+    let server = FakeServer::start(behavior);
+    let daemon = Daemon::serving(&server);
+    let native = NativeClient::connect(&daemon.native()).unwrap();
+    let (file, view) = in_a_file(1 << 20, "program");
+    view.header().set_wishes(wish::MAY_WAIT);
+    native.send(create_channel(view.geometry().size as u64).as_bytes(), &[&file]).unwrap();
+    assert_eq!(native.response().unwrap().unwrap().0, Answer::Ok);
+    server.serve();
+    let _daemon = crash(daemon);
+    eventually(|| view.header().state() == State::Lost);
+    assert!(view.header().reason().contains("nobody is served here"), "{}", view.header().reason());
+    assert!(native.is_closed());
 }
 
 /// Commands go to the server before the session's data connections stand.

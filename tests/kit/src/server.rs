@@ -4,7 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
@@ -77,6 +77,8 @@ struct Shared {
     left: AtomicUsize,
     silent: AtomicUsize,
     programs: Mutex<Vec<String>>,
+    /// Clients are served even if it [never serves](Behavior::never_serves).
+    serves: AtomicBool,
 }
 
 /// Takes the data connections of a session, with their indices.
@@ -111,6 +113,7 @@ impl FakeServer {
             left: AtomicUsize::new(0),
             silent: AtomicUsize::new(0),
             programs: Mutex::default(),
+            serves: AtomicBool::new(false),
         });
         let for_thread = shared.clone();
         std::thread::spawn(move || {
@@ -164,6 +167,11 @@ impl FakeServer {
         self.shared.left.load(Ordering::SeqCst)
     }
 
+    /// From now on clients that come are served.
+    pub fn serve(&self) {
+        self.shared.serves.store(true, Ordering::SeqCst);
+    }
+
     /// Open connections on which no hello has come.
     pub fn silent(&self) -> usize {
         self.shared.silent.load(Ordering::SeqCst)
@@ -209,7 +217,7 @@ impl Shared {
                     return;
                 }
             }
-            if self.behavior.never_serves {
+            if self.behavior.never_serves && !self.serves.load(Ordering::SeqCst) {
                 // A client sends nothing before its session begins: it can only leave.
                 assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)));
                 self.left.fetch_add(1, Ordering::SeqCst);

@@ -24,6 +24,7 @@ use super::own_memory;
 use crate::link::Stored;
 use crate::memory_file::memory_file;
 use crate::refusal::Refusal;
+use crate::stage::{Stage, stored_server};
 
 /// The key under which a client's channel, or one of its regions, is stored.
 pub fn place(client: u64, region: Option<u32>) -> u64 {
@@ -44,7 +45,7 @@ fn region_of(place: u64) -> Option<u32> {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 struct Fixed {
-    /// The server's index in the configuration.
+    /// The server's index in the configuration, and the channel's stage ([`Stage::word`]).
     server: u64,
     /// The memory's offset in its file, and its size in bytes.
     offset: u64,
@@ -56,11 +57,11 @@ fn memory_of(memories: &Memories) -> io::Result<(Memory, OwnedFd)> {
     Ok((memory, file.try_clone()?))
 }
 
-/// What is stored for a channel. Without a saved session, the session ends with this process.
-pub fn channel(server: usize, channel: &ChannelMemory, saved: Option<&Saved>) -> io::Result<Stored> {
+/// What is stored for a channel.
+pub fn channel(server: usize, channel: &ChannelMemory, stage: Stage<'_>) -> io::Result<Stored> {
     let (memory, file) = memory_of(&channel.memories)?;
-    let fixed = Fixed { server: server as u64, offset: memory.file_offset, size: channel.size };
-    let (session, others) = saved.map(Saved::parts).unwrap_or_default();
+    let fixed = Fixed { server: stage.word(server), offset: memory.file_offset, size: channel.size };
+    let (session, others) = stage.saved().map(Saved::parts).unwrap_or_default();
     let bytes = [fixed.as_bytes(), &session].concat();
     let mut descriptors = vec![file, channel.doorbell.as_fd().try_clone_to_owned()?];
     for other in others {
@@ -106,6 +107,8 @@ pub struct Leftover {
     pub channel: ChannelMemory,
     /// Its session, if it has outlived the process.
     pub saved: Option<Saved>,
+    /// Its session had not begun.
+    pub waits: bool,
     /// The memory of its regions.
     pub regions: BTreeMap<u32, Memories>,
 }
@@ -123,17 +126,18 @@ impl Leftover {
                 regions.insert(region, memories);
                 continue;
             }
-            let server = usize::try_from(fixed.server).ok().and_then(|server| servers.get(server));
-            let server = server.ok_or_else(malformed)?.clone();
+            let (server, waits) = stored_server(fixed.server, servers).ok_or_else(malformed)?;
             let mut channel = ChannelMemory::new(memories, extents, fixed.size)
                 .map_err(|e| io::Error::other(e.to_string()))?;
             channel.doorbell = Arc::new(event(descriptors.next().ok_or_else(malformed)?)?);
             let saved = (!session.is_empty())
                 .then(|| Saved::from_parts(&session, descriptors.collect()))
                 .transpose()?;
-            found = Some((server, channel, saved));
+            found = Some((server, channel, saved, waits));
         }
-        Ok(found.map(|(server, channel, saved)| Leftover { server, channel, saved, regions }))
+        let leftover =
+            found.map(|(server, channel, saved, waits)| Leftover { server, channel, saved, waits, regions });
+        Ok(leftover)
     }
 
     /// Tells the worker or the server that the session is over.

@@ -31,6 +31,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::queue::QUEUE_SIZE;
 use crate::link::{Control, Stored, ToKeeper};
 use crate::memory_file::memory_file;
+use crate::stage::{Stage, stored_server};
 
 /// Size of the memory for requests in progress, in bytes.
 pub const REQUESTS_SIZE: u64 = 4096;
@@ -160,9 +161,9 @@ pub struct Known(Stored);
 
 impl Known {
     /// Writes the server's index and the channel's extents into a file, and its session.
-    pub fn new(server: usize, extents: &[Extent], saved: Option<&Saved>) -> io::Result<Known> {
-        let (session, descriptors) = saved.map(Saved::parts).unwrap_or_default();
-        let mut bytes = (server as u64).to_le_bytes().to_vec();
+    pub fn new(server: usize, extents: &[Extent], stage: Stage<'_>) -> io::Result<Known> {
+        let (session, descriptors) = stage.saved().map(Saved::parts).unwrap_or_default();
+        let mut bytes = stage.word(server).to_le_bytes().to_vec();
         bytes.extend_from_slice(&(extents.len() as u64).to_le_bytes());
         bytes.extend_from_slice(extents.as_bytes());
         bytes.extend(session);
@@ -198,6 +199,8 @@ pub struct Leftover {
     pub extents: Vec<Extent>,
     /// Its session, if it had one that has outlived the predecessor.
     pub saved: Option<Saved>,
+    /// Its session had not begun.
+    pub waits: bool,
 }
 
 impl Leftover {
@@ -213,8 +216,7 @@ impl Leftover {
         let mut bytes = vec![0; size as usize];
         file.read_exact_at(&mut bytes, 0)?;
         let (server, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
-        let server = usize::try_from(u64::from_le_bytes(*server)).ok().and_then(|server| servers.get(server));
-        let server = server.ok_or_else(malformed)?.clone();
+        let (server, waits) = stored_server(u64::from_le_bytes(*server), servers).ok_or_else(malformed)?;
         let (count, rest) = rest.split_first_chunk().ok_or_else(malformed)?;
         let length = u64::from_le_bytes(*count).checked_mul(size_of::<Extent>() as u64);
         let length = length.and_then(|length| usize::try_from(length).ok());
@@ -224,7 +226,7 @@ impl Leftover {
         let extents = extents.iter().filter_map(|extent| Extent::read_from_bytes(extent).ok()).collect();
         let saved =
             (!session.is_empty()).then(|| Saved::from_parts(session, stored.descriptors)).transpose()?;
-        Ok(Leftover { server, extents, saved })
+        Ok(Leftover { server, extents, saved, waits })
     }
 
     /// Tells the worker or the server that the session is over.

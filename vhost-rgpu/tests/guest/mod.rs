@@ -7,7 +7,7 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
-use host_bridge::memory::Memories;
+use host_bridge::memory::{ChannelView, Memories};
 use protocol::channel::{Geometry, State};
 use protocol::device::{
     Answer, CONTROL_QUEUE, DOORBELL_QUEUE, EVENT_QUEUE, Extent, Request, Response, request,
@@ -337,7 +337,11 @@ impl Guest {
     pub fn create(&mut self, channel: u32) -> Channel {
         let (extents, geometry) = self.prepare(channel);
         assert_eq!(self.ask(create(channel, &extents), &extents), (Answer::Ok, String::new()));
-        let view = self.memories.view(&extents, geometry.size as u64).unwrap();
+        self.channel(self.memories.view(&extents, geometry.size as u64).unwrap())
+    }
+
+    /// A channel that is ready.
+    pub fn channel(&self, view: ChannelView) -> Channel {
         assert_eq!(view.header().state(), State::Ready);
         let doorbell = self.queues[usize::from(DOORBELL_QUEUE)].kick.try_clone().unwrap();
         Channel::new(view, move || doorbell.write(1).unwrap())

@@ -17,6 +17,7 @@ use protocol::device::Extent;
 use super::requests::Job;
 use super::{Channel, Device, Held, PATIENCE};
 use crate::refusal::{Refusal, invalid, no_resources};
+use crate::stage::Stage;
 use crate::vm::budget::Charge;
 use crate::vm::control::Order;
 use crate::vm::gate::Inside;
@@ -89,14 +90,48 @@ impl Device {
                 channels.insert(channel, Channel::Opening);
             }
         }
+        self.open_or_forget(channel, extents, size, job)
+    }
+
+    /// Asks a server for the session of a predecessor's channel, whose program was told to wait for it. The channel is
+    /// [opening](Channel::Opening). Its place in the server's queue is a new one.
+    pub(super) fn ask_again(&self, channel: u32, extents: Vec<Extent>, epoch: u64) {
+        let Some(device) = self.me.upgrade() else { return };
+        let ask = move || {
+            let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+            let mut job = Job::answered(&device, epoch);
+            let result = device.open_or_forget(channel, extents.clone(), size, &mut job);
+            if let (Err(Refusal(_, why)), Some(_inside)) = (&result, device.gate.enter(epoch)) {
+                device.tell_lost(channel, &extents, why);
+            }
+            job.answer(result);
+        };
+        if let Err(e) = std::thread::Builder::new().name("request".to_owned()).spawn(ask) {
+            tracing::error!("{}: channel {channel}: no thread to ask for its session: {e}", self.who);
+            if let Some(_inside) = self.gate.try_enter(epoch) {
+                self.channels().insert(channel, Channel::Over);
+                self.store.forget(channel);
+            }
+        }
+    }
+
+    /// Opens a channel that is [opening](Channel::Opening). If that fails, it is gone, or over if the guest was told
+    /// that it exists.
+    fn open_or_forget(
+        &self,
+        channel: u32,
+        extents: Vec<Extent>,
+        size: u64,
+        job: &mut Job<'_>,
+    ) -> Result<(), Refusal> {
         let result = self.open_in(channel, extents, size, job);
-        let inside = self.gate.enter(epoch);
+        let inside = self.gate.enter(job.epoch);
         if let (Some(_), Err(Refusal(answer, _))) = (&inside, &result) {
             let mut channels = self.channels();
-            match channels.get(&channel) {
-                // The guest was told that the channel exists, so the guest must destroy it.
-                Some(Channel::Waiting(_)) => drop(channels.insert(channel, Channel::Over)),
-                _ => drop(channels.remove(&channel)),
+            if job.answered {
+                channels.insert(channel, Channel::Over);
+            } else {
+                channels.remove(&channel);
             }
             self.store.forget(channel);
             self.registry.totals.refuse(*answer);
@@ -131,14 +166,14 @@ impl Device {
         }
         let (server, config) = self.config.servers.choose(&memory)?;
         let unknown = |e: io::Error| no_resources(format!("this host cannot remember the channel: {e}"));
-        self.remember(epoch, channel, Known::new(server, &memory.extents, None).map_err(unknown)?)?;
+        self.remember(epoch, channel, Known::new(server, &memory.extents, Stage::Waits).map_err(unknown)?)?;
         let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
         let mut prepared = Prepared::connect(&config, &memory, &mut turn)
             .inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
         let saved = prepared.save(&memory).map_err(unknown)?;
-        let known = Known::new(server, &memory.extents, saved.as_ref()).map_err(unknown)?;
+        let known = Known::new(server, &memory.extents, Stage::Began(saved.as_ref())).map_err(unknown)?;
         self.remember(epoch, channel, known)?;
         drop(saved);
         let opened = prepared.open().inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
@@ -318,9 +353,11 @@ impl Turn for Queued<'_, '_> {
             memory.tell_waiting(server, ahead);
             // While it waits, the guest expects this counter to rise.
             memory.view.header().raise_alive();
-            if !self.job.answered {
-                let waiting = Channel::Waiting(self.give_up.clone());
-                self.device.channels().insert(self.channel, waiting);
+            let mut channels = self.device.channels();
+            if let Some(opening @ Channel::Opening) = channels.get_mut(&self.channel) {
+                *opening = Channel::Waiting(self.give_up.clone());
+                // A successor's channel may be about to be destroyed already.
+                self.device.settled.notify_all();
             }
         });
         self.job.answer(Ok(()));

@@ -107,7 +107,7 @@ impl Device {
         let reason = format!(
             "the process of vhost-rgpu that served this guest {how}; another one serves the guest now: start the program again"
         );
-        let (mut kept, mut lost) = (0, 0);
+        let (mut kept, mut lost, mut waiting) = (0, 0, Vec::new());
         for (channel, stored) in stored {
             let leftover = match Leftover::new(stored, self.config.servers.all()) {
                 Ok(leftover) => leftover,
@@ -122,6 +122,11 @@ impl Device {
                 continue;
             }
             let ends = destroyed.contains(&channel);
+            if leftover.waits && !ends {
+                self.channels().insert(channel, Channel::Opening);
+                waiting.push((channel, leftover.extents));
+                continue;
+            }
             if let (Some(saved), false) = (&leftover.saved, ends) {
                 match self.resume_session(channel, &leftover, saved) {
                     Ok(()) => {
@@ -141,10 +146,12 @@ impl Device {
         drop(inside);
         self.registry.totals.lost.fetch_add(lost, Ordering::Relaxed);
         tracing::warn!(
-            "{}: {kept} sessions continue, {lost} are lost, {} requests are executed again",
+            "{}: {kept} sessions continue, {} wait in a queue again, {lost} are lost, {} requests are executed again",
             self.who,
+            waiting.len(),
             fetched.len()
         );
+        waiting.into_iter().for_each(|(channel, extents)| self.ask_again(channel, extents, epoch));
         fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
     }
 
@@ -169,7 +176,7 @@ impl Device {
     }
 
     /// Tells this channel's program that its session is over.
-    fn tell_lost(&self, channel: u32, extents: &[Extent], reason: &str) {
+    pub(super) fn tell_lost(&self, channel: u32, extents: &[Extent], reason: &str) {
         let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
         match self.memories().view(extents, size) {
             Ok(view) => {

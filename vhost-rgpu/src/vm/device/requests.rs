@@ -228,7 +228,12 @@ pub(super) struct Job<'d> {
     pub(super) answered: bool,
 }
 
-impl Job<'_> {
+impl<'d> Job<'d> {
+    /// A request that a predecessor has answered and that is carried on here.
+    pub(super) fn answered(device: &'d Device, epoch: u64) -> Job<'d> {
+        Job { device, epoch, head: 0, again: true, pieces: Vec::new(), bytes: 0, answered: true }
+    }
+
     /// Answers the request, unless it was already answered, and stops counting it.
     pub(super) fn answer(&mut self, result: Result<(), Refusal>) {
         if std::mem::replace(&mut self.answered, true) {
