@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -155,15 +156,33 @@ impl Host {
 
     /// Starts `vhost-rgpu` again.
     pub fn start_bridge(&mut self) -> Result<()> {
+        let arguments = self.bridge_arguments();
+        let (log, status) = self.bridge_files();
+        self.bridge = Some(Daemon::start_of(self.options.build, "vhost-rgpu", arguments, &log, &status)?);
+        Ok(())
+    }
+
+    /// Starts `vhost-rgpu` again by a service manager's command, which this adds the options to. Its log goes on.
+    pub fn start_bridge_by(&mut self, command: Command) -> Result<()> {
+        let arguments = self.bridge_arguments();
+        let (log, status) = self.bridge_files();
+        self.bridge = Some(Daemon::start_by(command, arguments, &log, &status)?);
+        Ok(())
+    }
+
+    fn bridge_arguments(&self) -> Vec<String> {
         let (socket, native) = (self.socket(), self.native_socket());
         let (socket, native) = (socket.display().to_string(), native.display().to_string());
         let mut arguments = vec!["--socket", &socket, "--native-socket", &native, "--server", &self.address];
         arguments.extend(["--insecure", "--transport", self.options.transport]);
         let poll = self.options.poll_us.map(|poll| poll.to_string());
         arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
-        let (log, status) = (self.logs.join("vhost-rgpu.log"), self.folder.path().join("vhost-rgpu.status"));
-        self.bridge = Some(Daemon::start_of(self.options.build, "vhost-rgpu", arguments, &log, &status)?);
-        Ok(())
+        arguments.into_iter().map(str::to_owned).collect()
+    }
+
+    /// The daemon's log and its status socket.
+    fn bridge_files(&self) -> (PathBuf, PathBuf) {
+        (self.logs.join("vhost-rgpu.log"), self.folder.path().join("vhost-rgpu.status"))
     }
 
     /// The socket for a guest's VMM.

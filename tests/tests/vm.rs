@@ -3,6 +3,8 @@
 //!
 //! Without KVM, guests are emulated, so each test does many things in one boot.
 
+#[path = "vm/killed.rs"]
+mod killed;
 #[path = "vm/stop.rs"]
 mod stop;
 

@@ -19,12 +19,13 @@ fn stops() -> u64 {
     std::env::var("RGPU_STOPS").ok().and_then(|text| text.parse().ok()).unwrap_or(40)
 }
 
+/// Daemons that keep sessions without a link for `grace` seconds.
+pub fn patient_host(name: &str, transport: &'static str, grace: u32) -> Result<Host> {
+    Host::start(&format!("vm/{name}-{transport}"), Options { grace, ..Options::software(transport) })
+}
+
 /// A guest with programs that work.
-fn working(name: &str, transport: &'static str) -> Result<Bed> {
-    let host = Host::start(
-        &format!("vm/{name}-{transport}"),
-        Options { grace: 600, ..Options::software(transport) },
-    )?;
+pub fn working(host: Host) -> Result<Bed> {
     let mut programs = programs::portable()?;
     let named =
         |name: &str| SOME.contains(&name) || WORKING.iter().any(|line| line.split(' ').next() == Some(name));
@@ -56,7 +57,11 @@ fn in_states(host: &Host, expected: &[&str]) -> Result<()> {
 
 /// Runs all programs at the same time, does `interrupt` again and again meanwhile, and checks that all pass.
 /// Returns how often it did.
-fn work_through(bed: &Bed, least: u64, mut interrupt: impl FnMut(u64) -> Result<()>) -> Result<u64> {
+pub fn work_through(
+    bed: &mut Bed,
+    least: u64,
+    mut interrupt: impl FnMut(&mut Bed) -> Result<()>,
+) -> Result<u64> {
     let mut count = 0;
     while count < least {
         let mut running = Vec::new();
@@ -64,7 +69,7 @@ fn work_through(bed: &Bed, least: u64, mut interrupt: impl FnMut(u64) -> Result<
             running.push((line, bed.machine.spawn(line)?));
         }
         while count < least && running.iter().any(|(_, process)| !process.has_ended()) {
-            interrupt(count)?;
+            interrupt(bed)?;
             count += 1;
             // The programs should make some progress in between, a different amount each time.
             in_states(&bed.host, &["ready", "ended"])?;
@@ -82,7 +87,7 @@ fn work_through(bed: &Bed, least: u64, mut interrupt: impl FnMut(u64) -> Result<
 /// Stops, resets and kills guests and device processes. Checks that no session is left, and that the next
 /// programs pass.
 fn stopped_guests_are_reset_or_lose_their_device_process(transport: &'static str) -> Result<()> {
-    let bed = working("stopped", transport)?;
+    let bed = working(patient_host("stopped", transport, 600)?)?;
     let before = bed.base_line()?;
 
     // Another device process takes over while the guest is stopped.
@@ -141,9 +146,9 @@ fn stopped_guests_are_reset_or_lose_their_device_process_over_tcp() -> Result<()
 }
 
 fn programs_go_on_after_the_guest_was_stopped(transport: &'static str) -> Result<()> {
-    let bed = working("stop", transport)?;
+    let mut bed = working(patient_host("stop", transport, 600)?)?;
     let before = bed.base_line()?;
-    let count = work_through(&bed, stops(), |_| {
+    let count = work_through(&mut bed, stops(), |bed| {
         bed.machine.stop()?;
         // Nothing moves while it is stopped, and every session survives.
         in_states(&bed.host, &["paused", "ended"])?;
