@@ -357,8 +357,8 @@ fn a_worker_that_stays_when_its_client_is_gone_is_killed() {
 #[test]
 fn a_worker_stays_while_somebody_may_go_on_with_its_session() {
     let server = Server::start(&["--workers=1"]);
-    // A client that is gone but may come back, one that is gone for good, and one that says that it is. A file that is
-    // no pipe counts as nothing.
+    // A client that is gone but may come back, one that is gone for good, and one that says that it is. A
+    // file that is no pipe counts as nothing.
     let ((returns, ours), (left, gone), (over, says)) = (pipe().unwrap(), pipe().unwrap(), pipe().unwrap());
     let file = std::fs::File::open("/dev/zero").unwrap();
     let socket = server.socket();

@@ -175,18 +175,28 @@ fn sign(key: Option<&Arc<CertifiedKey>>, scheme: SignatureScheme, message: &[u8]
 
 /// Credentials whose key is in another process.
 #[derive(Debug)]
-pub struct Remote(Mutex<BufReader<UnixStream>>);
+pub struct Remote {
+    socket: Mutex<BufReader<UnixStream>>,
+    ended: fn(),
+}
 
 impl Remote {
-    /// Uses the key of the process at the other end of this socket.
-    pub fn new(socket: UnixStream) -> Arc<Remote> {
-        Arc::new(Remote(Mutex::new(BufReader::new(socket))))
+    /// Uses the key of the process at the other end of this socket. If that process has ended, `ended` is
+    /// called before a question fails for it.
+    pub fn new(socket: UnixStream, ended: fn()) -> Arc<Remote> {
+        Arc::new(Remote { socket: Mutex::new(BufReader::new(socket)), ended })
     }
 
     fn ask<T: for<'a> Deserialize<'a>>(&self, question: &Question) -> io::Result<Answer<T>> {
-        let mut socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        write_line(socket.get_ref(), question)?;
-        let line = read_line(&mut *socket, MAX_ANSWER)?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = write_line(socket.get_ref(), question).and_then(|()| read_line(&mut *socket, MAX_ANSWER));
+        let answer = asked.and_then(|line| line.ok_or_else(|| UnexpectedEof.into()));
+        let line = answer.inspect_err(|e| {
+            if matches!(e.kind(), BrokenPipe | ConnectionReset | UnexpectedEof) {
+                (self.ended)();
+            }
+        })?;
         Ok(serde_json::from_slice(&line)?)
     }
 
@@ -284,7 +294,26 @@ mod tests {
         let files = ClientFiles { folder: folder.to_owned() };
         std::thread::spawn(move || serve(&theirs, &files, ADDRESS));
         let raw = ours.try_clone().unwrap();
-        (Remote::new(ours), raw)
+        (Remote::new(ours, || ()), raw)
+    }
+
+    #[test]
+    fn the_end_of_the_process_with_the_key_is_told_before_a_question_fails() {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static ENDED: AtomicU32 = AtomicU32::new(0);
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let remote = Remote::new(ours, || {
+            ENDED.fetch_add(1, Ordering::SeqCst);
+        });
+        let end = std::thread::spawn(move || {
+            // In the middle of a question.
+            read_line(&mut BufReader::new(&theirs), MAX_QUESTION).unwrap().unwrap();
+        });
+        assert!(remote.credentials(ADDRESS).is_err());
+        assert_eq!(ENDED.load(Ordering::SeqCst), 1);
+        end.join().unwrap();
+        assert!(remote.credentials(ADDRESS).is_err());
+        assert_eq!(ENDED.load(Ordering::SeqCst), 2);
     }
 
     fn proof() -> Vec<u8> {

@@ -162,7 +162,8 @@ impl Host {
         Ok(())
     }
 
-    /// Starts `vhost-rgpu` again by a service manager's command, which this adds the options to. Its log goes on.
+    /// Starts `vhost-rgpu` again by a service manager's command, which this adds the options to. Its log goes
+    /// on.
     pub fn start_bridge_by(&mut self, command: Command) -> Result<()> {
         let arguments = self.bridge_arguments();
         let (log, status) = self.bridge_files();

@@ -5,7 +5,6 @@
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::process::exit;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use host_bridge::bridge::{Connector, TransportKind};
 use sandbox::{Access, Orders, OtherCalls, Policy, Reach, Report, Sandboxes, Syscalls, Visible};
 
 use crate::config::Config;
-use crate::link::{self, Control, ToKeeper};
+use crate::link::{self, Control, ToKeeper, keeper_has_ended};
 use crate::memory_file::memory_file;
 
 /// Prepares the sandboxes of a keeper's device processes.
@@ -74,13 +73,6 @@ impl Connector for KeeperConnects {
         self.control.tell_keeper(&question)?;
         // So that a keeper dropping its end without an answer is noticed.
         drop(question);
-        ours.connected()?.map_or_else(
-            || {
-                tracing::warn!("the keeper has ended");
-                // This process ends with it. Nobody may be told that there is no connection: the next process makes one.
-                exit(1)
-            },
-            Ok,
-        )
+        Ok(ours.connected()?.unwrap_or_else(|| keeper_has_ended()))
     }
 }

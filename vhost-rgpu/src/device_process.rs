@@ -9,7 +9,6 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::exit;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,7 +23,7 @@ use sandbox::Orders;
 
 use crate::config::{Config, Source};
 use crate::confinement::{self, KeeperConnects};
-use crate::link::{Control, ToDevice, ToKeeper};
+use crate::link::{Control, ToDevice, ToKeeper, keeper_has_ended};
 use crate::memory_file::memory_file;
 use crate::registry::Registry;
 use crate::role::Role;
@@ -79,7 +78,8 @@ fn through_keeper(control: &Arc<Control>, servers: &mut Servers) -> Result<()> {
             let Some(ToDevice::Keys { socket }) = message else {
                 bail!("the keeper does not say where this host's key signs");
             };
-            session.security = Security::Tls(Arc::new(Remote::new(UnixStream::from(socket))));
+            let keys = Remote::new(UnixStream::from(socket), || keeper_has_ended());
+            session.security = Security::Tls(Arc::new(keys));
         }
         session.connector = Some(Arc::new(KeeperConnects { control: control.clone(), server }));
     }
@@ -144,8 +144,7 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
             tracing::warn!("{role}: the keeper's messages: {e}");
             None
         }) else {
-            tracing::warn!("{role}: the keeper has ended");
-            exit(1);
+            keeper_has_ended();
         };
         match (message, &mut serving) {
             (ToDevice::End, _) => break,

@@ -9,6 +9,7 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::process::exit;
 use std::time::Duration;
 
 use host_bridge::bridge::saved::MAX_DESCRIPTORS;
@@ -441,6 +442,13 @@ impl Control {
             }
         }
     }
+}
+
+/// Ends this process, which goes with its keeper. Nobody is told anything in its last moments, for example
+/// that there is no connection to a server: the next process makes one.
+pub fn keeper_has_ended() -> ! {
+    tracing::warn!("the keeper has ended");
+    exit(1);
 }
 
 /// The answer to [`ToKeeper::Connect`], on the socket that came with the request.

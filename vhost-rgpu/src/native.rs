@@ -339,8 +339,8 @@ impl Connection<'_> {
         }
     }
 
-    /// Continues where a predecessor ended. False: the client has no session, and has been told. The error says why
-    /// the session cannot continue; the client then finds its connection closed.
+    /// Continues where a predecessor ended. False: the client has no session, and has been told. The error
+    /// says why the session cannot continue; the client then finds its connection closed.
     fn resume(&mut self) -> Result<bool, String> {
         let mut packet = [0; size_of::<Request>()];
         let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
@@ -410,8 +410,9 @@ impl Connection<'_> {
         Ok(true)
     }
 
-    /// Asks a server for the session of a client that a predecessor has told to wait. Its place in the server's queue
-    /// is a new one. False: it is refused, and has been told. The error says what else is wrong.
+    /// Asks a server for the session of a client that a predecessor has told to wait. Its place in the
+    /// server's queue is a new one. False: it is refused, and has been told. The error says what else is
+    /// wrong.
     fn ask_again(&mut self, channel: ChannelMemory) -> Result<bool, String> {
         match self.begin(channel, true) {
             Ok(done) => Ok(!matches!(done, Done::RefusedAfterWaiting)),

@@ -2,8 +2,8 @@
 
 use host_bridge::bridge::{Saved, SessionConfig};
 
-/// Marks the number of the server of a channel that waits. (A process of a version without the mark takes such
-/// a number for a server that it does not have.)
+/// Marks the number of the server of a channel that waits. (A process of a version without the mark takes
+/// such a number for a server that it does not have.)
 const WAITS: u64 = 1 << 63;
 
 /// How far a channel's session has come.
@@ -30,8 +30,8 @@ impl<'s> Stage<'s> {
     }
 }
 
-/// The server whose index was stored in a [word](Stage::word), and whether the channel waits. `None`: there is no
-/// such server.
+/// The server whose index was stored in a [word](Stage::word), and whether the channel waits. `None`: there
+/// is no such server.
 pub fn stored_server(word: u64, servers: &[SessionConfig]) -> Option<(SessionConfig, bool)> {
     let index = usize::try_from(word & !WAITS).ok()?;
     Some((servers.get(index)?.clone(), word & WAITS != 0))

@@ -1,7 +1,7 @@
 //! Comments that are too wide for the sources.
 //!
-//! rustfmt wraps code but no comments, so a sentence that was added to one would make it wider and wider. Tables,
-//! drawings, code in comments and lists of a comment's own layout are as wide as they have to be.
+//! rustfmt wraps code but no comments, so a sentence that was added to one would make it wider and wider.
+//! Tables, drawings, code in comments and lists of a comment's own layout are as wide as they have to be.
 
 use std::fs;
 use std::path::Path;

@@ -37,9 +37,10 @@ impl AsFd for Control {
     }
 }
 
-/// The reading end of a pipe that came with the first message of a client that shares memory with its worker. The
-/// client is gone when something can be read there, or when nobody has the other end any more. Its connection says
-/// less: it is closed as well when the client's host starts another process, which then goes on with the session.
+/// The reading end of a pipe that came with the first message of a client that shares memory with its worker.
+/// The client is gone when something can be read there, or when nobody has the other end any more. Its
+/// connection says less: it is closed as well when the client's host starts another process, which then goes
+/// on with the session.
 #[derive(Debug)]
 pub(super) struct Presence(OwnedFd);
 

@@ -363,8 +363,8 @@ struct Gone {
     sharing: Vec<Arc<Control>>,
 }
 
-/// Sleeps until a client is gone that waits or whose session shares memory with its worker, clients' positions
-/// must be sent, a worker's time to leave is over, or another thread nudges. Returns who is gone.
+/// Sleeps until a client is gone that waits or whose session shares memory with its worker, clients'
+/// positions must be sent, a worker's time to leave is over, or another thread nudges. Returns who is gone.
 fn wait(server: &Server) -> Gone {
     let (waiting, sharing, timed): (Vec<Arc<Control>>, Vec<Arc<Control>>, bool) = {
         let state = server.lock();

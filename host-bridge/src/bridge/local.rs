@@ -211,9 +211,9 @@ impl Local {
         .map_err(here)
     }
 
-    /// Goes on with a session that another process had: brings its worker, which waits at `worker` in `saved`, a
-    /// connection with this one. The receiver gets the session's regions, at most `max_regions`, when the
-    /// worker has told them; nothing if the session ends before. Does not block.
+    /// Goes on with a session that another process had: brings its worker, which waits at `worker` in
+    /// `saved`, a connection with this one. The receiver gets the session's regions, at most `max_regions`,
+    /// when the worker has told them; nothing if the session ends before. Does not block.
     pub(super) fn resume(
         session: Arc<SessionState>,
         saved: &SavedLocal,

@@ -1,5 +1,5 @@
-//! `vhost-rgpu` itself is killed while programs of a guest work. A service manager has kept its descriptors and starts
-//! another; QEMU and the guest notice nothing.
+//! `vhost-rgpu` itself is killed while programs of a guest work. A service manager has kept its descriptors
+//! and starts another; QEMU and the guest notice nothing.
 
 use test_kit::manager::Manager;
 
@@ -19,7 +19,8 @@ fn replace(host: &mut Host, manager: &Manager) -> Result<()> {
 
 fn programs_go_on_after_the_daemon_was_killed(transport: &'static str) -> Result<()> {
     let manager = Manager::new();
-    // A server is not told of the end of a program whose process is killed on the way, and keeps its session so long.
+    // A server is not told of the end of a program whose process is killed on the way, and keeps its session
+    // so long.
     let mut host = patient_host("killed", transport, 60)?;
     replace(&mut host, &manager)?;
     let mut bed = working(host)?;

@@ -62,8 +62,8 @@ pub(super) struct SavedLocal {
     pub(super) about: About,
 }
 
-/// The writing end of a pipe whose other end the server's daemon has: the client of a worker that shares its memory is
-/// there as long as somebody holds this, and nobody has said that it is gone.
+/// The writing end of a pipe whose other end the server's daemon has: the client of a worker that shares its
+/// memory is there as long as somebody holds this, and nobody has said that it is gone.
 #[derive(Debug)]
 pub(super) struct Presence(OwnedFd);
 

@@ -14,6 +14,7 @@ use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::Extent;
 
+use super::predecessor::bytes_of;
 use super::requests::Job;
 use super::{Channel, Device, Held, PATIENCE};
 use crate::refusal::{Refusal, invalid, no_resources};
@@ -93,12 +94,12 @@ impl Device {
         self.open_or_forget(channel, extents, size, job)
     }
 
-    /// Asks a server for the session of a predecessor's channel, whose program was told to wait for it. The channel is
-    /// [opening](Channel::Opening). Its place in the server's queue is a new one.
+    /// Asks a server for the session of a predecessor's channel, whose program was told to wait for it. The
+    /// channel is [opening](Channel::Opening). Its place in the server's queue is a new one.
     pub(super) fn ask_again(&self, channel: u32, extents: Vec<Extent>, epoch: u64) {
         let Some(device) = self.me.upgrade() else { return };
         let ask = move || {
-            let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+            let size = bytes_of(&extents);
             let mut job = Job::answered(&device, epoch);
             let result = device.open_or_forget(channel, extents.clone(), size, &mut job);
             if let (Err(Refusal(_, why)), Some(_inside)) = (&result, device.gate.enter(epoch)) {
@@ -115,8 +116,8 @@ impl Device {
         }
     }
 
-    /// Opens a channel that is [opening](Channel::Opening). If that fails, it is gone, or over if the guest was told
-    /// that it exists.
+    /// Opens a channel that is [opening](Channel::Opening). If that fails, it is gone, or over if the guest
+    /// was told that it exists.
     fn open_or_forget(
         &self,
         channel: u32,

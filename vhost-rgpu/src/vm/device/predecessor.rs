@@ -158,7 +158,7 @@ impl Device {
     /// Continues the session of a predecessor's channel.
     fn resume_session(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
         let extents = &leftover.extents[..];
-        let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+        let size = bytes_of(extents);
         let memories = self.memories();
         let mappings = self.budget.channel(memories.resolve(extents, size)?.all().len())?;
         let memory = ChannelMemory::new(memories, extents.to_vec(), size)?;
@@ -177,7 +177,7 @@ impl Device {
 
     /// Tells this channel's program that its session is over.
     pub(super) fn tell_lost(&self, channel: u32, extents: &[Extent], reason: &str) {
-        let size = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+        let size = bytes_of(extents);
         match self.memories().view(extents, size) {
             Ok(view) => {
                 view.header().raise_alive();
@@ -200,4 +200,9 @@ impl Device {
             );
         }
     }
+}
+
+/// The bytes of a channel with these extents.
+pub(super) fn bytes_of(extents: &[Extent]) -> u64 {
+    extents.iter().fold(0, |sum, extent| sum.saturating_add(extent.len))
 }
