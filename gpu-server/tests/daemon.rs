@@ -6,14 +6,14 @@ mod support;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 
 use host_bridge::framing::{recv_frame, send_frame};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::{Pid, pipe};
+use nix::unistd::Pid;
 use protocol::channel::NO_SLOT;
 use protocol::data::{HostIn, HostRange, Place};
 use protocol::device::untext;
@@ -357,40 +357,30 @@ fn a_worker_that_stays_when_its_client_is_gone_is_killed() {
 #[test]
 fn a_worker_stays_while_somebody_may_go_on_with_its_session() {
     let server = Server::start(&["--workers=1"]);
-    // A client that is gone but may come back, one that is gone for good, and one that says that it is. A
-    // file that is no pipe counts as nothing.
-    let ((returns, ours), (left, gone), (over, says)) = (pipe().unwrap(), pipe().unwrap(), pipe().unwrap());
-    let file = std::fs::File::open("/dev/zero").unwrap();
-    let socket = server.socket();
-    let mut clients: Vec<(LocalBridge, Pid)> = Vec::new();
-    let connect: [&dyn Fn() -> LocalBridge; 4] = [
-        &|| LocalBridge::connect_with(&socket, &returns),
-        &|| LocalBridge::connect_with(&socket, &left),
-        &|| LocalBridge::connect_with(&socket, &over),
-        &|| LocalBridge::connect_with(&socket, &file),
-    ];
-    for connect in connect {
-        let mut client = connect();
+    // A client that may come back, one that is gone for good, and one that says that it is.
+    let mut clients: Vec<(LocalBridge, OwnedFd, Pid)> = Vec::new();
+    for _ in 0..3 {
+        let (mut client, presence) = LocalBridge::with_presence(&server.socket());
         client.call(&SessionInfo {}).unwrap();
         let sessions = server.status()["sessions"].as_array().unwrap().clone();
-        let workers = sessions.iter().map(|row| Pid::from_raw(row["worker"].as_i64().unwrap() as i32));
-        let worker = workers.into_iter().find(|worker| clients.iter().all(|(_, other)| other != worker));
-        // None notices that its session is over.
-        kill(worker.unwrap(), Signal::SIGSTOP).unwrap();
-        clients.push((client, worker.unwrap()));
+        let mut workers = sessions.iter().map(|row| Pid::from_raw(row["worker"].as_i64().unwrap() as i32));
+        let worker = workers.find(|worker| clients.iter().all(|(.., other)| other != worker)).unwrap();
+        // It does not notice that its session is over.
+        kill(worker, Signal::SIGSTOP).unwrap();
+        clients.push((client, presence, worker));
     }
-    drop((returns, left, over));
-    let workers: Vec<Pid> = clients.into_iter().map(|(_, worker)| worker).collect();
-    drop(gone);
-    nix::unistd::write(&says, &[1]).unwrap();
-    // The first was gone before any of the others.
+    let workers: Vec<Pid> = clients.iter().map(|(.., worker)| *worker).collect();
+    let mut presences: Vec<OwnedFd> = clients.into_iter().map(|(_, presence, _)| presence).collect();
+    nix::unistd::write(&presences[2], &[1]).unwrap();
+    drop(presences.remove(1));
+    // The connection of the first was closed before the others were gone.
     until("the others' sessions are over", || server.sessions() == 1);
-    let gone = |worker: Pid| kill(worker, None) == Err(nix::errno::Errno::ESRCH);
-    assert_eq!(workers.iter().map(|worker| gone(*worker)).collect::<Vec<_>>(), [false, true, true, true]);
-    drop(ours);
+    let gone = |worker: &Pid| kill(*worker, None) == Err(nix::errno::Errno::ESRCH);
+    assert_eq!(workers.iter().map(gone).collect::<Vec<_>>(), [false, true, true]);
+    drop(presences);
     until("its session is over", || server.sessions() == 0);
-    assert!(gone(workers[0]));
-    assert_eq!(server.log().matches("does not end; killed").count(), 4);
+    assert!(gone(&workers[0]));
+    assert_eq!(server.log().matches("does not end; killed").count(), 3);
 }
 
 /// Runs a server that should not start. Returns its output.

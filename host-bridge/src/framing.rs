@@ -194,11 +194,6 @@ pub fn recv_some(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>)
     recv_with(socket, buf, fds, MsgFlags::empty())
 }
 
-/// Like [`recv_some`], and never blocks, whatever the socket's mode.
-pub fn recv_now(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
-    recv_with(socket, buf, fds, MsgFlags::MSG_DONTWAIT)
-}
-
 /// Like [`recv_some`], and what was received stays the next to be received.
 pub fn peek_some(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
     recv_with(socket, buf, fds, MsgFlags::MSG_PEEK)

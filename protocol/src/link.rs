@@ -232,6 +232,10 @@ numbers! {
         /// In a hello only: the bridge takes compressed data ([`COMPRESSED_FLAG`](super::COMPRESSED_FLAG)).
         /// Without it none may be sent to it.
         COMPRESSED = 4, since 2;
+        /// In a hello of `local` only: with the welcome of its session, the bridge takes the writing end of a
+        /// pipe. The client counts as gone once something is written there, or nobody holds that end. Without
+        /// it, the client counts as gone when the connection is closed.
+        PRESENCE = 8, since 7;
     }
 
     /// Kinds of frames, with their bodies.

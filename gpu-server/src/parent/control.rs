@@ -1,14 +1,13 @@
 //! A client's connection while it is still the daemon's, and what the daemon tells the client over it.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 
-use nix::fcntl::{FcntlArg, fcntl};
 use nix::poll::{PollFd, PollFlags};
-use nix::sys::socket::{MsgFlags, Shutdown, recv, send, shutdown};
+use nix::sys::socket::{ControlMessage, MsgFlags, Shutdown, recv, send, sendmsg, shutdown};
 use protocol::device::{Answer, text};
 use protocol::link::{FrameHeader, Welcome, frame};
 use rustls::ServerConnection;
@@ -21,7 +20,7 @@ use crate::worker_protocol::Token;
 /// A connection.
 pub(super) enum Control {
     /// From a Unix socket.
-    Local(UnixStream, Option<Presence>),
+    Local(UnixStream),
     /// From another machine, without TLS.
     Tcp(TcpStream),
     /// From another machine, under TLS.
@@ -31,41 +30,13 @@ pub(super) enum Control {
 impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Control::Local(stream, _) => stream.as_fd(),
+            Control::Local(stream) => stream.as_fd(),
             Control::Tcp(stream) | Control::Tls(stream, _) => stream.as_fd(),
         }
     }
 }
 
-/// The reading end of a pipe that came with the first message of a client that shares memory with its worker.
-/// The client is gone when something can be read there, or when nobody has the other end any more. Its
-/// connection says less: it is closed as well when the client's host starts another process, which then goes
-/// on with the session.
-#[derive(Debug)]
-pub(super) struct Presence(OwnedFd);
-
-impl Presence {
-    /// One, if it is a pipe. Waiting for another kind of file could take as long as whoever serves it wants.
-    pub(super) fn of(fd: OwnedFd) -> Option<Presence> {
-        fcntl(&fd, FcntlArg::F_GETPIPE_SZ).is_ok().then_some(Presence(fd))
-    }
-}
-
 impl Control {
-    /// What has an event when a client that shares memory with its worker is gone. `None`: it shares none.
-    pub(super) fn presence(&self) -> Option<PollFd<'_>> {
-        match self {
-            Control::Local(_, Some(Presence(pipe))) => Some(PollFd::new(pipe.as_fd(), PollFlags::POLLIN)),
-            Control::Local(stream, None) => Some(hung_up(stream.as_fd())),
-            Control::Tcp(_) | Control::Tls(..) => None,
-        }
-    }
-
-    /// What has an event when the connection is closed.
-    pub(super) fn hung_up(&self) -> PollFd<'_> {
-        hung_up(self.as_fd())
-    }
-
     /// A TLS connection whose handshake is complete.
     pub(super) fn tls(stream: TcpStream, mut tls: ServerConnection) -> Control {
         // Only short messages are sent here.
@@ -102,6 +73,21 @@ impl Control {
         self.send(welcome.as_bytes())
     }
 
+    /// The same with a descriptor, over a Unix socket.
+    pub(super) fn send_welcome_with(&self, welcome: &Welcome, given: BorrowedFd<'_>) -> io::Result<()> {
+        let (slices, given) = ([IoSlice::new(welcome.as_bytes())], [given.as_raw_fd()]);
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        let rights = [ControlMessage::ScmRights(&given)];
+        let sent = sendmsg::<()>(self.as_fd().as_raw_fd(), &slices, &rights, flags, None)?;
+        if sent == size_of::<Welcome>() { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
+
+    /// What has an event when the connection is closed.
+    pub(super) fn hung_up(&self) -> PollFd<'_> {
+        // Not POLLIN: what a client sends early is for its worker to read. nix has no name for this event.
+        PollFd::new(self.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP))
+    }
+
     /// Sends the answer to a question after a welcome, without blocking.
     pub(super) fn send_answer(&self, answer: &[u8]) -> io::Result<()> {
         let welcome = welcome(Answer::Ok, [0; 16], 0, "");
@@ -112,7 +98,7 @@ impl Control {
     /// The transport's name, for the log and the status.
     pub(super) fn transport(&self) -> &'static str {
         match self {
-            Control::Local(..) => "local",
+            Control::Local(_) => "local",
             Control::Tcp(_) | Control::Tls(..) => "tcp",
         }
     }
@@ -130,11 +116,6 @@ impl Control {
         // It may be closed already.
         let _ = shutdown(self.as_fd().as_raw_fd(), Shutdown::Both);
     }
-}
-
-fn hung_up(fd: BorrowedFd<'_>) -> PollFd<'_> {
-    // Not POLLIN: what a client sends early is for its worker to read. nix has no name for this event.
-    PollFd::new(fd, PollFlags::from_bits_retain(libc::POLLRDHUP))
 }
 
 /// A refusal: its reason, and a message.

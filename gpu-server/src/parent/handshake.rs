@@ -115,7 +115,7 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
             | purpose::END
             | purpose::ASK,
         )
-        | (Control::Local(..), purpose::LOCAL | purpose::DIRECT | purpose::ASK) => Ok(()),
+        | (Control::Local(_), purpose::LOCAL | purpose::DIRECT | purpose::ASK) => Ok(()),
         (_, other) => Err(Refused(
             Reason::Malformed,
             format!("purpose {other} is not served over {}", connection.transport()),
@@ -267,7 +267,7 @@ fn open_session(
     let token = random_token().map_err(|e| failed("cannot read random numbers", e))?;
     let secret = Secret::random().map_err(|e| failed("cannot read random numbers", e))?;
     let (transport, data_connections) = match &**connection {
-        Control::Local(..) => (Transport::Local, 0),
+        Control::Local(_) => (Transport::Local, 0),
         Control::Tcp(_) | Control::Tls(..) if hello.purpose == purpose::VERBS => {
             let resumes = hello.version >= VERBS_RESUME_SINCE;
             (Transport::Verbs { slot_count: hello.slot_count, resumes }, 0)
@@ -304,6 +304,7 @@ fn open_session(
             grace: if resumes { grace } else { 0 },
             eager: if is_tcp { server.options.worker.eager_mib() } else { 0 },
             may_wait: hello.wishes & wish::MAY_WAIT != 0,
+            takes_presence: transport == Transport::Local && hello.wishes & wish::PRESENCE != 0,
             since: Instant::now(),
             told: None,
             failures: 0,

@@ -22,7 +22,7 @@ pub(super) mod fuzzing;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Read};
 use std::net::{IpAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use handover::Inherited;
-use host_bridge::framing::{Address, recv_now};
+use host_bridge::framing::Address;
 use identity::tls::session_of;
 use metrics::Place;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -42,7 +42,7 @@ use rustls::ServerConnection;
 use rustls::server::Acceptor;
 use zerocopy::FromBytes;
 
-use super::control::{Control, Now, Presence, Refused};
+use super::control::{Control, Now, Refused};
 use super::handshake;
 use super::host::host_name;
 use super::refusals::Reason;
@@ -249,8 +249,7 @@ impl Listener {
             Listener::Unix(listener) => {
                 let (stream, _) = listener.accept()?;
                 let (peer, phase) = ("this host".into(), Phase::Plain(Vec::new()));
-                let socket = Socket::Unix(stream, Vec::new());
-                Ok(Arrival { socket, source: Source::Here, peer, until, phase })
+                Ok(Arrival { socket: Socket::Unix(stream), source: Source::Here, peer, until, phase })
             }
             Listener::Tcp(listener) => {
                 let (stream, peer) = listener.accept()?;
@@ -292,31 +291,15 @@ impl Source {
 }
 
 enum Socket {
-    /// With the descriptors that have come on it.
-    Unix(UnixStream, Vec<OwnedFd>),
+    Unix(UnixStream),
     Tcp(TcpStream),
 }
 
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Socket::Unix(stream, _) => stream.as_fd(),
+            Socket::Unix(stream) => stream.as_fd(),
             Socket::Tcp(stream) => stream.as_fd(),
-        }
-    }
-}
-
-impl Socket {
-    /// Reads without blocking.
-    fn read_now(&mut self, part: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Socket::Unix(stream, fds) => {
-                let n = recv_now(stream.as_fd(), part, fds)?;
-                // A client has one to give.
-                fds.truncate(1);
-                Ok(n)
-            }
-            Socket::Tcp(stream) => Now(stream.as_fd()).read(part),
         }
     }
 }
@@ -456,7 +439,7 @@ impl Arrival {
                 Phase::Plain(said) => {
                     let mut part = [0; MAX_SAID];
                     let room = length(said) - said.len();
-                    match self.socket.read_now(&mut part[..room])? {
+                    match Now(fd).read(&mut part[..room])? {
                         0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                         n => said.extend_from_slice(&part[..n]),
                     }
@@ -486,9 +469,7 @@ impl Arrival {
     /// The connection in the form that the rest of the daemon uses.
     fn into_control(self) -> Control {
         match (self.socket, self.phase) {
-            (Socket::Unix(stream, fds), _) => {
-                Control::Local(stream, fds.into_iter().next().and_then(Presence::of))
-            }
+            (Socket::Unix(stream), _) => Control::Local(stream),
             (Socket::Tcp(stream), Phase::Tls(tls, _)) => Control::tls(stream, *tls),
             (Socket::Tcp(stream), _) => Control::Tcp(stream),
         }
@@ -719,7 +700,7 @@ impl Greeter {
     /// The verified client, or why there is none.
     fn principal(&self, arrival: &Arrival, hello: &Hello) -> Result<Principal, String> {
         match (&arrival.socket, &arrival.phase, &self.server.trust) {
-            (Socket::Unix(socket, _), ..) => Ok(Principal::of_socket(socket)),
+            (Socket::Unix(socket), ..) => Ok(Principal::of_socket(socket)),
             (_, Phase::Tls(tls, _), Some(trust)) => {
                 let certificates = tls.peer_certificates().unwrap_or_default();
                 match hello.purpose {

@@ -23,7 +23,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use identity::Fingerprint;
 use nix::errno::Errno;
+use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::unistd::pipe2;
 use protocol::device::{Answer, text};
 use protocol::link::Welcome;
 
@@ -33,7 +35,7 @@ use super::control::{Control, Refused, welcome};
 use super::leases::table::UNKNOWN;
 use super::placement::NoDevice;
 use super::refusals::Reason;
-use super::session::{Leaving, Session};
+use super::session::{Leaving, Presence, Session};
 use super::state::{Server, State};
 use super::takeover::kept;
 use super::workers::{GIVE_UP, Stage, Worker};
@@ -249,7 +251,10 @@ pub(super) fn serve(server: &Server, kind: Kind) {
             // killed. A session that no client has ends as if its client were gone.
             kept::keep(server, &mut state, &worker, meter);
             state.save_daemon(&server.succession, false);
-            begin(&worker, &parked, cache.is_some());
+            let presence = begin(&worker, &parked, cache.is_some());
+            if let (Some(presence), Some(session)) = (presence, state.sessions.get_mut(&worker.pid())) {
+                session.presence = Some(presence);
+            }
             drop(state);
             server.waits.observe(kind, parked.since.elapsed());
             server.bell.ring();
@@ -298,6 +303,8 @@ fn session_of(
         encrypted: parked.connection.is_encrypted(),
         control: Some(Arc::clone(&parked.connection)),
         parked: None,
+        presence: matches!(*parked.connection, Control::Local(_))
+            .then(|| Presence::Connection(Arc::clone(&parked.connection))),
         leaving: Leaving::No,
         attempt: 0,
         resumed: 0,
@@ -311,7 +318,8 @@ fn session_of(
     }
 }
 
-fn begin(worker: &Worker, parked: &Parked, cache: bool) {
+/// Welcomes a client. Gives the presence of one that has taken a pipe for that.
+fn begin(worker: &Worker, parked: &Parked, cache: bool) -> Option<Presence> {
     let Parked { peer, client, program, pid, principal, .. } = parked;
     tracing::info!(
         peer,
@@ -332,11 +340,18 @@ fn begin(worker: &Worker, parked: &Parked, cache: bool) {
         cache: cache.into(),
         ..welcome(Answer::Ok, parked.token, parked.data_connections, "")
     };
-    if let Err(e) = parked.connection.send_welcome(&welcome) {
+    // Without one, the connection counts.
+    let pipe = parked.takes_presence.then(|| pipe2(OFlag::O_CLOEXEC).ok()).flatten();
+    let sent = match &pipe {
+        Some((_, given)) => parked.connection.send_welcome_with(&welcome, given.as_fd()),
+        None => parked.connection.send_welcome(&welcome),
+    };
+    if let Err(e) = sent {
         tracing::debug!(peer, client, program, "cannot send a client its welcome: {e}");
         // The worker notices and ends.
         parked.connection.shut_down();
     }
+    pipe.map(|(ours, _)| Presence::Pipe(Arc::new(ours)))
 }
 
 /// Starts the queue's thread.
@@ -360,24 +375,24 @@ struct Gone {
     /// Those whose connections were closed while they waited, or right after that.
     waiting: Vec<Arc<Control>>,
     /// Those of sessions that share memory with their workers.
-    sharing: Vec<Arc<Control>>,
+    sharing: Vec<Presence>,
 }
 
 /// Sleeps until a client is gone that waits or whose session shares memory with its worker, clients'
 /// positions must be sent, a worker's time to leave is over, or another thread nudges. Returns who is gone.
 fn wait(server: &Server) -> Gone {
-    let (waiting, sharing, timed): (Vec<Arc<Control>>, Vec<Arc<Control>>, bool) = {
+    let (waiting, sharing, timed): (Vec<Arc<Control>>, Vec<Presence>, bool) = {
         let state = server.lock();
         let waiting = Kind::ALL.iter().flat_map(|kind| &state.pool(*kind).queue).map(|p| &p.connection);
         let leaving = |session: &Session| matches!(session.leaving, Leaving::Since(_));
         let timed = waiting.clone().next().is_some() || state.sessions.values().any(leaving);
         let sharing = state.sessions.values().filter(|session| session.leaving == Leaving::No);
-        let sharing = sharing.filter_map(|session| session.control.clone());
-        (waiting.map(Arc::clone).collect(), sharing.filter(|c| c.presence().is_some()).collect(), timed)
+        let sharing = sharing.filter_map(|session| session.presence.clone());
+        (waiting.map(Arc::clone).collect(), sharing.collect(), timed)
     };
     let mut watched = vec![PollFd::new(server.nudge.0.as_fd(), PollFlags::POLLIN)];
     watched.extend(waiting.iter().map(|control| control.hung_up()));
-    watched.extend(sharing.iter().filter_map(|control| control.presence()));
+    watched.extend(sharing.iter().map(Presence::watched));
     let limit = if timed {
         PollTimeout::from(u16::try_from(TELL_EVERY.as_millis()).unwrap_or(u16::MAX))
     } else {
@@ -395,21 +410,19 @@ fn wait(server: &Server) -> Gone {
     drop(watched);
     // This consumes all nudges.
     let _ = server.nudge.0.read();
-    let mut closed = closed.into_iter();
-    let mut gone = |all: Vec<Arc<Control>>| {
-        let all = all.into_iter().zip(closed.by_ref());
-        all.filter(|(_, closed)| *closed).map(|(control, _)| control).collect()
-    };
-    Gone { waiting: gone(waiting), sharing: gone(sharing) }
+    let (of_waiting, of_sharing) = closed.split_at(waiting.len());
+    let waiting = waiting.into_iter().zip(of_waiting).filter(|(_, closed)| **closed);
+    let sharing = sharing.into_iter().zip(of_sharing).filter(|(_, closed)| **closed);
+    Gone { waiting: waiting.map(|(one, _)| one).collect(), sharing: sharing.map(|(one, _)| one).collect() }
 }
 
 /// Kills the workers of sessions whose clients have been gone for too long.
-fn part(state: &mut State, gone: &[Arc<Control>], now: Instant) {
+fn part(state: &mut State, gone: &[Presence], now: Instant) {
     let State { sessions, workers, .. } = state;
     for (pid, session) in sessions {
-        let closed = |control: &Arc<Control>| gone.iter().any(|gone| Arc::ptr_eq(gone, control));
+        let is_gone = |presence: &Presence| gone.iter().any(|gone| gone.is(presence));
         match session.leaving {
-            Leaving::No if session.control.as_ref().is_some_and(closed) => {
+            Leaving::No if session.presence.as_ref().is_some_and(is_gone) => {
                 session.leaving = Leaving::Since(now);
             }
             Leaving::Since(since) if now.saturating_duration_since(since) >= LEAVES_WITHIN => {
@@ -538,7 +551,7 @@ pub(super) mod tests {
 
     fn client(server: &Server, number: u32) -> Result<UnixStream, String> {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let connection = Arc::new(Control::Local(theirs, None));
+        let connection = Arc::new(Control::Local(theirs));
         let parked = Parked { connection, pid: number, token: [number as u8; 16], ..Parked::fake() };
         join(server, Kind::Gpu, parked).map(|()| ours).map_err(|Refused(_, reason)| reason)
     }
@@ -577,7 +590,7 @@ pub(super) mod tests {
             let (ours, theirs) = UnixStream::pair().unwrap();
             clients.push(ours);
             let limits = Limits { principal: principal.into(), ..Limits::default() };
-            let connection = Arc::new(Control::Local(theirs, None));
+            let connection = Arc::new(Control::Local(theirs));
             let parked = Parked { connection, pid: number, limits, ..Parked::fake() };
             super::join(&server, Kind::Gpu, parked).map_err(|Refused(_, reason)| reason)
         };

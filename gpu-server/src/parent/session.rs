@@ -1,9 +1,11 @@
 //! A session, as the daemon knows it.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
 use identity::Secret;
+use nix::poll::{PollFd, PollFlags};
 
 use super::accounts::account::Account;
 use super::control::Control;
@@ -21,6 +23,35 @@ pub(super) enum Leaving {
     Since(Instant),
     /// The daemon has killed the worker.
     Killed,
+}
+
+/// What tells the daemon that a client which shares memory with its worker is gone.
+#[derive(Clone)]
+pub(super) enum Presence {
+    /// The client has the other end of a pipe: it is gone when something can be read here, or when nobody has
+    /// that end any more. Its connection says less: it is closed as well when the client's host starts
+    /// another process, which then goes on with the session.
+    Pipe(Arc<OwnedFd>),
+    /// For a client that takes no pipe.
+    Connection(Arc<Control>),
+}
+
+impl Presence {
+    /// What has an event when the client is gone.
+    pub(super) fn watched(&self) -> PollFd<'_> {
+        match self {
+            Presence::Pipe(pipe) => PollFd::new(pipe.as_fd(), PollFlags::POLLIN),
+            Presence::Connection(control) => control.hung_up(),
+        }
+    }
+
+    pub(super) fn is(&self, other: &Presence) -> bool {
+        match (self, other) {
+            (Presence::Pipe(one), Presence::Pipe(other)) => Arc::ptr_eq(one, other),
+            (Presence::Connection(one), Presence::Connection(other)) => Arc::ptr_eq(one, other),
+            _ => false,
+        }
+    }
 }
 
 /// See the module's documentation.
@@ -53,7 +84,9 @@ pub(super) struct Session {
     pub(super) control: Option<Arc<Control>>,
     /// Since when it has no link.
     pub(super) parked: Option<Instant>,
-    /// Whether its client, which shares memory with the worker, is gone.
+    /// For a client that shares memory with the worker, unless the previous daemon had it.
+    pub(super) presence: Option<Presence>,
+    /// Whether that client is gone.
     pub(super) leaving: Leaving,
     /// The latest of its links, and how often it resumed over new connections.
     pub(super) attempt: u32,

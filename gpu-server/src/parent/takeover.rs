@@ -228,6 +228,7 @@ fn session_of(server: &Server, saved: Saved, account: Account) -> Session {
         data_connections: saved.data_connections,
         control: None,
         parked: saved.parked.map(clock::from_ns),
+        presence: None,
         leaving: Leaving::No,
         attempt: saved.attempt,
         resumed: saved.resumed,

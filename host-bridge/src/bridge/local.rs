@@ -46,8 +46,8 @@ use crate::stream::Stream;
 #[derive(Debug)]
 pub(super) struct Link {
     socket: OwnedFd,
-    /// Whose other end the server's daemon has.
-    presence: Presence,
+    /// Whose other end the server's daemon has. Earlier versions gave none.
+    presence: Option<Presence>,
     saved: Option<Succession>,
 }
 
@@ -71,7 +71,7 @@ impl Link {
             worker: ours.try_clone()?,
             doorbell: duplicate(doorbell)?,
             wake: duplicate(&wake)?,
-            presence: Some(self.presence.try_clone()?),
+            presence: self.presence.as_ref().map(Presence::try_clone).transpose()?,
             about,
         };
         self.saved = Some(Succession { ours, theirs, wake });
@@ -102,13 +102,13 @@ pub(super) fn connect(
         return Err(ConnectError::Here { source: io::Error::new(io::ErrorKind::InvalidInput, text) });
     }
     let socket = config.dial(config.connect_timeout).map_err(failed)?;
-    let (presence, theirs) = Presence::new().map_err(|source| ConnectError::Here { source })?;
-    let hello = hello(config, memory, purpose::LOCAL, 0);
-    send_message(socket.as_fd(), &[hello.as_bytes()], &[theirs.as_fd()]).map_err(failed)?;
-    drop(theirs);
+    send_message(socket.as_fd(), &[hello(config, memory, purpose::LOCAL, 0).as_bytes()], &[])
+        .map_err(failed)?;
     let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
     let socket = Stream::from(socket);
-    let handshake = welcome_in_turn(config, &socket, deadline, turn)?;
+    let mut handshake = welcome_in_turn(config, &socket, deadline, turn)?;
+    let presence = handshake.given.take().map(Presence::of).transpose();
+    let presence = presence.map_err(|source| ConnectError::Here { source })?;
     Ok((Link { socket: socket.into_socket(), presence, saved: None }, handshake))
 }
 
@@ -203,7 +203,7 @@ impl Local {
             session,
             socket,
             succession,
-            presence: Some(presence),
+            presence,
             wake,
             state: Mutex::default(),
             changed: Condvar::new(),

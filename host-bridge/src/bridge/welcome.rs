@@ -1,8 +1,8 @@
 //! The first message of a connection to a server, and the server's answer, for which a session may have to
 //! wait its turn.
 
-use std::io;
-use std::os::fd::AsFd;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use identity::{Fingerprint, Secret};
@@ -17,7 +17,7 @@ use super::config::SessionConfig;
 use super::error::ConnectError;
 use super::state::ChannelMemory;
 use crate::compression::CompressUse;
-use crate::framing::recv_greeting;
+use crate::framing::{recv_greeting, recv_some};
 use crate::stream::Stream;
 
 /// What a server's welcome says.
@@ -39,6 +39,8 @@ pub(super) struct Handshake {
     pub(super) server: String,
     /// Whom the server takes this client for.
     pub(super) principal: String,
+    /// A descriptor that came with it.
+    pub(super) given: Option<OwnedFd>,
 }
 
 /// The first message of a connection.
@@ -58,7 +60,9 @@ pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u3
         index,
         pid: channel.pid,
         slot_count: channel.view.geometry().slot_count as u32,
-        wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT) | compressed,
+        wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT)
+            | compressed
+            | if purpose == purpose::LOCAL { wish::PRESENCE } else { 0 },
         client: text(&config.client),
         program: text(&channel.program),
         secret: config.lease_key(purpose),
@@ -170,7 +174,8 @@ pub(super) fn welcome_at_once(
 /// Receives the answer to a hello and judges it.
 fn welcome(config: &SessionConfig, socket: &Stream, deadline: Instant) -> Result<Heard, ConnectError> {
     let server = config.server.to_string();
-    let (welcome, version) = match receive_welcome(socket, deadline) {
+    let mut given = Vec::new();
+    let (welcome, version) = match receive_welcome(socket, deadline, &mut given) {
         Ok(Ok(received)) => received,
         Ok(Err(BadGreeting::Magic(magic))) => {
             let what = format!("its answer begins with {magic:#x}; no rgpu-server listens there");
@@ -191,6 +196,7 @@ fn welcome(config: &SessionConfig, socket: &Stream, deadline: Instant) -> Result
             has_cache: welcome.cache == 1,
             server: printable(&welcome.server),
             principal: printable(&welcome.principal),
+            given: given.pop(),
         })),
         Answer::Waiting => Ok(Heard::Waiting { server: printable(&welcome.server), ahead: welcome.ahead }),
         answer => Err(ConnectError::Refused { server, answer, reason: untext(&welcome.reason) }),
@@ -202,16 +208,29 @@ pub(super) fn printable(name: &[u8]) -> String {
     untext(name).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
-/// Reads a welcome with a deadline.
+/// A connection that is read together with the descriptors that come on it.
+struct Gathers<'s>(&'s Stream, &'s mut Vec<OwnedFd>);
+
+impl Read for Gathers<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self.0.is_encrypted() {
+            true => (&mut &*self.0).read(buffer),
+            false => recv_some(self.0.as_fd(), buffer, self.1),
+        }
+    }
+}
+
+/// Reads a welcome with a deadline, and what came with it.
 fn receive_welcome(
     connection: &Stream,
     deadline: Instant,
+    given: &mut Vec<OwnedFd>,
 ) -> io::Result<Result<(Welcome, Version), BadGreeting>> {
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let time = TimeVal::new(left.as_secs() as i64, i64::from(left.subsec_micros()));
     setsockopt(&connection.as_fd(), sockopt::ReceiveTimeout, &time)?;
     setsockopt(&connection.as_fd(), sockopt::SendTimeout, &time)?;
-    recv_greeting(&mut &*connection, &OURS).map_err(|e| match e.kind() {
+    recv_greeting(&mut Gathers(connection, given), &OURS).map_err(|e| match e.kind() {
         io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no answer in time"),
         io::ErrorKind::UnexpectedEof => {
             io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer")

@@ -206,13 +206,16 @@ impl LocalBridge {
         LocalBridge::try_connect(path).unwrap()
     }
 
-    /// Opens a session that must come about, and gives the daemon this with the first message.
-    pub fn connect_with(path: &Path, given: &impl AsFd) -> LocalBridge {
+    /// Opens a session that must come about, and takes what the daemon gives to tell whether its client is
+    /// there.
+    pub fn with_presence(path: &Path) -> (LocalBridge, OwnedFd) {
         let socket = UnixStream::connect(path).unwrap();
-        let hello = hello(purpose::LOCAL, [0; 16], 0);
-        send_message(socket.as_fd(), &[hello.as_bytes()], &[given.as_fd()]).unwrap();
-        assert_eq!(hear_welcome(&socket).unwrap().status, 0);
-        LocalBridge::attach(socket).unwrap()
+        let hello = Hello { wishes: wish::PRESENCE, ..hello(purpose::LOCAL, [0; 16], 0) };
+        say_hello(&socket, &hello).unwrap();
+        let mut given = Vec::new();
+        let welcome = recv_struct::<Welcome>(socket.as_fd(), &mut given).unwrap().unwrap();
+        assert_eq!(welcome.status, 0);
+        (LocalBridge::attach(socket).unwrap(), given.pop().unwrap())
     }
 
     /// Continues after the welcome: hands the channel's memory to the worker.

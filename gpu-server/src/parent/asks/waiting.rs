@@ -66,7 +66,7 @@ mod tests {
             let (connection, _) = UnixStream::pair().unwrap();
             let who = Principal::of_address(name);
             Ask {
-                connection: Arc::new(Control::Local(connection, None)),
+                connection: Arc::new(Control::Local(connection)),
                 peer: String::new(),
                 who,
                 question: vec![],

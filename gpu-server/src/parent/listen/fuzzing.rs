@@ -163,7 +163,7 @@ impl Program<'_> {
         let local = how % 8 == 7;
         let source = if local { Source::Here } else { Source::V4([10, 0, 0, how >> 6]) };
         let (socket, phase) = match local {
-            true => (Socket::Unix(theirs, Vec::new()), Phase::Plain(Vec::new())),
+            true => (Socket::Unix(theirs), Phase::Plain(Vec::new())),
             // What is done with a TCP socket can be done with any other.
             false => (Socket::Tcp(OwnedFd::from(theirs).into()), Phase::First),
         };

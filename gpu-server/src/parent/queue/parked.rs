@@ -39,6 +39,8 @@ pub(in crate::parent) struct Parked {
     pub(in crate::parent) rules: Rules,
     /// Whether the client understands messages about its position in the queue.
     pub(in crate::parent) may_wait: bool,
+    /// Whether it shares memory with its worker and takes a pipe that tells when it is gone.
+    pub(in crate::parent) takes_presence: bool,
     pub(in crate::parent) since: Instant,
     /// When it was last told its position.
     pub(in crate::parent) told: Option<Instant>,
@@ -64,7 +66,7 @@ impl Parked {
     pub(in crate::parent) fn fake() -> Parked {
         let (connection, _) = std::os::unix::net::UnixStream::pair().unwrap();
         Parked {
-            connection: Arc::new(Control::Local(connection, None)),
+            connection: Arc::new(Control::Local(connection)),
             peer: "this host".into(),
             client: "test".into(),
             program: "a test".into(),
@@ -81,6 +83,7 @@ impl Parked {
             lease: None,
             rules: Rules { sessions: "--client-sessions".into(), ..Rules::default() },
             may_wait: true,
+            takes_presence: false,
             since: Instant::now(),
             told: None,
             failures: 0,

@@ -19,7 +19,6 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
-use nix::unistd::pipe2;
 use protocol::link::{FrameHeader, frame};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -57,7 +56,7 @@ pub(super) struct SavedLocal {
     pub(super) doorbell: EventFd,
     /// What the worker writes to wake the client's threads.
     pub(super) wake: EventFd,
-    /// What tells the server that somebody may go on with the session. Versions before it had none.
+    /// What tells the server that somebody may go on with the session. Earlier versions had none.
     pub(super) presence: Option<Presence>,
     pub(super) about: About,
 }
@@ -68,10 +67,9 @@ pub(super) struct SavedLocal {
 pub(super) struct Presence(OwnedFd);
 
 impl Presence {
-    /// One, and the other end.
-    pub(super) fn new() -> io::Result<(Presence, OwnedFd)> {
-        let (theirs, ours) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
-        Ok((Presence(ours), theirs))
+    /// What the daemon, or whoever has kept it, gives for one. Whatever it is, writing to it never blocks.
+    pub(super) fn of(given: OwnedFd) -> io::Result<Presence> {
+        nonblocking(given).map(Presence)
     }
 
     pub(super) fn try_clone(&self) -> io::Result<Presence> {
@@ -148,7 +146,7 @@ impl Saved {
                 let mut descriptors = descriptors.into_iter();
                 let mut next = || descriptors.next().ok_or_else(malformed);
                 let (worker, doorbell, wake) = (next()?, event(next()?)?, event(next()?)?);
-                let presence = descriptors.next().map(nonblocking).transpose()?.map(Presence);
+                let presence = descriptors.next().map(Presence::of).transpose()?;
                 if descriptors.next().is_some() {
                     return Err(malformed());
                 }
@@ -256,8 +254,8 @@ mod tests {
         let event = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC).unwrap();
         let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let about = About::now("gpu-1");
-        let (presence, _daemons) = Presence::new().unwrap();
-        let presence = Some(presence);
+        let (_daemons, given) = nix::unistd::pipe().unwrap();
+        let presence = Some(Presence::of(given).unwrap());
         let local = SavedLocal { worker: ours.into(), doorbell: event(), wake: event(), presence, about };
         let saved = Saved(Kind::Local(local));
         let (bytes, descriptors) = saved.parts();
