@@ -378,8 +378,8 @@ struct Gone {
     sharing: Vec<Presence>,
 }
 
-/// Sleeps until a client is gone that waits or whose session shares memory with its worker, clients'
-/// positions must be sent, a worker's time to leave is over, or another thread nudges. Returns who is gone.
+/// Sleeps until there is something to do: a client has gone, positions must be sent, a worker has had its
+/// time to leave, or another thread nudges. Returns the clients that have gone.
 fn wait(server: &Server) -> Gone {
     let (waiting, sharing, timed): (Vec<Arc<Control>>, Vec<Presence>, bool) = {
         let state = server.lock();

@@ -28,9 +28,9 @@ pub(super) enum Leaving {
 /// What tells the daemon that a client which shares memory with its worker is gone.
 #[derive(Clone)]
 pub(super) enum Presence {
-    /// The client has the other end of a pipe: it is gone when something can be read here, or when nobody has
-    /// that end any more. Its connection says less: it is closed as well when the client's host starts
-    /// another process, which then goes on with the session.
+    /// The client has the other end of a pipe. It is gone when there is something to read here, or when
+    /// nobody has that end any more. Its connection does not tell: it also closes when the client's host
+    /// replaces the process that serves the session.
     Pipe(Arc<OwnedFd>),
     /// For a client that takes no pipe.
     Connection(Arc<Control>),

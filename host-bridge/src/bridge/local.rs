@@ -2,8 +2,8 @@
 //! doorbell and reads the ring itself. What remains here is a Unix socket on which regions are added and
 //! removed, and whose end says that the worker is gone.
 //!
-//! A session that was saved ([`Saved`](super::Saved)) outlives this process: another one brings the worker a
-//! socket of its own, and goes on.
+//! A session that was saved ([`Saved`](super::Saved)) outlives this process: the next one gives the worker a
+//! new socket and continues the session.
 //!
 //! A worker that has died, or has closed its socket, touches the client's memory no more: its mappings went
 //! with it. That is what `unregister_region` and `close` wait for where the worker does not acknowledge

@@ -211,13 +211,15 @@ impl Shared {
         let speaks = self.behavior.speaks.unwrap_or(OURS);
         (welcome.version, welcome.fingerprint) = (speaks.version(), speaks.fingerprint());
         if hello.purpose == purpose::CONTROL && hello.wishes & wish::MAY_WAIT != 0 {
+            // Decided before the client is told to wait: a test that hears of that knows what comes.
+            let holds = self.behavior.never_serves && !self.serves.load(Ordering::SeqCst);
             for ahead in self.behavior.queue {
                 let place = Welcome { status: Answer::Waiting as u32, ahead: *ahead, ..welcome };
                 if stream.write_all(place.as_bytes()).is_err() {
                     return;
                 }
             }
-            if self.behavior.never_serves && !self.serves.load(Ordering::SeqCst) {
+            if holds {
                 // A client sends nothing before its session begins: it can only leave.
                 assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)));
                 self.left.fetch_add(1, Ordering::SeqCst);
