@@ -1,6 +1,6 @@
 //! A guest that has rgpu's libraries and the test programs, and the daemons on this machine that serve it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -90,11 +90,11 @@ const PATIENCE: Duration = Duration::from_secs(240);
 /// How long the daemons' resources must stay the same before they count as at rest.
 const REST: Duration = Duration::from_secs(1);
 
-/// The daemons' resources while no session runs.
+/// The daemons' resources while no session runs. Each kind of descriptor has its number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holdings {
-    bridge_descriptors: usize,
-    server_descriptors: usize,
+    bridge_descriptors: BTreeMap<String, usize>,
+    server_descriptors: BTreeMap<String, usize>,
     bridge_threads: usize,
     server_threads: usize,
     workers: usize,
@@ -102,9 +102,10 @@ pub struct Holdings {
 
 impl Holdings {
     fn counts(&self) -> [usize; 5] {
+        let sum = |descriptors: &BTreeMap<String, usize>| descriptors.values().sum();
         [
-            self.bridge_descriptors,
-            self.server_descriptors,
+            sum(&self.bridge_descriptors),
+            sum(&self.server_descriptors),
             self.bridge_threads,
             self.server_threads,
             self.workers,
@@ -114,6 +115,30 @@ impl Holdings {
     /// Whether no resource is more than in `before`.
     fn within(&self, before: &Self) -> bool {
         self.counts().into_iter().zip(before.counts()).all(|(now, before)| now <= before)
+    }
+
+    /// What differs from `before`: its name, then both numbers.
+    fn differences(&self, before: &Self) -> Vec<String> {
+        let named = |holdings: &Self| -> BTreeMap<String, usize> {
+            let descriptors = |daemon: &str, kinds: &BTreeMap<String, usize>| {
+                let name = |(kind, count): (&String, &usize)| (format!("{daemon}'s {kind}"), *count);
+                kinds.iter().map(name).collect::<Vec<_>>()
+            };
+            let [.., bridge_threads, server_threads, workers] = holdings.counts();
+            let mut all = descriptors("vhost-rgpu", &holdings.bridge_descriptors);
+            all.extend(descriptors("rgpu-server", &holdings.server_descriptors));
+            all.push(("vhost-rgpu's threads".into(), bridge_threads));
+            all.push(("rgpu-server's threads".into(), server_threads));
+            all.push(("workers".into(), workers));
+            all.into_iter().collect()
+        };
+        let (before, now) = (named(before), named(self));
+        let names: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+        let count = |of: &BTreeMap<String, usize>, name| of.get(name).copied().unwrap_or(0);
+        let both = names.into_iter().map(|name| (name, count(&before, name), count(&now, name)));
+        both.filter(|(_, before, now)| before != now)
+            .map(|(name, before, now)| format!("{name}: {before}, then {now}"))
+            .collect()
     }
 }
 
@@ -281,7 +306,8 @@ impl Host {
             std::thread::sleep(Duration::from_millis(20));
             let now = self.holdings()?;
             if now != last {
-                ensure!(Instant::now() < deadline, "the daemons do not settle: {last:?}, then {now:?}");
+                let differences = now.differences(&last);
+                ensure!(Instant::now() < deadline, "the daemons do not settle: {differences:?}");
                 (last, since) = (now, Instant::now());
             }
         }
@@ -291,12 +317,12 @@ impl Host {
     fn holdings(&self) -> Result<Holdings> {
         let server = self.server()?.pid();
         let bridge = self.bridge_processes()?;
-        let sum = |what| bridge.iter().map(|pid| entries(*pid, what)).sum::<Result<usize>>();
+        let threads = |pid| Ok(entries(pid, "task")?.len());
         Ok(Holdings {
-            bridge_descriptors: sum("fd")?,
-            server_descriptors: entries(server, "fd")?,
-            bridge_threads: sum("task")?,
-            server_threads: entries(server, "task")?,
+            bridge_descriptors: descriptors(&bridge)?,
+            server_descriptors: descriptors(&[server])?,
+            bridge_threads: bridge.iter().map(|pid| threads(*pid)).sum::<Result<usize>>()?,
+            server_threads: threads(server)?,
             workers: children_of(server)?.len(),
         })
     }
@@ -319,7 +345,8 @@ impl Host {
             }
             if Instant::now() > deadline {
                 bail!(
-                    "the daemons held {before:?} before, and now {now:?}; the logs are in {}",
+                    "the daemons hold more than before: {:?}; the logs are in {}",
+                    now.differences(before),
                     self.logs.display()
                 );
             }
@@ -385,12 +412,29 @@ pub fn free_port() -> Result<u16> {
 }
 
 /// Entries of a folder of a process; none if it has ended meanwhile.
-fn entries(pid: u32, what: &str) -> Result<usize> {
+fn entries(pid: u32, what: &str) -> Result<Vec<PathBuf>> {
     let folder = format!("/proc/{pid}/{what}");
     match std::fs::read_dir(&folder) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(0),
-        entries => Ok(entries.with_context(|| format!("cannot read {folder}"))?.count()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(e) => Err(e).with_context(|| format!("cannot read {folder}")),
+        // Those that can be read: the process may end meanwhile.
+        Ok(entries) => Ok(entries.flatten().map(|entry| entry.path()).collect()),
     }
+}
+
+/// How many descriptors of each kind some processes have. A kind is what the descriptor refers to, without
+/// the numbers in it.
+fn descriptors(processes: &[u32]) -> Result<BTreeMap<String, usize>> {
+    let mut kinds = BTreeMap::new();
+    for pid in processes {
+        for descriptor in entries(*pid, "fd")? {
+            // It may have been closed meanwhile.
+            let target = std::fs::read_link(descriptor).unwrap_or_default();
+            let kind = target.to_string_lossy().replace(|c: char| c.is_ascii_digit(), "");
+            *kinds.entry(kind).or_default() += 1;
+        }
+    }
+    Ok(kinds)
 }
 
 /// A file of a process. `None`: it has ended meanwhile.

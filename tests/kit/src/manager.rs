@@ -139,10 +139,14 @@ impl Manager {
                 unsafe { OwnedFd::from_raw_fd(number) }
             })
             .collect();
-        // SAFETY: between fork and exec the closure makes system calls only, dup2, which is
-        // async-signal-safe. It clears close-on-exec for the new numbers.
+        // SAFETY: between fork and exec the closure makes system calls only, close_range and dup2, which are
+        // async-signal-safe. What this process itself has inherited ends with it; dup2 clears close-on-exec
+        // for the new numbers.
         unsafe {
             command.pre_exec(move || {
+                if libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC.cast_signed()) < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
                 for (number, fd) in (3..).zip(&high) {
                     if libc::dup2(fd.as_raw_fd(), number) < 0 {
                         return Err(std::io::Error::last_os_error());

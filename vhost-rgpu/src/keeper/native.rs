@@ -392,13 +392,16 @@ impl Client {
         recv(self.socket.as_raw_fd(), &mut [0], flags).is_ok_and(|length| length > 0)
     }
 
-    /// Consumes the client's request and answers it. Never blocks.
+    /// Consumes the client's request and answers it. Never blocks: a client that cannot be answered, because
+    /// it has not read many answers, is disconnected. Otherwise it would wait for this one for ever.
     fn answer(&self, reply: &Reply) {
         let Reply { status, reason, fd, .. } = reply;
         // The device process notices if the client is gone.
         let _ = Answering::note(&self.answering, true);
         let _ = recv(self.socket.as_raw_fd(), &mut [0], MsgFlags::MSG_DONTWAIT);
-        let _ = answer(&self.socket, *status, reason, fd.as_ref().map(AsFd::as_fd));
+        if answer(&self.socket, *status, reason, fd.as_ref().map(AsFd::as_fd)).is_err() {
+            let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
+        }
         let _ = Answering::note(&self.answering, false);
     }
 

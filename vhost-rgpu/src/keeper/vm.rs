@@ -184,6 +184,7 @@ impl Server {
         relay.lock().repeating = false;
         // SAFETY: the handler owns this descriptor, and continues to; it only becomes another socket.
         let replaced = unsafe { dup3_raw(&vmm, number, OFlag::O_CLOEXEC) };
+        drop(theirs);
         // It belongs to the handler.
         let _ = replaced.context("duplicating the VMM's connection")?.into_raw_fd();
         drop(stays);
