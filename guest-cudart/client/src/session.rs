@@ -365,6 +365,17 @@ impl Session {
         }
     }
 
+    /// What a call that needed memory of the host returns when there is none: the loss of the session, if that
+    /// is why, and else `OUT_OF_MEMORY`, with `what` failed on stderr.
+    #[cold]
+    pub fn no_memory(&self, what: std::fmt::Arguments<'_>, error: &PortError) -> Status {
+        self.check_liveness();
+        self.check().err().unwrap_or_else(|| {
+            log::warn(format_args!("{what}: {}", error.line()));
+            Status::OUT_OF_MEMORY
+        })
+    }
+
     /// Reports the loss of the session once on stderr.
     #[cold]
     fn loss(&self) -> Status {

@@ -11,8 +11,8 @@ use crate::memory::{host_mappings, host_pool, stream_ordered};
 use crate::process::context;
 use crate::process::driver::driver;
 use crate::process::ids::unique_id;
+use client::Status;
 use client::regions::RegisterError;
-use client::{Status, log};
 
 pub(crate) fn alloc(pp: Out<*mut c_void>, size: usize, flags: u32) -> Result {
     pp.required()?;
@@ -69,11 +69,11 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let tag = HostTag { context, flags, buffer: unique_id() };
-        REGIONS.register(context.session(), p as usize, size, tag).map_err(|error| match error {
+        let session = context.session();
+        REGIONS.register(session, p as usize, size, tag).map_err(|error| match error {
             RegisterError::Already => code::HOST_MEMORY_ALREADY_REGISTERED,
             RegisterError::Port(error) => {
-                log::warn(format_args!("registering {size} bytes of host memory: {}", error.line()));
-                Status::OUT_OF_MEMORY
+                session.no_memory(format_args!("registering {size} bytes of host memory"), &error)
             }
         })?;
         pinned::offer(driver, context, p as usize, size, flags);

@@ -220,9 +220,9 @@ pub(crate) fn pin_new(
     flags: u32,
 ) -> Result<usize> {
     let tag = HostTag { context, flags, buffer: unique_id() };
-    let address = REGIONS.alloc(context.session(), size, at, tag).map_err(|error| {
-        log::warn(format_args!("cannot allocate {size} bytes of pinned memory: {}", error.line()));
-        Status::OUT_OF_MEMORY
+    let session = context.session();
+    let address = REGIONS.alloc(session, size, at, tag).map_err(|error| {
+        session.no_memory(format_args!("cannot allocate {size} bytes of pinned memory"), &error)
     })?;
     offer(driver, context, address, size, 0);
     Ok(address)

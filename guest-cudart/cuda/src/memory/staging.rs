@@ -1,10 +1,10 @@
 //! Memory that the server reads or writes once.
 
 use crate::abi::result::Result;
+use client::Status;
 use client::data::{HostRange, Place};
 use client::seq::Seq;
 use client::session::Session;
-use client::{Status, log};
 
 /// Owner of blocks that no stream reads: none has this ID.
 const NO_STREAM: u64 = u64::MAX;
@@ -21,8 +21,7 @@ impl Staging<'_> {
             return session.arena().alloc(session, len).map(Staging::Arena);
         }
         let pinned = session.port().pin_new(len.next_multiple_of(64 << 10), None).map_err(|error| {
-            log::warn(format_args!("cannot allocate {len} bytes of staging memory: {}", error.line()));
-            Status::OUT_OF_MEMORY
+            session.no_memory(format_args!("cannot allocate {len} bytes of staging memory"), &error)
         })?;
         Ok(Staging::Pinned { session, region: pinned.region, mapping: pinned.mapping })
     }

@@ -384,6 +384,7 @@ mod unused {
     use client::port::mapping::Mapping;
     use client::port::{Pinned, Port, PortError};
     use client::session::{Purpose, Session};
+    use protocol::Status;
     use protocol::version::OURS;
 
     struct Nowhere(Mapping);
@@ -443,5 +444,18 @@ mod unused {
         let geometry = Geometry::with_arena(1 << 20);
         let mapping = Mapping::pinned(None, geometry.size, None).expect("memory for a channel");
         Session::over(Box::new(Nowhere(mapping)), geometry, Purpose::Compute).expect("a session")
+    }
+
+    #[test]
+    fn memory_that_a_lost_session_does_not_get_is_its_loss() {
+        let session = session();
+        let refused =
+            PortError::Refused { path: "nowhere".into(), what: "memory", reason: "Invalid argument".into() };
+        let outcome = || session.no_memory(format_args!("no memory for a test"), &refused);
+        assert_eq!(outcome(), Status::OUT_OF_MEMORY);
+        // SAFETY: as in `connect`.
+        let header = unsafe { &*session.port().channel().base().cast::<Header>() };
+        header.set_lost("a test");
+        assert_eq!(outcome(), Status::DEVICE_UNAVAILABLE);
     }
 }

@@ -33,7 +33,7 @@ use crate::work::host_function::{self, Function};
 use client::data::{HostIn, HostOut};
 use client::ops::copy::{MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
 use client::seq::Seq;
-use client::{Status, lock, log};
+use client::{Status, lock};
 
 /// Slot size in bytes.
 pub(crate) const SLOT: usize = 1 << 20;
@@ -239,9 +239,9 @@ impl Slots {
                 Some(slot) => slot,
                 None => {
                     let tag = HostTag { context, flags: 0, buffer: unique_id() };
-                    let made = REGIONS.alloc(context.session(), SLOT, None, tag).map_err(|error| {
-                        log::warn(format_args!("no memory for a copy between servers: {}", error.line()));
-                        Status::OUT_OF_MEMORY
+                    let session = context.session();
+                    let made = REGIONS.alloc(session, SLOT, None, tag).map_err(|error| {
+                        session.no_memory(format_args!("no memory for a copy between servers"), &error)
                     });
                     match made {
                         Ok(slot) => slot,
