@@ -1,7 +1,6 @@
 //! Memory that the server reads or writes once.
 
 use crate::abi::result::Result;
-use client::Status;
 use client::data::{HostRange, Place};
 use client::seq::Seq;
 use client::session::Session;

@@ -98,7 +98,7 @@ impl Owner for Transfer<'_> {
 impl<'s> Transfer<'s> {
     /// Copies from the host to the device. When this returns, the source has been read. Calls `before` for
     /// each range of the target before the operation that writes it, and keeps the result until that
-    /// operation was enqueued.
+    /// operation was enqueued. Returns the last record's `seq`; `None` if there is nothing to copy.
     ///
     /// # Safety
     /// `src` is readable for `len` bytes.
@@ -108,7 +108,7 @@ impl<'s> Transfer<'s> {
         src: *const u8,
         len: usize,
         before: impl Fn(u64, u64) -> Result<G>,
-    ) -> Result {
+    ) -> Result<Option<Seq>> {
         let (session, stream) = (self.stream.session(), self.stream.id);
         if len <= INLINE {
             counters::add(&COUNTERS.copied_bytes, len as u64);
@@ -116,10 +116,10 @@ impl<'s> Transfer<'s> {
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
             let _order = before(dst, len as u64)?;
             let op = MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) };
-            return self.stream.settled_work(&op).map(drop);
+            return self.stream.settled_work(&op).map(Some);
         }
         let chunk = chunk(session, len).min(MOST_CHUNK_TO_DEVICE);
-        let mut at = 0;
+        let (mut at, mut last) = (0, None);
         while at < len {
             let n = chunk.min(len - at);
             let block = session.arena().alloc_for(session, n, self)?;
@@ -131,8 +131,9 @@ impl<'s> Transfer<'s> {
             let seq = self.stream.settled_work(&op)?;
             block.release_after(seq, self.stream.unique());
             at += n;
+            last = Some(seq);
         }
-        Ok(())
+        Ok(last)
     }
 
     /// Copies from the device to the host. When this returns, the bytes are there. The caller has to check

@@ -11,10 +11,14 @@
 //!   print; [`host_sees`]), the copy waits for the work before it. It does so, too, if the server has several
 //!   contexts: otherwise their devices would wait for each other's kernels.
 //! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
+//!   The promise covers what is in the ring up to the copy, not what another thread has put behind it.
 //! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server,
 //!   waits on the device: an event is recorded after the copy, and the other stream waits for it
 //!   ([`respect`]). A stream of another server that gets work on the copied memory waits by way of this
 //!   process ([`open`]).
+//! - As long as there is no such stream, a copy in the legacy default stream gets its event only when other
+//!   work is put behind it ([`leave`]), because a stream that is made later must wait for the copy, and not
+//!   for that work.
 
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
@@ -55,7 +59,7 @@ impl OwnEvent {
         // The lock stays held so that `last` matches the last record appended.
         let mut last = lock(&self.last);
         let op = EventRecord { event: self.id, stream: stream.id, flags: 0 };
-        let seq = stream.publishing_work(&op)?;
+        let seq = stream.publish(&op)?;
         *last = Some((stream.clone(), seq));
         Ok(seq)
     }
@@ -129,13 +133,20 @@ pub(crate) struct Promise {
     upto: LastSeq,
     /// Recorded after the last copy that other streams must wait for.
     fence: Mutex<Option<OwnEvent>>,
+    /// Whether it has to be recorded before other work follows the last copy, or another stream is made.
+    unfenced: AtomicBool,
     /// The server's latest fence that the stream's work is already ordered behind.
     respected: LastSeq,
 }
 
 impl Promise {
     pub const fn new() -> Self {
-        Promise { upto: LastSeq::new(), fence: Mutex::new(None), respected: LastSeq::new() }
+        Promise {
+            upto: LastSeq::new(),
+            fence: Mutex::new(None),
+            unfenced: AtomicBool::new(false),
+            respected: LastSeq::new(),
+        }
     }
 
     /// Whether the program was told that record `seq` of the stream is done.
@@ -145,15 +156,15 @@ impl Promise {
 }
 
 /// Called after a synchronous copy to the device whose source has been read. `before` is the last record that
-/// its stream had to pass before the copy.
-pub(crate) fn copied(stream: &Arc<Stream>, before: Option<Seq>) -> Result {
+/// its stream had to pass before the copy, and `last` the copy's own last one.
+pub(crate) fn copied(stream: &Arc<Stream>, before: Option<Seq>, last: Option<Seq>) -> Result {
     let open = before.is_some_and(|before| !stream.promise.covers(before) && !stream.is_known_done(before));
-    promise(stream, open)
+    promise(stream, open, last)
 }
 
-/// Records that the program was told all copies on a stream are done. `open`: other work before them may
-/// still be pending.
-fn promise(stream: &Arc<Stream>, open: bool) -> Result {
+/// Records that the program was told all copies on a stream up to record `upto` are done. `open`: other work
+/// before them may still be pending.
+fn promise(stream: &Arc<Stream>, open: bool, upto: Option<Seq>) -> Result {
     // A process that shares the memory sends its commands on another connection, so the fence wouldn't order
     // them.
     let Fences { any_beside, several_contexts, .. } = &stream.context.server.fences;
@@ -163,15 +174,38 @@ fn promise(stream: &Arc<Stream>, open: bool) -> Result {
     stream.session().show_output();
     // A per-thread stream has all other streams beside it.
     let fenced = open || !stream.is_legacy() || any_beside.load(Ordering::Acquire);
+    if let Some(upto) = upto {
+        stream.promise.upto.raise(upto);
+    }
     if fenced {
-        record(stream)?;
+        return record(stream);
     }
-    if let Some(due) = stream.due() {
-        stream.promise.upto.raise(due);
-    }
-    // Whoever is just making the first stream beside it may not have seen this promise.
+    stream.promise.unfenced.store(true, Ordering::Release);
+    // Whoever is just making the first stream beside it may not have seen this.
     fence(Ordering::SeqCst);
-    if !fenced && any_beside.load(Ordering::Relaxed) { record(stream) } else { Ok(()) }
+    if any_beside.load(Ordering::Relaxed) { leave_of(stream) } else { Ok(()) }
+}
+
+/// Called before work other than a synchronous copy is put on a stream that is not being captured: what will
+/// wait for copies that the program was told are done must not wait for this work.
+#[inline]
+pub(crate) fn leave(stream: &Stream) -> Result {
+    let legacy = stream.context.legacy();
+    if stream.is_free() || !legacy.promise.unfenced.load(Ordering::Acquire) {
+        return Ok(());
+    }
+    leave_of(legacy)
+}
+
+/// Records the event behind the last copy of a legacy default stream, if that is still to be done.
+#[cold]
+fn leave_of(legacy: &Arc<Stream>) -> Result {
+    let promise = &legacy.promise;
+    let is_done = |upto| legacy.is_known_done(upto);
+    if promise.unfenced.swap(false, Ordering::AcqRel) && !promise.upto.get().is_none_or(is_done) {
+        record(legacy)?;
+    }
+    Ok(())
 }
 
 /// `cuStreamSynchronize`. If a stream has only copies pending whose sources have been read, this returns
@@ -189,7 +223,7 @@ pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
     if due.is_none_or(|due| stream.promise.covers(due)) && !shares() {
         stream.session().show_output();
     } else {
-        promise(stream, false)?;
+        promise(stream, false, due)?;
     }
     stream.context.deferred()
 }
@@ -198,17 +232,8 @@ pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
 /// legacy streams of its server have just copied. From now on copies leave fences.
 pub(crate) fn before_stream(server: &'static Server) -> Result {
     beside(server);
-    for context in context::alive_of(server) {
-        let legacy = context.legacy();
-        // If other work depends on a copy, the copy already has its fence.
-        if let Some(due) = legacy.due()
-            && legacy.promise.covers(due)
-            && !legacy.is_known_done(due)
-        {
-            record(legacy)?;
-        }
-    }
-    Ok(())
+    // A copy that other work has followed already has its fence.
+    context::alive_of(server).try_for_each(|context| leave_of(context.legacy()))
 }
 
 /// Called when a server has a second context.
@@ -232,6 +257,7 @@ fn record(stream: &Arc<Stream>) -> Result {
         none => none.insert(OwnEvent::new(context)?),
     };
     let seq = event.record(stream)?;
+    stream.promise.unfenced.store(false, Ordering::Release);
     drop(fence);
     let fences = &context.server.fences;
     let mut open = lock(&fences.open);
@@ -304,4 +330,78 @@ pub(crate) static SHARES: AtomicBool = AtomicBool::new(false);
 #[inline]
 pub(crate) fn shares() -> bool {
     SHARES.load(Ordering::Relaxed)
+}
+
+#[cfg(test)]
+mod tests {
+    use client::data::HostIn;
+    use client::handle::ContextId;
+    use client::ops::copy::MemcpyHtoD;
+    use client::ops::stream::StreamMark;
+
+    use super::*;
+
+    fn context() -> &'static Context {
+        Context::new(ContextId(0), Server::unused(), 0, 0, false)
+    }
+
+    /// A synchronous copy up to the moment in which it is recorded.
+    fn copy(stream: &Arc<Stream>) -> (Option<Seq>, Option<Seq>) {
+        let before = stream.due();
+        let op = MemcpyHtoD { stream: stream.id, dst: 1 << 40, src: HostIn::Inline(&[1]) };
+        (before, Some(stream.settled_work(&op).unwrap()))
+    }
+
+    fn fence_of(stream: &Arc<Stream>) -> Option<Seq> {
+        lock(&stream.promise.fence).as_ref().and_then(OwnEvent::last)
+    }
+
+    #[test]
+    fn a_promise_does_not_cover_what_another_thread_has_put_behind_the_copy() {
+        let context = context();
+        let legacy = context.legacy();
+        for beside in [false, true] {
+            let (before, last) = copy(legacy);
+            let other = legacy.work(&StreamMark { stream: legacy.id }).unwrap();
+            copied(legacy, before, last).unwrap();
+            assert!(legacy.promise.covers(last.unwrap()) && !legacy.promise.covers(other), "{beside}");
+            before_stream(context.server).unwrap();
+        }
+    }
+
+    #[test]
+    fn only_other_work_makes_a_copy_leave_its_event() {
+        let context = context();
+        let legacy = context.legacy();
+        let copy = || {
+            let (before, last) = copy(legacy);
+            copied(legacy, before, last).unwrap();
+            last.unwrap()
+        };
+        let [_, second] = [copy(), copy()];
+        assert_eq!(fence_of(legacy), None);
+        leave(legacy).unwrap();
+        let fence = fence_of(legacy).unwrap();
+        assert!(fence.may_be_after(second));
+        let kernel = legacy.work(&StreamMark { stream: legacy.id }).unwrap();
+        assert!(kernel.may_be_after(fence));
+        // It is behind the copy, and not behind other work.
+        leave(legacy).unwrap();
+        before_stream(context.server).unwrap();
+        assert_eq!(fence_of(legacy), Some(fence));
+        // Now that there may be another stream, each copy leaves one.
+        let third = copy();
+        assert!(fence_of(legacy).unwrap().may_be_after(third));
+    }
+
+    #[test]
+    fn a_copy_that_nothing_follows_leaves_its_event_when_a_stream_is_made() {
+        let context = context();
+        let legacy = context.legacy();
+        let (before, last) = copy(legacy);
+        copied(legacy, before, last).unwrap();
+        assert_eq!(fence_of(legacy), None);
+        before_stream(context.server).unwrap();
+        assert!(fence_of(legacy).unwrap().may_be_after(last.unwrap()));
+    }
 }

@@ -201,6 +201,13 @@ impl Stream {
         Ok(seq)
     }
 
+    /// Puts a publishing operation of this library on the stream, for which the program never waits.
+    pub fn publish<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
+        let seq = self.session().append(op)?;
+        self.last_mark.raise(seq);
+        Ok(seq)
+    }
+
     /// Notes that record `seq` is work on this stream.
     #[inline]
     fn worked(&self, seq: Seq) {
@@ -264,9 +271,7 @@ impl Stream {
         {
             return Ok(last);
         }
-        let seq = self.session().append(&StreamMark { stream: self.id })?;
-        self.last_mark.raise(seq);
-        Ok(seq)
+        self.publish(&StreamMark { stream: self.id })
     }
 
     /// Whether everything on the stream is done. Takes a round trip only if the program was already told that

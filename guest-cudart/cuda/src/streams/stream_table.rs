@@ -92,6 +92,16 @@ thread_local! {
 /// for it is being captured.
 #[inline]
 pub(crate) fn any(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
+    let stream = for_copy(context, handle, per_thread)?;
+    if stream.capture().is_none() {
+        fences::leave(&stream)?;
+    }
+    Ok(stream)
+}
+
+/// Like [`any`], for a synchronous copy.
+#[inline]
+pub(crate) fn for_copy(context: &'static Context, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
     let stream = plain(context, handle, per_thread)?;
     capture_rules::implicit(&stream)?;
     if stream.capture().is_none() {

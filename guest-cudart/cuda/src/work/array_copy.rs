@@ -27,7 +27,7 @@ impl Copier {
                 let [width, height, depth] = extent.map(|n| n.saturating_sub(1));
                 self.put(&op, to.address, depth * to.slice + height * to.pitch + width + 1)?;
             }
-            End::Array(..) => drop(self.stream.work(&op)?),
+            End::Array(..) => drop(self.work(&op)?),
         }
         self.finish_shared(&[dst, src].map(|end| if let End::Device(at) = end { at.address } else { 0 }))
     }

@@ -9,6 +9,7 @@
 //!                   pinned         a reference to the region
 //! ```
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use crate::abi::result::Result;
@@ -49,6 +50,8 @@ pub(crate) struct Copier {
     pub own: bool,
     /// The last record that the stream had to pass when the copier was created.
     pub before: Option<Seq>,
+    /// The last record that it has put on the stream.
+    last: Cell<Option<Seq>>,
     /// Makes the stream's context current, if the thread has none.
     lent: Option<Lent>,
 }
@@ -65,7 +68,11 @@ impl Copier {
     /// A copier for the current context and the stream that a handle names there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
         let (driver, context, lent) = stream_table::ready_on(handle)?;
-        let mut copier = Copier::on(driver, stream_table::any(context, handle, per_thread)?, mode, false);
+        let stream = match mode {
+            Mode::Sync => stream_table::for_copy(context, handle, per_thread)?,
+            Mode::Async => stream_table::any(context, handle, per_thread)?,
+        };
+        let mut copier = Copier::on(driver, stream, mode, false);
         copier.lent = lent;
         Ok(copier)
     }
@@ -73,7 +80,7 @@ impl Copier {
     /// A copier for a stream. `own`: for this library's own copies.
     pub fn on(driver: &'static Driver, stream: Arc<Stream>, mode: Mode, own: bool) -> Copier {
         let before = stream.due();
-        Copier { driver, stream, mode, own, before, lent: None }
+        Copier { driver, stream, mode, own, before, last: Cell::new(None), lent: None }
     }
 
     /// The capture that the copy becomes part of, if any.
@@ -97,7 +104,7 @@ impl Copier {
         if self.mode == Mode::Async || self.own {
             return Ok(());
         }
-        fences::copied(&self.stream, self.before)?;
+        fences::copied(&self.stream, self.before, self.last.get())?;
         self.finish_shared(&[dst])
     }
 
@@ -113,7 +120,14 @@ impl Copier {
     /// `seq`.
     pub fn put<'a, T: Op<'a>>(&self, op: &T, dst: u64, len: u64) -> Result<Seq> {
         let _order = self.order(dst, len)?;
-        self.stream.work(op)
+        self.work(op)
+    }
+
+    /// Puts an operation on the stream. Returns the record's `seq`.
+    pub fn work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
+        let seq = self.stream.work(op)?;
+        self.last.set(Some(seq));
+        Ok(seq)
     }
 
     /// What must precede work that writes the `len` bytes at `dst`. A graph's launch has already done most of
@@ -191,7 +205,8 @@ impl Copier {
             activity::copies_pageable();
         }
         // SAFETY: guaranteed by the caller.
-        unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
+        let last = unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
+        self.last.set(last);
         if managed::is_here(dst) {
             self.stream.host_sees_last_work();
         }
