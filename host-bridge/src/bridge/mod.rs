@@ -26,6 +26,7 @@
 //!
 //! Whatever a client does wrong ends its own session, with a readable reason, and no other session.
 
+mod attempts;
 pub mod config;
 mod connect;
 pub mod counters;

@@ -11,6 +11,7 @@ use nix::sys::eventfd::EventFd;
 use protocol::channel::{Header, State};
 use protocol::version::OURS;
 
+use super::attempts::Attempts;
 use super::config::{SessionConfig, TransportKind};
 use super::counters::Counters;
 use super::error::{ConnectError, RegionError};
@@ -60,9 +61,24 @@ enum Link<T> {
 
 impl Prepared {
     /// Reaches the server and has it welcome a session for this channel. Blocks until that is done or has
-    /// failed, which may be long after others were served; `turn` hears of it. Takes from the channel only
-    /// its slots' number and what its header says of the client.
+    /// failed, which may be long after others were served; `turn` hears of it. If the server's daemon ends
+    /// meanwhile, this connects with the next one, and waits there. Takes from the channel only its slots'
+    /// number and what its header says of the client.
     pub fn connect(
+        config: &SessionConfig,
+        channel: &ChannelMemory,
+        turn: &mut dyn Turn,
+    ) -> Result<Prepared, ConnectError> {
+        let mut attempts = Attempts::new(turn);
+        loop {
+            match Prepared::attempt(config, channel, &mut attempts) {
+                Err(error) if attempts.again(config, &error)? => {}
+                result => return result,
+            }
+        }
+    }
+
+    fn attempt(
         config: &SessionConfig,
         channel: &ChannelMemory,
         turn: &mut dyn Turn,
