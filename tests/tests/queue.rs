@@ -1,5 +1,5 @@
 //! Programs that start together, many of them or while creating contexts is slow. They wait, say so, and are
-//! served. NVML queries do not wait.
+//! served, also if the server's daemon ends meanwhile. NVML queries do not wait.
 
 mod support;
 
@@ -7,6 +7,7 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
 use rgpu_tests::programs::{self, Outcome};
 use support::{Ended, Rig, TRANSPORTS, Transport, eventually};
 
@@ -112,4 +113,40 @@ fn nvml_works_without_a_context_while_programs_wait() -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+#[test]
+fn programs_that_wait_are_served_by_the_servers_next_daemon() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let config = folder.path().join("server.toml");
+    // Contexts take so long that all programs wait until a daemon has begun that read the other file.
+    let [slow, fast] = ["[software]\nimitate = \"context-ms=600000\"\n", ""];
+    std::fs::write(&config, slow)?;
+    let arguments = ["--workers", "0", "--config", &config.display().to_string()];
+    let mut rig = Rig::with("queue-ended", &arguments, &[])?;
+    for upgraded in [false, true] {
+        let programs = TRANSPORTS.map(|transport| rig.program(transport, "vectorAdd"));
+        std::thread::scope(|scope| {
+            let running =
+                programs.map(|program| scope.spawn(|| programs::run(&mut program?, programs::LIMIT)));
+            eventually(|| {
+                let status = rig.server.status()?;
+                ensure!(status["sessions_waiting"] == TRANSPORTS.len(), "{status}");
+                Ok(())
+            })?;
+            std::fs::write(&config, fast)?;
+            match upgraded {
+                false => rig.crash_server()?,
+                true => rig.server.signal(Signal::SIGUSR2)?,
+            }
+            for program in running {
+                let outcome = program.join().unwrap_or_else(|_| anyhow::bail!("a thread of the test failed"));
+                outcome?.verdict("vectorAdd").with_context(|| format!("upgraded: {upgraded}"))?;
+            }
+            anyhow::Ok(())
+        })?;
+        std::fs::write(&config, slow)?;
+        rig.restart_server_with(&[])?;
+    }
+    rig.check_healthy()
 }

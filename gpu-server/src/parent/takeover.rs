@@ -344,7 +344,7 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
         }
         state
     };
-    // Clients that are still waiting then connect and wait again.
+    // Clients that are still waiting then connect again, and wait at the end of the queue.
     let mut state = wait(QUEUE_WITHIN, &|state| !waiting(state));
     state.closed = true;
     // They would become children that the next program knows nothing about.
