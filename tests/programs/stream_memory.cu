@@ -3,6 +3,8 @@
 #include "common.h"
 
 #include <cuda.h>
+#include <thread>
+#include <unistd.h>
 
 #define OK(call)                                                                                                         \
     do {                                                                                                                 \
@@ -282,6 +284,26 @@ static void in_graphs() {
     OK(cuGraphDestroy(graph));
 }
 
+// A copy behind a wait in the default stream does not hold up the stream that ends the wait.
+static void behind_a_wait() {
+    CUcontext context;
+    OK(cuCtxGetCurrent(&context));
+    OK(cuMemsetD32(narrow(0), 0, 1));
+    OK(cuCtxSynchronize());
+    OK(cuStreamWaitValue32(CU_STREAM_LEGACY, narrow(0), 5, CU_STREAM_WAIT_VALUE_EQ));
+    std::thread copier([&] {
+        int seven = 7;
+        OK(cuCtxSetCurrent(context));
+        CHECK(cudaMemcpy(value, &seven, sizeof seven, cudaMemcpyHostToDevice));
+    });
+    // Long enough for the call to begin, so that there is something to find.
+    usleep(100000);
+    OK(cuStreamWriteValue32(a, narrow(0), 5, 0));
+    OK(cuStreamSynchronize(a));
+    copier.join();
+    REQUIRE(read_int(value) == 7, "the copy behind the wait was not made");
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     CHECK(cudaFree(0));
@@ -296,6 +318,8 @@ int main(int argc, char **argv) {
     step<<<1, 1>>>(value, 0, 0);
     LAUNCHED();
     CHECK(cudaDeviceSynchronize());
+    // Before there is page-locked memory, which makes copies wait.
+    behind_a_wait();
     on_device();
     on_host();
     batches();

@@ -18,6 +18,7 @@ use crate::memory::{address, pending_writes, pinned_regions};
 use crate::process::context;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
+use crate::process::fences;
 use crate::process::host_calls::{self, WAITING};
 use crate::process::stream::Stream;
 use crate::work::host_function::{self, Function};
@@ -124,7 +125,13 @@ impl Operations {
             return Err(Status::INVALID_VALUE);
         }
         let ops: Result<Vec<Checked>> = given.iter().map(|op| check(driver, device, op, first)).collect();
-        Ok(Operations { given: given.into(), ops: ops? })
+        let made = Operations { given: given.into(), ops: ops? };
+        if made.wait() {
+            // A copy behind the wait must not return early: the work that another thread then puts on another
+            // stream, to end the wait, would come behind the copy.
+            fences::host_sees();
+        }
+        Ok(made)
     }
 
     /// As described by a graph node.
