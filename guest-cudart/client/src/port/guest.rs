@@ -2,13 +2,14 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::descriptor::own;
 use super::mapping::Mapping;
 use super::{Pinned, Port, PortError};
 use crate::counters::{COUNTERS, add};
@@ -145,7 +146,9 @@ impl Guest {
             .write(true)
             .custom_flags(libc::O_CLOEXEC)
             .open(path)
+            .and_then(|file| own(file.into_raw_fd()))
             .map_err(error("open"))?;
+        let file = File::from(file);
         let mut info = Info::default();
         call(&file, GET_INFO, &mut info)
             .map_err(error("RGPU_IOC_GET_INFO: is this the device of virtio_rgpu?"))?;

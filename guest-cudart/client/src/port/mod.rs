@@ -4,6 +4,7 @@
 //! `RGPU_DEVICE`) is used if it exists, as in a virtual machine; otherwise the daemon's default socket, as on
 //! the host or in a container.
 
+pub mod descriptor;
 mod guest;
 pub mod mapping;
 mod native;
@@ -133,7 +134,7 @@ pub trait Port: Send + Sync {
     /// Removes a registration. Returns when the host no longer uses the memory.
     fn unpin(&self, region: u32);
 
-    /// The descriptors to close in a child after `fork`.
+    /// The descriptors to close in a child after `fork`. An eventfd comes after the session's other ones.
     fn descriptors(&self) -> Vec<RawFd>;
 
     /// The port's path, for messages.
