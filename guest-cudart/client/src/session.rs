@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::arena::Arena;
 use crate::counters::{self, COUNTERS, add};
+use crate::log::setting;
 use crate::polling::Poll;
 use crate::port::descriptor::{ForChild, Uncancelled};
 use crate::port::{self, Port, PortError};
@@ -207,22 +208,18 @@ extern "C" fn in_child() {
 /// Maximum seconds that the session may be interrupted before it is lost: `RGPU_LOST_AFTER`, or 0 if that is
 /// not set, and then the server decides.
 fn lost_after() -> u32 {
-    let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse::<u32>().ok());
-    asked.map_or(0, |seconds| seconds.clamp(1, 86_400))
+    port::asked_lost_after().map_or(0, |seconds| seconds as u32)
 }
 
 /// Size of the arena in bytes: 32 MiB, or `RGPU_ARENA_MIB`.
 fn arena_size() -> usize {
-    let asked = std::env::var("RGPU_ARENA_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
-    asked.unwrap_or(32).clamp(4, 1024) << 20
+    (setting::number("RGPU_ARENA_MIB", "MiB", 4..=1024).unwrap_or(32) << 20) as usize
 }
 
 /// Size in bytes up to which the staging memory grows over a long distance: 256 MiB, or
 /// `RGPU_ARENA_MOST_MIB`.
 fn most_staging() -> usize {
-    let asked =
-        std::env::var("RGPU_ARENA_MOST_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
-    asked.unwrap_or(256).min(16 << 10) << 20
+    (setting::number("RGPU_ARENA_MOST_MIB", "MiB", 0..=16 << 10).unwrap_or(256) << 20) as usize
 }
 
 impl std::fmt::Debug for Session {

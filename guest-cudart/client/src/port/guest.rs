@@ -114,8 +114,7 @@ enum Verdict {
 
 impl Silence {
     fn new(now: Instant) -> Silence {
-        let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse().ok());
-        let limit = Duration::from_secs(asked.unwrap_or(10).clamp(1, 86_400));
+        let limit = Duration::from_secs(super::asked_lost_after().unwrap_or(10));
         Silence { limit, last_sign: 0, since: now, looked: now, asked: None }
     }
 
@@ -167,7 +166,7 @@ impl Guest {
                 path: path.to_owned(),
                 what: "the channel is too large",
                 reason: format!(
-                    "{size} bytes; the device allows {}. Lower RGPU_ARENA_MIB",
+                    "{size} bytes, and max_channel_mib of vhost-rgpu allows {}. Lower RGPU_ARENA_MIB",
                     info.max_channel_size
                 ),
             });

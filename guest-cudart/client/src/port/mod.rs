@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::log::setting;
 use mapping::Mapping;
 use thiserror::Error;
 
@@ -159,6 +160,11 @@ static SEVERAL: AtomicBool = AtomicBool::new(false);
 /// [other ports](Port::pin_shared) need.
 pub(crate) fn several() {
     SEVERAL.store(true, Ordering::Relaxed);
+}
+
+/// The seconds that `RGPU_LOST_AFTER` asks for.
+pub(crate) fn asked_lost_after() -> Option<u64> {
+    setting::number("RGPU_LOST_AFTER", "seconds", 1..=86_400)
 }
 
 /// Opens the port that the environment selects, with a channel of `size` bytes.

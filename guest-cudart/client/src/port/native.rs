@@ -253,9 +253,24 @@ fn connect(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Why a file of `size` bytes cannot be made, if this process's limit for files is lower. The system would
+/// not only refuse it, but also send a signal that ends the process.
+fn over_file_limit(size: usize) -> Option<io::Error> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: a plain system call that writes to a live structure.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0;
+    (known && limit.rlim_cur < size as u64).then(|| {
+        let most = limit.rlim_cur;
+        io::Error::other(format!("{size} bytes, and this process may make files of {most}: raise ulimit -f"))
+    })
+}
+
 /// A memfd of `size` bytes, sealed against shrinking: the host maps it, and would crash if the file became
 /// shorter.
 fn memfd(name: &std::ffi::CStr, size: usize) -> io::Result<OwnedFd> {
+    if let Some(error) = over_file_limit(size) {
+        return Err(error);
+    }
     // SAFETY: plain system calls on a NUL-terminated name and a descriptor of this function.
     unsafe {
         let fd = own(libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING))?;
@@ -333,9 +348,10 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<Owne
         if has_fd {
             return Ok((n, Some(own(libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned())?)));
         }
-        // The system could not give this process the descriptor that was sent.
         if message.msg_flags & libc::MSG_CTRUNC != 0 {
-            return Err(io::Error::from_raw_os_error(libc::EMFILE));
+            return Err(io::Error::other(
+                "no number was free for the descriptor that came with it: this process has too many open files (ulimit -n)",
+            ));
         }
         Ok((n, None))
     }
