@@ -458,7 +458,9 @@ impl Connection<'_> {
                 }
                 let limit = self.server.config.limits.max_channel_size;
                 if size > limit {
-                    return Err(no_resources(format!("a channel of {size} bytes, the limit is {limit}")));
+                    return Err(no_resources(format!(
+                        "a channel of {size} bytes, the limit is {limit}: lower RGPU_ARENA_MIB of the program, or raise max_channel_mib of vhost-rgpu"
+                    )));
                 }
                 let (memories, extents) = own_memory(fds, offset, size)?;
                 let created = self.create(memories, extents, size);

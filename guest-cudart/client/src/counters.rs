@@ -325,7 +325,7 @@ pub fn print_at_exit(whole: &'static str) {
         unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
     }
     ONCE.call_once(|| {
-        if std::env::var_os("RGPU_STATS").is_some_and(|value| value == "1") {
+        if log::setting::word("RGPU_STATS", &["0", "1"]) == Some("1") {
             let _ = WHOLE.set(whole);
             count_calls();
             // SAFETY: `print` is a plain C function that lives as long as this library.

@@ -33,7 +33,7 @@ impl Drop for PollingThread<'_> {
 impl Poll {
     pub(crate) fn from_environment() -> Poll {
         let cores = polling::processors();
-        let asked = std::env::var("RGPU_POLL_US").ok().and_then(|value| value.trim().parse().ok());
+        let asked = log::setting::number("RGPU_POLL_US", "microseconds", 0..=1_000_000);
         Poll::new(cores, asked)
     }
 

@@ -14,13 +14,15 @@
 
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::arena::Arena;
 use crate::counters::{self, COUNTERS, add};
+use crate::log::setting;
 use crate::polling::Poll;
+use crate::port::descriptor::{ForChild, Uncancelled};
 use crate::port::{self, Port, PortError};
 use crate::reply_slots::ReplySlots;
 use crate::seq::Seq;
@@ -73,7 +75,7 @@ pub struct Session {
 }
 
 static FORKED: AtomicBool = AtomicBool::new(false);
-static DESCRIPTORS: [AtomicI32; 4 * MAX_SERVERS] = [const { AtomicI32::new(-1) }; 4 * MAX_SERVERS];
+static DESCRIPTORS: ForChild = ForChild::none();
 static SESSIONS: OnceLock<Vec<&'static Session>> = OnceLock::new();
 
 thread_local! {
@@ -116,6 +118,7 @@ pub fn open() -> Result<&'static [&'static Session], Status> {
     if let Some(sessions) = SESSIONS.get() {
         return Ok(sessions);
     }
+    let _uncancelled = Uncancelled::begin();
     /// The process that was refused, and its error. A child process may try again.
     static REFUSED: Mutex<Option<(u32, Status)>> = Mutex::new(None);
     let mut refused = lock(&REFUSED);
@@ -131,12 +134,9 @@ pub fn open() -> Result<&'static [&'static Session], Status> {
         Ok(sessions) => {
             let sessions: Vec<&'static Session> =
                 sessions.into_iter().map(|session| &*Box::leak(session)).collect();
-            let descriptors = sessions.iter().flat_map(|session| session.port.descriptors());
-            for (slot, fd) in DESCRIPTORS.iter().zip(descriptors) {
-                slot.store(fd, Ordering::Relaxed);
-            }
-            // SAFETY: `in_child` only does what is allowed between fork and exec: it stores to atomics and
-            // closes descriptors.
+            DESCRIPTORS.remember(sessions.iter().flat_map(|session| session.port.descriptors()));
+            // SAFETY: `in_child` only does what is allowed between fork and exec: it uses atomics and closes
+            // descriptors.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             counters::print_at_exit("pid");
             counters::trace_to_exit();
@@ -202,34 +202,24 @@ fn open_one(
 
 extern "C" fn in_child() {
     FORKED.store(true, Ordering::Relaxed);
-    for slot in &DESCRIPTORS {
-        let fd = slot.swap(-1, Ordering::Relaxed);
-        if fd >= 0 {
-            // SAFETY: the child's copy of a descriptor of the session, which the child never uses.
-            unsafe { libc::close(fd) };
-        }
-    }
+    DESCRIPTORS.close();
 }
 
 /// Maximum seconds that the session may be interrupted before it is lost: `RGPU_LOST_AFTER`, or 0 if that is
 /// not set, and then the server decides.
 fn lost_after() -> u32 {
-    let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse::<u32>().ok());
-    asked.map_or(0, |seconds| seconds.clamp(1, 86_400))
+    port::asked_lost_after().map_or(0, |seconds| seconds as u32)
 }
 
 /// Size of the arena in bytes: 32 MiB, or `RGPU_ARENA_MIB`.
 fn arena_size() -> usize {
-    let asked = std::env::var("RGPU_ARENA_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
-    asked.unwrap_or(32).clamp(4, 1024) << 20
+    (setting::number("RGPU_ARENA_MIB", "MiB", 4..=1024).unwrap_or(32) << 20) as usize
 }
 
 /// Size in bytes up to which the staging memory grows over a long distance: 256 MiB, or
 /// `RGPU_ARENA_MOST_MIB`.
 fn most_staging() -> usize {
-    let asked =
-        std::env::var("RGPU_ARENA_MOST_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
-    asked.unwrap_or(256).min(16 << 10) << 20
+    (setting::number("RGPU_ARENA_MOST_MIB", "MiB", 0..=16 << 10).unwrap_or(256) << 20) as usize
 }
 
 impl std::fmt::Debug for Session {
@@ -753,6 +743,7 @@ fn print(error: bool, text: &[u8]) {
         static stdout: *mut libc::FILE;
         static stderr: *mut libc::FILE;
     }
+    let _uncancelled = Uncancelled::begin();
     // SAFETY: the C library's own streams and a live buffer of that length. Errors are ignored, since the
     // streams may be closed.
     unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), if error { stderr } else { stdout }) };

@@ -82,9 +82,8 @@ fn helpers() -> &'static Helpers {
     static START: std::sync::Once = std::sync::Once::new();
     let helpers = HELPERS.get_or_init(|| {
         let cores = polling::processors();
-        let asked =
-            std::env::var("RGPU_COPY_THREADS").ok().and_then(|value| value.trim().parse::<usize>().ok());
-        let count = asked.map_or_else(|| helpers_for(cores), |threads| threads.saturating_sub(1).min(63));
+        let asked = log::setting::number("RGPU_COPY_THREADS", "threads", 0..=64);
+        let count = asked.map_or_else(|| helpers_for(cores), |threads| threads.saturating_sub(1) as usize);
         Helpers { state: Mutex::default(), came: Condvar::new(), given: AtomicU64::new(0), count }
     });
     START.call_once(|| {

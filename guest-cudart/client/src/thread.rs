@@ -2,7 +2,8 @@
 //!
 //! `exit` first destroys the calling thread's `thread_local!` values and then runs `atexit` functions and
 //! destructors of static objects. Programs call CUDA there and expect their context to be current and their
-//! streams to exist. Destructors from `pthread_key_create` run when a thread ends, but not in `exit`.
+//! streams to exist. Destructors from `pthread_key_create` run when a thread ends, but not in `exit`. They call
+//! CUDA as well, in an order that the keys' numbers decide, so the values last until the last of them.
 
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_void;
@@ -60,22 +61,49 @@ impl<T> Lasting<T> {
     }
 }
 
-/// The functions that end a thread's values, in the order of first use.
-type Ends = Vec<(*const c_void, unsafe fn(*const c_void))>;
+/// A value of a thread and the function that ends it.
+type End = (*const c_void, unsafe fn(*const c_void));
 
+/// A thread's values.
+#[derive(Default)]
+struct Ends {
+    /// In the order of first use.
+    values: Vec<End>,
+    /// How often the destructors of keys have been called.
+    rounds: u32,
+}
+
+/// How often the C library calls the destructors of keys that have values again.
+const DESTRUCTOR_ROUNDS: u32 = 4;
+
+static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
+
+/// Ends the thread's values, in the last round: the destructors of the program's own keys call CUDA.
 unsafe extern "C" fn end_all(ends: *mut c_void) {
     // SAFETY: the key's value is a box made by `at_end`, and was cleared before this call.
-    let ends = unsafe { Box::from_raw(ends.cast::<Ends>()) };
-    for (value, end) in ends.into_iter().rev() {
+    let mut ends = unsafe { Box::from_raw(ends.cast::<Ends>()) };
+    ends.rounds += 1;
+    if ends.rounds < DESTRUCTOR_ROUNDS
+        && let Some(Some(key)) = KEY.get()
+    {
+        let again = Box::into_raw(ends);
+        // SAFETY: the key exists, and its value is a box that nothing else refers to.
+        ends = unsafe {
+            if libc::pthread_setspecific(*key, again.cast()) == 0 {
+                return;
+            }
+            Box::from_raw(again)
+        };
+    }
+    for (value, end) in ends.values.into_iter().rev() {
         // SAFETY: the value is in this thread's memory, which exists until the thread is gone.
         unsafe { end(value) };
     }
 }
 
-/// Registers `end` to be called with `value` when this thread has ended. If the system provides no key, it is
-/// never called and the value's memory is leaked.
+/// Registers `end` to be called with `value` when this thread has ended. If the system provides no key, or
+/// the thread is already in a late round of destructors, it is never called and the value's memory is leaked.
 fn at_end(value: *const c_void, end: unsafe fn(*const c_void)) {
-    static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
     let made = KEY.get_or_init(|| {
         let mut key = 0;
         // SAFETY: the libraries stay loaded, so `end_all` can be called as long as there are threads.
@@ -92,7 +120,7 @@ fn at_end(value: *const c_void, end: unsafe fn(*const c_void)) {
                 return;
             }
         }
-        (*ends).push((value, end));
+        (*ends).values.push((value, end));
     }
 }
 
@@ -149,5 +177,28 @@ mod tests {
         .join()
         .unwrap();
         assert_eq!(*ORDER.lock().unwrap(), [("second", false), ("first", false)]);
+    }
+
+    /// What a program's own key, made after the key of this module, sees of a value in its destructor.
+    static SEEN: Mutex<Vec<Option<usize>>> = Mutex::new(Vec::new());
+
+    unsafe extern "C" fn look(_: *mut c_void) {
+        let seen = Lasting::with(&VALUES, |values| values.borrow().len());
+        SEEN.lock().unwrap().push(seen);
+    }
+
+    #[test]
+    fn destructors_of_the_program_s_keys_find_the_values() {
+        Lasting::with(&FIRST, |_| ()).unwrap();
+        let mut key = 0;
+        // SAFETY: `look` lives as long as the key.
+        assert_eq!(unsafe { libc::pthread_key_create(&mut key, Some(look)) }, 0);
+        let thread = std::thread::spawn(move || {
+            Lasting::with(&VALUES, |values| values.borrow_mut().extend([])).unwrap();
+            // SAFETY: the key exists.
+            assert_eq!(unsafe { libc::pthread_setspecific(key, std::ptr::dangling()) }, 0);
+        });
+        thread.join().unwrap();
+        assert_eq!(*SEEN.lock().unwrap(), [Some(0)]);
     }
 }

@@ -1,6 +1,8 @@
 //! One-line messages of the guest libraries on stderr. `RGPU_LOG` sets the least important level that is
 //! written: `off`, `error`, `warn`, `info` or `debug`; the default is `warn`.
 
+pub mod setting;
+
 use std::fmt::Arguments;
 use std::io::Write;
 use std::sync::OnceLock;
@@ -20,15 +22,18 @@ pub enum Level {
     Debug,
 }
 
+/// The values of `RGPU_LOG`.
+const WORDS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
+
 impl Level {
-    /// The level that a value of `RGPU_LOG` names. An unknown word means the default.
-    fn parse(word: &str) -> Self {
-        match word.trim().to_ascii_lowercase().as_str() {
-            "off" => Level::Off,
-            "error" => Level::Error,
-            "info" => Level::Info,
-            "debug" => Level::Debug,
-            _ => Level::Warn,
+    /// The level that a value of `RGPU_LOG` names.
+    fn parse(text: &str) -> Option<Self> {
+        match setting::find(text, &WORDS)? {
+            "off" => Some(Level::Off),
+            "error" => Some(Level::Error),
+            "info" => Some(Level::Info),
+            "debug" => Some(Level::Debug),
+            _ => Some(Level::Warn),
         }
     }
 }
@@ -36,9 +41,19 @@ impl Level {
 /// Whether messages of this level are written.
 pub fn enabled(level: Level) -> bool {
     static THRESHOLD: OnceLock<Level> = OnceLock::new();
-    level
-        <= *THRESHOLD
-            .get_or_init(|| std::env::var("RGPU_LOG").map_or(Level::Warn, |word| Level::parse(&word)))
+    if let Some(threshold) = THRESHOLD.get() {
+        return level <= *threshold;
+    }
+    let asked = setting::text("RGPU_LOG");
+    let known = asked.as_deref().and_then(Level::parse);
+    let threshold = known.unwrap_or(Level::Warn);
+    if THRESHOLD.set(threshold).is_ok()
+        && known.is_none()
+        && let Some(text) = asked
+    {
+        setting::complain("RGPU_LOG", &text, &setting::one_of(&WORDS), None);
+    }
+    level <= threshold
 }
 
 /// Writes `message` as one line if messages of its level are written.
@@ -82,10 +97,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unknown_level_means_the_default() {
-        assert_eq!(Level::parse("OFF"), Level::Off);
-        assert_eq!(Level::parse(" debug "), Level::Debug);
-        assert_eq!(Level::parse("loud"), Level::Warn);
+    fn every_level_has_its_word() {
+        assert_eq!(Level::parse("OFF"), Some(Level::Off));
+        assert_eq!(Level::parse("loud"), None);
+        let levels = WORDS.map(|word| Level::parse(word).unwrap());
+        assert_eq!(levels, [Level::Off, Level::Error, Level::Warn, Level::Info, Level::Debug]);
     }
 
     #[test]

@@ -6,10 +6,11 @@
 
 use std::ptr;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
-use client::channel::{Geometry, MAX_DEVICES, MAX_SERVERS};
+use client::channel::{Geometry, MAX_DEVICES};
 use client::ops::nvml::{NvmlSystem, NvmlSystemReply, status};
+use client::port::descriptor::{ForChild, Uncancelled};
 use client::session::{self, Pending, Purpose, Session};
 use client::{lock, log};
 
@@ -80,7 +81,7 @@ static DEVICES: [Device; MAX_DEVICES as usize] = {
 static USERS: AtomicUsize = AtomicUsize::new(0);
 static CURRENT: AtomicPtr<Connected> = AtomicPtr::new(ptr::null_mut());
 /// The sessions' descriptors, which a forked child closes.
-static DESCRIPTORS: [AtomicI32; 4 * MAX_SERVERS] = [const { AtomicI32::new(-1) }; 4 * MAX_SERVERS];
+static DESCRIPTORS: ForChild = ForChild::none();
 
 /// `nvmlInit`.
 pub(crate) fn init() -> Result {
@@ -123,6 +124,7 @@ pub(crate) fn ordinal(connected: &Connected, handle: Handle) -> Result<u32> {
 /// once.
 #[cold]
 fn connect() -> Result<&'static Connected> {
+    let _uncancelled = Uncancelled::begin();
     static OPENING: Mutex<String> = Mutex::new(String::new());
     let mut said = lock(&OPENING);
     // SAFETY: `connect` publishes a complete value, which is never freed.
@@ -159,13 +161,9 @@ fn connect() -> Result<&'static Connected> {
         servers.push(Box::leak(Box::new(Server { session, system })));
     }
     servers.sort_by_key(|server| server.session.index());
-    let mut descriptors = servers.iter().flat_map(|server| server.session.port().descriptors());
-    for slot in &DESCRIPTORS {
-        slot.store(descriptors.next().unwrap_or(-1), Ordering::Relaxed);
-    }
+    DESCRIPTORS.remember(servers.iter().flat_map(|server| server.session.port().descriptors()));
     static AT_FORK: std::sync::Once = std::sync::Once::new();
-    // SAFETY: `in_child` only does what is allowed between fork and exec: it stores to atomics and closes
-    // descriptors.
+    // SAFETY: `in_child` only does what is allowed between fork and exec: it uses atomics and closes descriptors.
     AT_FORK.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });
@@ -177,11 +175,5 @@ fn connect() -> Result<&'static Connected> {
 
 extern "C" fn in_child() {
     CURRENT.store(ptr::null_mut(), Ordering::Release);
-    for slot in &DESCRIPTORS {
-        let fd = slot.swap(-1, Ordering::Relaxed);
-        if fd >= 0 {
-            // SAFETY: the child's copy of a descriptor of the session, which the child never uses.
-            unsafe { libc::close(fd) };
-        }
-    }
+    DESCRIPTORS.close();
 }

@@ -86,8 +86,8 @@ impl Pages {
     ///
     /// If no mechanism is available.
     pub fn open() -> io::Result<Pages> {
-        let asked = std::env::var("RGPU_PAGES").unwrap_or_default();
-        if asked != "signal" {
+        let asked = log::setting::word("RGPU_PAGES", &["userfaultfd", "signal"]);
+        if asked != Some("signal") {
             match uffd::Uffd::open() {
                 Ok(uffd) => {
                     if !uffd.serves_system_calls() {
@@ -98,7 +98,7 @@ impl Pages {
                     }
                     return Ok(Pages(Mechanism::Uffd(uffd)));
                 }
-                Err(error) if asked == "userfaultfd" => return Err(error),
+                Err(error) if asked == Some("userfaultfd") => return Err(error),
                 Err(error) => {
                     log::info(format_args!("managed memory: no userfaultfd ({error}); using page protection"))
                 }

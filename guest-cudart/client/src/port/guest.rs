@@ -2,13 +2,14 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::descriptor::own;
 use super::mapping::Mapping;
 use super::{Pinned, Port, PortError};
 use crate::counters::{COUNTERS, add};
@@ -113,8 +114,7 @@ enum Verdict {
 
 impl Silence {
     fn new(now: Instant) -> Silence {
-        let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse().ok());
-        let limit = Duration::from_secs(asked.unwrap_or(10).clamp(1, 86_400));
+        let limit = Duration::from_secs(super::asked_lost_after().unwrap_or(10));
         Silence { limit, last_sign: 0, since: now, looked: now, asked: None }
     }
 
@@ -145,7 +145,9 @@ impl Guest {
             .write(true)
             .custom_flags(libc::O_CLOEXEC)
             .open(path)
+            .and_then(|file| own(file.into_raw_fd()))
             .map_err(error("open"))?;
+        let file = File::from(file);
         let mut info = Info::default();
         call(&file, GET_INFO, &mut info)
             .map_err(error("RGPU_IOC_GET_INFO: is this the device of virtio_rgpu?"))?;
@@ -164,7 +166,7 @@ impl Guest {
                 path: path.to_owned(),
                 what: "the channel is too large",
                 reason: format!(
-                    "{size} bytes; the device allows {}. Lower RGPU_ARENA_MIB",
+                    "{size} bytes, and max_channel_mib of vhost-rgpu allows {}. Lower RGPU_ARENA_MIB",
                     info.max_channel_size
                 ),
             });

@@ -4,6 +4,7 @@
 //! `RGPU_DEVICE`) is used if it exists, as in a virtual machine; otherwise the daemon's default socket, as on
 //! the host or in a container.
 
+pub mod descriptor;
 mod guest;
 pub mod mapping;
 mod native;
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::log::setting;
 use mapping::Mapping;
 use thiserror::Error;
 
@@ -133,7 +135,7 @@ pub trait Port: Send + Sync {
     /// Removes a registration. Returns when the host no longer uses the memory.
     fn unpin(&self, region: u32);
 
-    /// The descriptors to close in a child after `fork`.
+    /// The descriptors to close in a child after `fork`. An eventfd comes after the session's other ones.
     fn descriptors(&self) -> Vec<RawFd>;
 
     /// The port's path, for messages.
@@ -158,6 +160,11 @@ static SEVERAL: AtomicBool = AtomicBool::new(false);
 /// [other ports](Port::pin_shared) need.
 pub(crate) fn several() {
     SEVERAL.store(true, Ordering::Relaxed);
+}
+
+/// The seconds that `RGPU_LOST_AFTER` asks for.
+pub(crate) fn asked_lost_after() -> Option<u64> {
+    setting::number("RGPU_LOST_AFTER", "seconds", 1..=86_400)
 }
 
 /// Opens the port that the environment selects, with a channel of `size` bytes.

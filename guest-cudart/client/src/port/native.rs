@@ -1,7 +1,7 @@
 //! The port over the Unix socket of `vhost-rgpu`: [`protocol::native`].
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
+use super::descriptor::{Uncancelled, own};
 use super::mapping::Mapping;
 use super::{Pinned, Port, PortError, SEVERAL};
 use crate::counters::{COUNTERS, add};
@@ -81,6 +82,7 @@ impl Native {
             size: size as u64,
         };
         let _turn = lock(&self.turn);
+        let _uncancelled = Uncancelled::begin();
         let error = |what| move |source| PortError::io(&self.path, what, source);
         match send(&self.socket, request.as_bytes(), fd) {
             // A daemon that accepts no more clients has sent its reason and closed the connection.
@@ -139,6 +141,7 @@ impl Port for Native {
         if let Some(doorbell) = self.doorbell.get() {
             let one = 1u64.to_ne_bytes();
             add(&COUNTERS.system_calls, 1);
+            let _uncancelled = Uncancelled::begin();
             // SAFETY: eight bytes of a live array. It fails only if the counter is at its maximum, which also
             // wakes the daemon.
             unsafe { libc::write(doorbell.as_raw_fd(), one.as_ptr().cast(), one.len()) };
@@ -161,6 +164,7 @@ impl Port for Native {
         if self.gone.load(Ordering::Relaxed) {
             return false;
         }
+        let _uncancelled = Uncancelled::begin();
         let mut poll = libc::pollfd { fd: self.socket.as_raw_fd(), events: 0, revents: 0 };
         // SAFETY: one live `pollfd`; no wait.
         let n = unsafe { libc::poll(&raw mut poll, 1, 0) };
@@ -176,6 +180,7 @@ impl Port for Native {
     }
 
     fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
+        let _uncancelled = Uncancelled::begin();
         let error = |what| move |source| PortError::io(&self.path, what, source);
         let memory = memfd(c"rgpu-pinned", size).map_err(error("creating pinned memory"))?;
         let mapping =
@@ -229,14 +234,8 @@ fn is_other(path: &Path, error: &io::Error) -> bool {
 }
 
 fn connect(path: &Path) -> io::Result<OwnedFd> {
-    // SAFETY: a plain system call; nothing else owns the descriptor it returns.
-    let socket = unsafe {
-        OwnedFd::from_raw_fd(check(libc::socket(
-            libc::AF_UNIX,
-            libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC,
-            0,
-        ))?)
-    };
+    // SAFETY: a plain system call.
+    let socket = own(unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0) })?;
     // SAFETY: zero is valid for every field of a `sockaddr_un`.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
     address.sun_family = libc::AF_UNIX as _;
@@ -254,15 +253,27 @@ fn connect(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Why a file of `size` bytes cannot be made, if this process's limit for files is lower. The system would
+/// not only refuse it, but also send a signal that ends the process.
+fn over_file_limit(size: usize) -> Option<io::Error> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: a plain system call that writes to a live structure.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0;
+    (known && limit.rlim_cur < size as u64).then(|| {
+        let most = limit.rlim_cur;
+        io::Error::other(format!("{size} bytes, and this process may make files of {most}: raise ulimit -f"))
+    })
+}
+
 /// A memfd of `size` bytes, sealed against shrinking: the host maps it, and would crash if the file became
 /// shorter.
 fn memfd(name: &std::ffi::CStr, size: usize) -> io::Result<OwnedFd> {
+    if let Some(error) = over_file_limit(size) {
+        return Err(error);
+    }
     // SAFETY: plain system calls on a NUL-terminated name and a descriptor of this function.
     unsafe {
-        let fd = OwnedFd::from_raw_fd(check(libc::memfd_create(
-            name.as_ptr(),
-            libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING,
-        ))?);
+        let fd = own(libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING))?;
         check(libc::ftruncate(fd.as_raw_fd(), size as i64))?;
         check(libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW))?;
         Ok(fd)
@@ -330,11 +341,18 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<Owne
             }
         };
         let header = libc::CMSG_FIRSTHDR(&raw const message);
-        let fd = (!header.is_null()
+        let has_fd = !header.is_null()
             && (*header).cmsg_level == libc::SOL_SOCKET
             && (*header).cmsg_type == libc::SCM_RIGHTS
-            && (*header).cmsg_len as usize >= libc::CMSG_LEN(4) as usize)
-            .then(|| OwnedFd::from_raw_fd(libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned()));
-        Ok((n, fd))
+            && (*header).cmsg_len as usize >= libc::CMSG_LEN(4) as usize;
+        if has_fd {
+            return Ok((n, Some(own(libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned())?)));
+        }
+        if message.msg_flags & libc::MSG_CTRUNC != 0 {
+            return Err(io::Error::other(
+                "no number was free for the descriptor that came with it: this process has too many open files (ulimit -n)",
+            ));
+        }
+        Ok((n, None))
     }
 }

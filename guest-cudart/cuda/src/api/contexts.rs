@@ -22,7 +22,9 @@ pub(crate) const EXEC_AFFINITY_SM_COUNT: u32 = 0;
 pub(crate) fn create(pctx: Out<usize>, flags: u32, dev: i32) -> Result {
     pctx.required()?;
     let context = context::make(driver::device(dev)?, flags)?;
-    context::push(context);
+    if let Err(status) = context::push(context) {
+        return teardown::destroy(context.handle).and(Err(status));
+    }
     client::activity::context_made(context.handle);
     direct_copy::used(context.server);
     pctx.put(context.handle)

@@ -7,7 +7,7 @@ use crate::code::{library, module};
 use crate::graph::instance;
 use crate::memory::managed::shared_blocks;
 use crate::memory::{array, pinned, stream_ordered, texture};
-use crate::process::context::{self, Context, Stored};
+use crate::process::context::{self, Change, Context, Stored};
 use crate::process::driver::{self, Driver, driver};
 use crate::process::ids;
 use crate::streams::{event, green_gates, stream_table};
@@ -16,16 +16,18 @@ use client::ops::context::{ContextDestroy, PrimaryReset};
 
 /// Releases a primary context. The last release empties it.
 pub(crate) fn release(context: &'static Context) -> Result {
-    if context.release_one()? { empty(context, false) } else { Ok(()) }
+    context.release_one()?.map_or(Ok(()), |change| empty(context, change, false))
 }
 
 /// `cuDevicePrimaryCtxReset`.
 pub(crate) fn reset(context: &'static Context) -> Result {
-    if context.is_alive() { empty(context, context.is_retained()) } else { Ok(()) }
+    context.reset().map_or(Ok(()), |(change, stays)| empty(context, change, stays))
 }
 
-/// Empties a primary context. `stays`: it still has users.
-fn empty(context: &'static Context, stays: bool) -> Result {
+/// Empties a primary context. `stays`: it still has users. Other threads that retain it wait until `change`
+/// is dropped.
+fn empty(context: &'static Context, change: Change<'_>, stays: bool) -> Result {
+    let _change = change;
     let driver = driver()?;
     let device = driver::device(context.device as i32)?;
     // Nobody knows of the work of a context that is not alive.

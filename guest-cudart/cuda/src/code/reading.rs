@@ -47,16 +47,12 @@ enum Policy {
 
 fn policy() -> Policy {
     static POLICY: OnceLock<Policy> = OnceLock::new();
-    *POLICY.get_or_init(|| match std::env::var("RGPU_READ_IMAGES").as_deref() {
-        Ok("always") => Policy::Always,
-        Ok("auto" | "") | Err(_) => Policy::IfFar,
-        Ok("check") => Policy::Check,
-        Ok("never") => Policy::Never,
-        Ok(other) => {
-            log::warn(format_args!(
-                "RGPU_READ_IMAGES={other} is not one of auto, always, never and check; using auto"
-            ));
-            Policy::IfFar
+    *POLICY.get_or_init(|| {
+        match log::setting::word("RGPU_READ_IMAGES", &["auto", "always", "never", "check"]) {
+            Some("always") => Policy::Always,
+            Some("check") => Policy::Check,
+            Some("never") => Policy::Never,
+            _ => Policy::IfFar,
         }
     })
 }

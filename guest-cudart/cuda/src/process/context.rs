@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::abi::result::Result;
 use crate::process::copies_ahead::{CopiesAhead, Piece, Wait};
@@ -41,7 +41,9 @@ pub(crate) struct Context {
     pub flags: AtomicU32,
     primary: bool,
     alive: AtomicBool,
-    retained: Mutex<u32>,
+    users: Mutex<Users>,
+    /// Notified when a thread no longer changes whether it is alive.
+    changed: Condvar,
     /// Calls to `cuCtxAttach` minus calls to `cuCtxDetach`.
     pub attached: Mutex<u32>,
     legacy: std::sync::OnceLock<Arc<Stream>>,
@@ -68,6 +70,26 @@ pub(crate) struct Context {
     unreachable: Mutex<Option<String>>,
     /// The storage that `cuGetExportTable` offers other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
+}
+
+/// The users of a primary context.
+#[derive(Default)]
+struct Users {
+    /// Calls to `cuDevicePrimaryCtxRetain` minus calls to `cuDevicePrimaryCtxRelease`.
+    count: u32,
+    /// The thread that makes the context alive or empties it. Others wait until that is done. This thread
+    /// itself may retain and release it meanwhile, in functions of the program that are called then.
+    changing: Option<libc::pthread_t>,
+}
+
+/// The change of a primary context by this thread, between being alive and being empty.
+pub(crate) struct Change<'c>(&'c Context);
+
+impl Drop for Change<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.users).changing = None;
+        self.0.changed.notify_all();
+    }
 }
 
 /// Announces a record that is about to be appended. See [`Context::appending`].
@@ -146,7 +168,8 @@ impl Context {
                 flags: flags.into(),
                 primary,
                 alive: (!primary).into(),
-                retained: Mutex::new(0),
+                users: Mutex::default(),
+                changed: Condvar::new(),
                 attached: Mutex::new(0),
                 legacy: std::sync::OnceLock::new(),
                 legacy_synced: LastSeq::new(),
@@ -383,26 +406,47 @@ impl Context {
 
     /// Adds a user of a primary context.
     pub fn retain(&self) {
-        let mut retained = lock(&self.retained);
-        *retained += 1;
-        let first = !self.alive.swap(true, Ordering::AcqRel);
-        drop(retained);
-        if first {
+        let mut users = self.users();
+        users.count += 1;
+        if !self.alive.swap(true, Ordering::AcqRel) {
+            let _change = self.change(users);
             client::activity::context_made(self.handle);
             come_behind_others(self);
         }
     }
 
-    /// Removes a user of a primary context. Returns whether it was the last.
-    pub fn release_one(&self) -> Result<bool> {
-        let mut retained = lock(&self.retained);
-        *retained = retained.checked_sub(1).ok_or(Status::INVALID_CONTEXT)?;
-        Ok(*retained == 0)
+    /// Removes a user of a primary context. If it was the last, the caller empties the context.
+    pub fn release_one(&self) -> Result<Option<Change<'_>>> {
+        let mut users = self.users();
+        users.count = users.count.checked_sub(1).ok_or(Status::INVALID_CONTEXT)?;
+        Ok(if users.count == 0 { self.change(users) } else { None })
     }
 
-    /// Whether a primary context has users.
-    pub fn is_retained(&self) -> bool {
-        *lock(&self.retained) != 0
+    /// Begins to empty a primary context that is alive, and tells whether it has users.
+    pub fn reset(&self) -> Option<(Change<'_>, bool)> {
+        let users = self.users();
+        let stays = users.count != 0;
+        let change = if self.is_alive() { self.change(users) } else { None };
+        change.map(|change| (change, stays))
+    }
+
+    /// The users of a primary context that no other thread is changing.
+    fn users(&self) -> MutexGuard<'_, Users> {
+        // SAFETY: a call that only returns the thread's number.
+        let this = unsafe { libc::pthread_self() };
+        let changing = |users: &mut Users| users.changing.is_some_and(|thread| thread != this);
+        let users = self.changed.wait_while(lock(&self.users), changing);
+        users.unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Begins a change, unless this thread is in one.
+    fn change(&self, mut users: MutexGuard<'_, Users>) -> Option<Change<'_>> {
+        if users.changing.is_some() {
+            return None;
+        }
+        // SAFETY: a call that only returns the thread's number.
+        users.changing = Some(unsafe { libc::pthread_self() });
+        Some(Change(self))
     }
 
     /// Whether it is its device's primary context.
@@ -549,31 +593,39 @@ pub(crate) fn enter(context: &'static Context) {
     });
 }
 
-/// Pushes a context on the calling thread's stack. A thread whose locals are being destroyed has no current
-/// context.
-pub(crate) fn push(context: &'static Context) {
-    let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(Named { context, green: None }));
+/// Pushes a context on the calling thread's stack.
+///
+/// # Errors
+/// `DEINITIALIZED` in a thread whose locals are gone, which can have no current context.
+pub(crate) fn push(context: &'static Context) -> Result {
+    push_named(Named { context, green: None })
 }
 
 /// The same by handle.
 pub(crate) fn push_handle(handle: usize) -> Result {
-    let context = Named::of(handle).ok_or(Status::INVALID_CONTEXT)?;
-    let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(context));
-    Ok(())
+    push_named(Named::of(handle).ok_or(Status::INVALID_CONTEXT)?)
+}
+
+fn push_named(context: Named) -> Result {
+    Lasting::with(&STACK, |stack| stack.borrow_mut().push(context)).ok_or(Status::DEINITIALIZED)
 }
 
 /// Replaces the calling thread's current context. NULL removes it.
+///
+/// # Errors
+/// As [`push`].
 pub(crate) fn set_current(handle: usize) -> Result {
     let context = match handle {
         0 => None,
         handle => Some(Named::of(handle).ok_or(Status::INVALID_CONTEXT)?),
     };
-    let _ = Lasting::with(&STACK, |stack| {
+    let is_none = context.is_none();
+    let done = Lasting::with(&STACK, |stack| {
         let mut stack = stack.borrow_mut();
         stack.pop();
         stack.extend(context);
     });
-    Ok(())
+    if is_none { Ok(()) } else { done.ok_or(Status::DEINITIALIZED) }
 }
 
 /// Pops the calling thread's current context and returns its handle.

@@ -60,7 +60,7 @@ pub(crate) fn lent_by(stream: usize) -> Result<(&'static Driver, &'static Contex
 
 /// Makes a context current until the guard is dropped.
 pub(crate) fn lend(context: &'static Context) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
-    context::push(context);
+    context::push(context)?;
     let lent = Lent(());
     let (driver, context) = context::ready()?;
     Ok((driver, context, Some(lent)))
