@@ -100,6 +100,34 @@ fn answers_to_page_faults_are_never_held() {
 }
 
 #[test]
+fn a_function_gets_more_shared_memory_while_a_launch_of_it_is_held() {
+    let mut fake = Fake::default();
+    let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    let function = FunctionId(7);
+    fake.wait(held, 1);
+    fake.launch(held, function);
+    let mut set = |fake: &mut Fake, attribute, value| {
+        let seq = fake.push(&FunctionPreset { function, attribute, value });
+        fake.has_executed(seq)
+    };
+    assert!(set(&mut fake, MAX_DYNAMIC_SHARED, 60_000));
+    let launch = fake.launch(other, function);
+    assert!(fake.has_executed(launch));
+    // What takes something away comes after the held launch, and what comes after that does not overtake it.
+    assert!(!set(&mut fake, MAX_DYNAMIC_SHARED, 50_000));
+    assert!(!set(&mut fake, MAX_DYNAMIC_SHARED, 70_000));
+    let launch = fake.launch(other, function);
+    assert!(!fake.has_executed(launch));
+    fake.signal(1);
+    assert!(fake.has_executed(launch));
+    fake.wait(held, 2);
+    fake.launch(held, function);
+    assert!(!set(&mut fake, MAX_DYNAMIC_SHARED + 1, 90_000));
+    fake.signal(2);
+    assert!(fake.waits.held.is_empty());
+}
+
+#[test]
 fn only_commands_of_the_waiting_stream_are_held_and_in_order() {
     let mut fake = Fake::default();
     let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
