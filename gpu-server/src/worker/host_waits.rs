@@ -24,10 +24,13 @@ use host_bridge::endpoint::{Lost, Mapped};
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS, Record};
 use protocol::handle::{ContextId, FunctionId, Handle, StreamId, TicketId};
 use protocol::ops::context::{ContextCreate, ContextSynchronize};
+use protocol::ops::event::{EventElapsed, EventSynchronize};
 use protocol::ops::green::GreenStream;
 use protocol::ops::memory::MemShrink;
 use protocol::ops::module::{FunctionPreset, FunctionSetAttribute};
-use protocol::ops::stream::{StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamRoom};
+use protocol::ops::stream::{
+    StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamRoom, StreamWaitEvent,
+};
 use protocol::ops::{self, Lane, Op, Order};
 use protocol::wire::Reader;
 
@@ -53,6 +56,9 @@ const STREAM_CREATE: u16 = <StreamCreate as Op>::INFO.opcode;
 const GREEN_STREAM: u16 = <GreenStream as Op>::INFO.opcode;
 const PRESET: u16 = <FunctionPreset as Op>::INFO.opcode;
 const SET_ATTRIBUTE: u16 = <FunctionSetAttribute as Op>::INFO.opcode;
+const WAIT_EVENT: u16 = <StreamWaitEvent as Op>::INFO.opcode;
+const SYNCHRONIZE: u16 = <EventSynchronize as Op>::INFO.opcode;
+const ELAPSED: u16 = <EventElapsed as Op>::INFO.opcode;
 const WAIT: u16 = <StreamHostWait as Op>::INFO.opcode;
 const SIGNAL: u16 = <StreamHostSignal as Op>::INFO.opcode;
 const ROOM: u16 = <StreamRoom as Op>::INFO.opcode;
@@ -67,6 +73,8 @@ struct Ties {
     order: Order,
     /// What it names, if its order depends on that.
     named: Vec<Handle>,
+    /// Whether it only uses the last records of the events that it names.
+    reads_events: bool,
     /// Which work it comes after, if its order is [`Order::Earlier`].
     scope: Scope,
 }
@@ -98,13 +106,16 @@ impl Ties {
                 scope = Scope::Device(op.device);
             }
         }
-        Ties { order, named, scope }
+        let reads_events = matches!(opcode, WAIT_EVENT | SYNCHRONIZE | ELAPSED);
+        Ties { order, named, reads_events, scope }
     }
 
     /// Whether it changes this object, so that it is ordered between the earlier and later commands that use
     /// the object.
     fn changes(&self, handle: &Handle) -> bool {
-        self.order == Order::Object || matches!(handle, Handle::Stream(_) | Handle::Event(_))
+        self.order == Order::Object
+            || matches!(handle, Handle::Stream(_))
+            || matches!(handle, Handle::Event(_)) && !self.reads_events
     }
 }
 
@@ -126,9 +137,9 @@ struct Held {
 /// The last held commands in each kind of order, by `seq`. Whatever follows these follows all.
 #[derive(Default)]
 struct Ends {
-    /// For a stream or an event; for a function or a graph, the command that changes it.
+    /// For a stream; for an event, a function or a graph, the command that changes it, as a record does.
     of: HashMap<Handle, u64>,
-    /// The commands that use a function or a graph in its current state.
+    /// The commands that use an event's last record, or a function or a graph in its current state.
     users: HashMap<Handle, BTreeSet<u64>>,
     /// Commands that name nothing, and those that destroy a stream, with what it was: another stream may get
     /// its ID before they are executed.
@@ -478,8 +489,8 @@ impl HostWaits {
     fn has_room(&self, body: &[u8]) -> bool {
         let Some(op) = decoded::<StreamRoom>(ROOM, body) else { return true };
         let would_be_held = |stream| {
-            let named = vec![Handle::Stream(stream)];
-            !self.to_follow(&Ties { order: Order::Streams, named, scope: Scope::Session }).is_empty()
+            let (order, named) = (Order::Streams, vec![Handle::Stream(stream)]);
+            !self.to_follow(&Ties { order, named, reads_events: false, scope: Scope::Session }).is_empty()
         };
         self.bytes as u64 <= op.bytes || op.stream.is_some_and(|stream| !would_be_held(stream))
     }

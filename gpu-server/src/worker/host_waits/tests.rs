@@ -106,7 +106,7 @@ fn a_function_gets_more_shared_memory_while_a_launch_of_it_is_held() {
     let function = FunctionId(7);
     fake.wait(held, 1);
     fake.launch(held, function);
-    let mut set = |fake: &mut Fake, attribute, value| {
+    let set = |fake: &mut Fake, attribute, value| {
         let seq = fake.push(&FunctionPreset { function, attribute, value });
         fake.has_executed(seq)
     };
@@ -125,6 +125,30 @@ fn a_function_gets_more_shared_memory_while_a_launch_of_it_is_held() {
     assert!(!set(&mut fake, MAX_DYNAMIC_SHARED + 1, 90_000));
     fake.signal(2);
     assert!(fake.waits.held.is_empty());
+}
+
+#[test]
+fn a_held_wait_for_an_event_does_not_hold_other_uses_of_its_record() {
+    let mut fake = Fake::default();
+    let [held, other] = [100, 101].map(|stream| fake.stream(stream, NON_BLOCKING));
+    let [event, later] = [1, 2].map(EventId);
+    fake.wait(held, 1);
+    let wait = fake.push(&StreamWaitEvent { stream: held, event, flags: 0 });
+    let beside = [
+        fake.push(&StreamWaitEvent { stream: other, event, flags: 0 }),
+        fake.push(&EventSynchronize { event }),
+        fake.push(&EventElapsed { start: event, end: event }),
+    ];
+    assert!(!fake.has_executed(wait) && beside.iter().all(|seq| fake.has_executed(*seq)));
+    // The last record is held, and so is what uses it.
+    fake.push(&EventRecord { event: later, stream: held, flags: 0 });
+    let [synchronize, elapsed] = [
+        fake.push(&EventSynchronize { event: later }),
+        fake.push(&EventElapsed { start: event, end: later }),
+    ];
+    assert!(!fake.has_executed(synchronize) && !fake.has_executed(elapsed));
+    fake.signal(1);
+    assert!(fake.has_executed(wait) && fake.has_executed(elapsed) && fake.waits.held.is_empty());
 }
 
 #[test]
