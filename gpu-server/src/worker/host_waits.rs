@@ -7,8 +7,8 @@
 //!
 //! Waiting spreads from stream to stream: through events, and through the order between a context's legacy
 //! default stream and its blocking streams. It also spreads through the order that each operation has in the
-//! table ([`Order`]). Commands that nothing orders after a held one are executed, because the client may need
-//! their results before it signals.
+//! table ([`Order`]), except that a function may always get more dynamic shared memory. Commands that nothing
+//! orders after a held one are executed, because the client may need their results before it signals.
 //!
 //! Held commands and open waits form a graph. Each counts the earlier ones that it still has to follow. For
 //! everything that commands can have in common, [`Ends`] knows the last one held. So a signal costs only as
@@ -17,15 +17,20 @@
 //! A client limits what is held: it asks for room ([`StreamRoom`]) before it sends much more, and is answered
 //! when there is some. [`MAX_HELD`] is only for clients that do not.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use host_bridge::endpoint::{Lost, Mapped};
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS, Record};
-use protocol::handle::{ContextId, Handle, StreamId, TicketId};
+use protocol::handle::{ContextId, FunctionId, Handle, StreamId, TicketId};
 use protocol::ops::context::{ContextCreate, ContextSynchronize};
+use protocol::ops::event::{EventElapsed, EventSynchronize};
 use protocol::ops::green::GreenStream;
 use protocol::ops::memory::MemShrink;
-use protocol::ops::stream::{StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamRoom};
+use protocol::ops::module::{FunctionPreset, FunctionSetAttribute};
+use protocol::ops::stream::{
+    StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamRoom, StreamWaitEvent,
+};
 use protocol::ops::{self, Lane, Op, Order};
 use protocol::wire::Reader;
 
@@ -37,12 +42,23 @@ const MAX_ASKED: usize = 64;
 /// Maximum number of signals remembered before their waits. A client signals only after it has requested the
 /// wait, so few are in transit at a time.
 const MAX_EARLY: usize = 1 << 16;
+/// Maximum number of functions whose dynamic shared memory is known.
+const MAX_FUNCTIONS: usize = 1 << 16;
+/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
+const MAX_DYNAMIC_SHARED: u32 = 8;
+/// The most that any function may have without that attribute.
+const DEFAULT_DYNAMIC_SHARED: i32 = 48 << 10;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 
 const CONTEXT_CREATE: u16 = <ContextCreate as Op>::INFO.opcode;
 const STREAM_CREATE: u16 = <StreamCreate as Op>::INFO.opcode;
 const GREEN_STREAM: u16 = <GreenStream as Op>::INFO.opcode;
+const PRESET: u16 = <FunctionPreset as Op>::INFO.opcode;
+const SET_ATTRIBUTE: u16 = <FunctionSetAttribute as Op>::INFO.opcode;
+const WAIT_EVENT: u16 = <StreamWaitEvent as Op>::INFO.opcode;
+const SYNCHRONIZE: u16 = <EventSynchronize as Op>::INFO.opcode;
+const ELAPSED: u16 = <EventElapsed as Op>::INFO.opcode;
 const WAIT: u16 = <StreamHostWait as Op>::INFO.opcode;
 const SIGNAL: u16 = <StreamHostSignal as Op>::INFO.opcode;
 const ROOM: u16 = <StreamRoom as Op>::INFO.opcode;
@@ -57,6 +73,8 @@ struct Ties {
     order: Order,
     /// What it names, if its order depends on that.
     named: Vec<Handle>,
+    /// Whether it only uses the last records of the events that it names.
+    reads_events: bool,
     /// Which work it comes after, if its order is [`Order::Earlier`].
     scope: Scope,
 }
@@ -88,13 +106,16 @@ impl Ties {
                 scope = Scope::Device(op.device);
             }
         }
-        Ties { order, named, scope }
+        let reads_events = matches!(opcode, WAIT_EVENT | SYNCHRONIZE | ELAPSED);
+        Ties { order, named, reads_events, scope }
     }
 
     /// Whether it changes this object, so that it is ordered between the earlier and later commands that use
     /// the object.
     fn changes(&self, handle: &Handle) -> bool {
-        self.order == Order::Object || matches!(handle, Handle::Stream(_) | Handle::Event(_))
+        self.order == Order::Object
+            || matches!(handle, Handle::Stream(_))
+            || matches!(handle, Handle::Event(_)) && !self.reads_events
     }
 }
 
@@ -116,9 +137,9 @@ struct Held {
 /// The last held commands in each kind of order, by `seq`. Whatever follows these follows all.
 #[derive(Default)]
 struct Ends {
-    /// For a stream or an event; for a function or a graph, the command that changes it.
+    /// For a stream; for an event, a function or a graph, the command that changes it, as a record does.
     of: HashMap<Handle, u64>,
-    /// The commands that use a function or a graph in its current state.
+    /// The commands that use an event's last record, or a function or a graph in its current state.
     users: HashMap<Handle, BTreeSet<u64>>,
     /// Commands that name nothing, and those that destroy a stream, with what it was: another stream may get
     /// its ID before they are executed.
@@ -181,6 +202,8 @@ pub(super) struct HostWaits {
     streams: HashMap<StreamId, Made>,
     /// The devices of contexts that the program has made.
     devices: HashMap<ContextId, u32>,
+    /// The most dynamic shared memory that each function was ever given.
+    dynamic_shared: HashMap<FunctionId, i32>,
     held: HashMap<u64, Held>,
     ends: Ends,
     /// Held commands that have nothing left to follow.
@@ -223,7 +246,29 @@ impl HostWaits {
         if matches!(record.opcode, CONTEXT_CREATE | STREAM_CREATE | GREEN_STREAM) {
             self.note(record.opcode, body);
         }
-        if self.held.is_empty() { Verdict::Execute } else { self.judge_slowly(record, body, keep) }
+        let permits = matches!(record.opcode, PRESET | SET_ATTRIBUTE) && self.only_permits(record, body);
+        if self.held.is_empty() || permits { Verdict::Execute } else { self.judge_slowly(record, body, keep) }
+    }
+
+    /// Whether a command only gives a function more dynamic shared memory than it ever had. What held
+    /// launches of the function do does not depend on that, so it need not come after them. A change that is
+    /// held itself is not overtaken.
+    fn only_permits(&mut self, record: &Record, body: &[u8]) -> bool {
+        let op =
+            decoded::<FunctionPreset>(record.opcode, body).map(|op| (op.function, op.attribute, op.value));
+        let set = || decoded::<FunctionSetAttribute>(record.opcode, body);
+        let op = op.or_else(|| set().map(|op| (op.function, op.attribute, op.value)));
+        let Some((function, MAX_DYNAMIC_SHARED, value)) = op else { return false };
+        let known = self.dynamic_shared.len();
+        let most = match self.dynamic_shared.entry(function) {
+            Entry::Occupied(most) => most.into_mut(),
+            Entry::Vacant(vacant) if known < MAX_FUNCTIONS => vacant.insert(DEFAULT_DYNAMIC_SHARED),
+            Entry::Vacant(_) => return false,
+        };
+        let is_more = value >= *most;
+        *most = value.max(*most);
+        let is_changing = self.ends.of.contains_key(&Handle::Function(function));
+        is_more && !is_changing && self.ends.session.is_none()
     }
 
     /// Notes how a new stream or context is related to others.
@@ -444,8 +489,8 @@ impl HostWaits {
     fn has_room(&self, body: &[u8]) -> bool {
         let Some(op) = decoded::<StreamRoom>(ROOM, body) else { return true };
         let would_be_held = |stream| {
-            let named = vec![Handle::Stream(stream)];
-            !self.to_follow(&Ties { order: Order::Streams, named, scope: Scope::Session }).is_empty()
+            let (order, named) = (Order::Streams, vec![Handle::Stream(stream)]);
+            !self.to_follow(&Ties { order, named, reads_events: false, scope: Scope::Session }).is_empty()
         };
         self.bytes as u64 <= op.bytes || op.stream.is_some_and(|stream| !would_be_held(stream))
     }

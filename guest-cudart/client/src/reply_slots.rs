@@ -9,6 +9,12 @@ use protocol::channel::ReplySlot;
 use crate::lock;
 use crate::session::{LIVENESS_CHECK, Session};
 
+/// How many slots [additional](ReplySlots::are_plentiful) replies leave free.
+pub(crate) const LEFT_BY_ADDITIONAL: u32 = 8;
+/// How many slots are left free by waits that may take as long as the program wants. The other calls, which
+/// the program may need to end these waits, find theirs among them.
+pub(crate) const LEFT_BY_WAITS: u32 = 16;
+
 /// The reply slots. Only the first 64 are used.
 pub(crate) struct ReplySlots {
     pub(crate) all: &'static [ReplySlot],
@@ -34,9 +40,14 @@ impl ReplySlots {
         }
     }
 
-    pub(crate) fn try_acquire(&self) -> Option<usize> {
+    fn try_acquire(&self) -> Option<usize> {
+        self.try_acquire_leaving(0)
+    }
+
+    /// Takes a slot if more than this many are free.
+    pub(crate) fn try_acquire_leaving(&self, leaving: u32) -> Option<usize> {
         let mut free = self.free.load(Ordering::Relaxed);
-        while free != 0 {
+        while free.count_ones() > leaving {
             let bit = free & free.wrapping_neg();
             match self.free.compare_exchange_weak(free, free & !bit, Ordering::SeqCst, Ordering::Relaxed) {
                 Ok(_) => return Some(bit.trailing_zeros() as usize),
@@ -115,6 +126,6 @@ impl ReplySlots {
     /// Whether enough slots are free that a thread that already waits for a reply may take another one
     /// without starving threads that have none.
     pub(crate) fn are_plentiful(&self) -> bool {
-        self.free.load(Ordering::Relaxed).count_ones() > 8
+        self.free.load(Ordering::Relaxed).count_ones() > LEFT_BY_ADDITIONAL
     }
 }

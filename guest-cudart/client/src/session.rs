@@ -24,7 +24,7 @@ use crate::log::setting;
 use crate::polling::Poll;
 use crate::port::descriptor::{ForChild, Uncancelled};
 use crate::port::{self, Port, PortError};
-use crate::reply_slots::ReplySlots;
+use crate::reply_slots::{LEFT_BY_ADDITIONAL, LEFT_BY_WAITS, ReplySlots};
 use crate::seq::Seq;
 use crate::servers::{self, Choice};
 use crate::{activity, lock, log, queue};
@@ -355,8 +355,8 @@ impl Session {
         }
     }
 
-    /// What a call that needed memory of the host returns when there is none: the loss of the session, if that
-    /// is why, and else `OUT_OF_MEMORY`, with `what` failed on stderr.
+    /// What a call that needed memory of the host returns when there is none: the loss of the session, if
+    /// that is why, and else `OUT_OF_MEMORY`, with `what` failed on stderr.
     #[cold]
     pub fn no_memory(&self, what: std::fmt::Arguments<'_>, error: &PortError) -> Status {
         self.check_liveness();
@@ -546,31 +546,25 @@ impl Session {
     }
 
     /// Appends an operation with a reply; [`Pending::wait`] receives it.
+    #[inline]
     pub fn submit<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<Pending<'_, T::Reply>, Status> {
+        self.slot()?.submit(op)
+    }
+
+    /// A reply slot. Waits until there is one.
+    #[inline]
+    pub fn slot(&self) -> Result<Slot<'_>, Status> {
         self.check()?;
-        add(&COUNTERS.round_trips, 1);
-        if count_expected(1) == 0 {
-            add(&COUNTERS.exchanges, 1);
-        }
-        let slot = self.slots.acquire(self).inspect_err(|_| _ = count_expected(-1))?;
-        self.slots.all[slot].prepare();
-        let begun = Instant::now();
-        match self.record(op, slot as u16) {
-            Ok(seq) => Ok(Pending {
-                session: self,
-                slot,
-                seq,
-                begun,
-                name: T::INFO.name,
-                waited: false,
-                reply: PhantomData,
-            }),
-            Err(status) => {
-                count_expected(-1);
-                self.slots.release(slot);
-                Err(status)
-            }
-        }
+        Ok(Slot { session: self, slot: self.slots.acquire(self)? })
+    }
+
+    /// A reply slot for a wait that may take as long as the program wants. `None` if so many threads wait
+    /// that this one must wait without a slot: see [`wait_progress`](Self::wait_progress).
+    #[inline]
+    pub fn slot_to_wait(&self) -> Result<Option<Slot<'_>>, Status> {
+        self.check()?;
+        let slot = self.slots.try_acquire_leaving(LEFT_BY_WAITS);
+        Ok(slot.map(|slot| Slot { session: self, slot }))
     }
 
     /// Whether enough reply slots are free that a thread that already waits for a reply may take another one
@@ -584,9 +578,7 @@ impl Session {
     pub fn submit_ahead<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<Option<Ahead<'_, T::Reply>>, Status> {
         self.check()?;
         self.slots.sweep();
-        let Some(slot) = self.has_free_slot().then(|| self.slots.try_acquire()).flatten() else {
-            return Ok(None);
-        };
+        let Some(slot) = self.slots.try_acquire_leaving(LEFT_BY_ADDITIONAL) else { return Ok(None) };
         self.slots.all[slot].prepare();
         match self.record(op, slot as u16) {
             Ok(seq) => {
@@ -759,6 +751,38 @@ fn program() -> String {
         name.pop();
     }
     name
+}
+
+/// A reply slot for the next operation of its owner.
+#[must_use]
+pub struct Slot<'s> {
+    session: &'s Session,
+    slot: usize,
+}
+
+impl<'s> Slot<'s> {
+    /// As [`Session::submit`], with this slot.
+    #[inline]
+    pub fn submit<'a, T: SyncOp<'a>>(self, op: &T) -> Result<Pending<'s, T::Reply>, Status> {
+        let Slot { session, slot } = self;
+        session.slots.all[slot].prepare();
+        let begun = Instant::now();
+        // If it fails, dropping this frees the slot.
+        let seq = session.record(op, slot as u16)?;
+        std::mem::forget(self);
+        add(&COUNTERS.round_trips, 1);
+        if count_expected(1) == 0 {
+            add(&COUNTERS.exchanges, 1);
+        }
+        let (name, waited, reply) = (T::INFO.name, false, PhantomData);
+        Ok(Pending { session, slot, seq, begun, name, waited, reply })
+    }
+}
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        self.session.slots.release(self.slot);
+    }
 }
 
 /// An expected reply. If dropped early it waits, because the host owns the slot until it has replied.

@@ -100,6 +100,58 @@ fn answers_to_page_faults_are_never_held() {
 }
 
 #[test]
+fn a_function_gets_more_shared_memory_while_a_launch_of_it_is_held() {
+    let mut fake = Fake::default();
+    let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+    let function = FunctionId(7);
+    fake.wait(held, 1);
+    fake.launch(held, function);
+    let set = |fake: &mut Fake, attribute, value| {
+        let seq = fake.push(&FunctionPreset { function, attribute, value });
+        fake.has_executed(seq)
+    };
+    assert!(set(&mut fake, MAX_DYNAMIC_SHARED, 60_000));
+    let launch = fake.launch(other, function);
+    assert!(fake.has_executed(launch));
+    // What takes something away comes after the held launch, and what comes after that does not overtake it.
+    assert!(!set(&mut fake, MAX_DYNAMIC_SHARED, 50_000));
+    assert!(!set(&mut fake, MAX_DYNAMIC_SHARED, 70_000));
+    let launch = fake.launch(other, function);
+    assert!(!fake.has_executed(launch));
+    fake.signal(1);
+    assert!(fake.has_executed(launch));
+    fake.wait(held, 2);
+    fake.launch(held, function);
+    assert!(!set(&mut fake, MAX_DYNAMIC_SHARED + 1, 90_000));
+    fake.signal(2);
+    assert!(fake.waits.held.is_empty());
+}
+
+#[test]
+fn a_held_wait_for_an_event_does_not_hold_other_uses_of_its_record() {
+    let mut fake = Fake::default();
+    let [held, other] = [100, 101].map(|stream| fake.stream(stream, NON_BLOCKING));
+    let [event, later] = [1, 2].map(EventId);
+    fake.wait(held, 1);
+    let wait = fake.push(&StreamWaitEvent { stream: held, event, flags: 0 });
+    let beside = [
+        fake.push(&StreamWaitEvent { stream: other, event, flags: 0 }),
+        fake.push(&EventSynchronize { event }),
+        fake.push(&EventElapsed { start: event, end: event }),
+    ];
+    assert!(!fake.has_executed(wait) && beside.iter().all(|seq| fake.has_executed(*seq)));
+    // The last record is held, and so is what uses it.
+    fake.push(&EventRecord { event: later, stream: held, flags: 0 });
+    let [synchronize, elapsed] = [
+        fake.push(&EventSynchronize { event: later }),
+        fake.push(&EventElapsed { start: event, end: later }),
+    ];
+    assert!(!fake.has_executed(synchronize) && !fake.has_executed(elapsed));
+    fake.signal(1);
+    assert!(fake.has_executed(wait) && fake.has_executed(elapsed) && fake.waits.held.is_empty());
+}
+
+#[test]
 fn only_commands_of_the_waiting_stream_are_held_and_in_order() {
     let mut fake = Fake::default();
     let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));

@@ -24,7 +24,7 @@ use crate::memory::staging::Staging;
 use crate::memory::transfer;
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
-use crate::process::fences::OwnEvent;
+use crate::process::fences::{self, OwnEvent};
 use crate::process::stream::Stream;
 use crate::work::{copy_boxes, fill};
 use client::data::HostIn;
@@ -106,7 +106,12 @@ struct State {
     waits: bool,
     /// The stream of the last launch. Launches of one instance run one after the other.
     last: Option<Arc<Stream>>,
+    /// Recorded behind launches, for launches on other streams.
     event: Option<OwnEvent>,
+    /// Whether it was recorded behind the last launch.
+    is_recorded: bool,
+    /// Whether it was launched on several streams.
+    moves: bool,
 }
 
 pub(crate) static EXECS: Slab<Exec> = Slab::new(10);
@@ -267,6 +272,8 @@ impl State {
             waits: false,
             last: None,
             event: None,
+            is_recorded: false,
+            moves: false,
         }
     }
 
@@ -372,18 +379,31 @@ impl State {
     }
 
     /// Makes `stream` wait for the previous launch, if that was on another stream.
-    fn queue(&mut self, context: &'static Context, stream: &Arc<Stream>) -> Result {
+    fn queue(&mut self, stream: &Arc<Stream>) -> Result {
         let last = self.last.replace(stream.clone());
-        let Some(last) = last.filter(|last| !Arc::ptr_eq(last, stream) && !last.is_finished()) else {
+        let is_recorded = std::mem::take(&mut self.is_recorded);
+        let Some(last) = last.filter(|last| !Arc::ptr_eq(last, stream)) else { return Ok(()) };
+        self.moves = true;
+        match &self.event {
+            _ if last.is_finished() => Ok(()),
+            Some(event) if is_recorded => event.hold(stream),
+            _ => fences::join(&last, stream),
+        }
+    }
+
+    /// Called behind a launch. Records what a launch on another stream waits for, so that it does not wait
+    /// for what the program puts on this stream next. That is done for the first launch, and for every launch
+    /// of an instance that moves between streams.
+    fn record(&mut self, context: &'static Context, stream: &Arc<Stream>) -> Result {
+        if !std::ptr::eq(stream.context, context) || self.event.is_some() && !self.moves {
             return Ok(());
+        }
+        let event = match &mut self.event {
+            Some(event) => event,
+            none => none.insert(OwnEvent::new(context)?),
         };
-        if self.event.is_none() {
-            self.event = Some(OwnEvent::new(context)?);
-        }
-        if let Some(event) = &self.event {
-            event.record(&last)?;
-            event.hold(stream)?;
-        }
+        event.record(stream)?;
+        self.is_recorded = true;
         Ok(())
     }
 }
@@ -519,7 +539,7 @@ impl Exec {
             return Err(Status::INVALID_VALUE);
         }
         let _order = crate::memory::managed::before_work(driver)?;
-        state.queue(self.context, stream)?;
+        state.queue(stream)?;
         let backed = self.back(driver, &mut state, stream)?;
         let State { steps, nodes, .. } = &mut *state;
         for step in steps {
@@ -534,7 +554,8 @@ impl Exec {
                 }
             }
         }
-        for bounce in nodes.iter().filter_map(|node| node.bounce.as_ref()) {
+        state.record(self.context, stream)?;
+        for bounce in state.nodes.iter().filter_map(|node| node.bounce.as_ref()) {
             bounce.used(stream.clone(), stream.mark()?);
         }
         let Some(pool) = backed else { return Ok(()) };

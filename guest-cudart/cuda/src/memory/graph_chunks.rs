@@ -2,8 +2,8 @@
 //!
 //! A graph's allocations get addresses when their nodes are made, in segments of the graph, and memory when
 //! the graph is launched. A launch gives each of its segments a chunk of device memory. Graphs that do not
-//! run at the same time share chunks: a chunk can be reused if it was last used on the launch's stream or its
-//! last use has finished, unless it contains an allocation of the program. A segment keeps its chunk until an
+//! run at the same time share chunks: a chunk can be reused once its uses on streams other than the launch's
+//! have finished, unless it contains an allocation of the program. A segment keeps its chunk until an
 //! allocation of another segment stays in it, or the chunk is freed (`cuDeviceGraphMemTrim`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,8 +21,34 @@ use client::channel::MAX_DEVICES;
 use client::seq::Seq;
 use client::{Status, lock};
 
-/// A stream, and its mark after the last work that uses something.
-type Use = Option<(Arc<Stream>, Seq)>;
+/// The streams whose work uses something, each with its mark after the last such work. They need not be
+/// ordered with each other: a program may free a graph's allocations in several streams.
+#[derive(Default)]
+struct Uses(Vec<(Arc<Stream>, Seq)>);
+
+impl Uses {
+    fn add(&mut self, stream: &Arc<Stream>, mark: Seq) {
+        self.0.retain(|(other, mark)| Arc::ptr_eq(other, stream) || !other.has_passed(*mark));
+        match self.0.iter_mut().find(|(other, _)| Arc::ptr_eq(other, stream)) {
+            Some((_, last)) if mark.may_be_after(*last) => *last = mark,
+            Some(_) => {}
+            None => self.0.push((stream.clone(), mark)),
+        }
+    }
+
+    /// Those that may not be over.
+    fn open(&self) -> impl Iterator<Item = &(Arc<Stream>, Seq)> {
+        self.0.iter().filter(|(stream, mark)| !stream.has_passed(*mark))
+    }
+
+    fn is_over(&self) -> bool {
+        self.open().next().is_none()
+    }
+
+    fn is_on(&self, stream: &Arc<Stream>) -> bool {
+        self.0.iter().any(|(other, _)| Arc::ptr_eq(other, stream))
+    }
+}
 
 /// Addresses of a graph.
 pub(crate) struct Segment {
@@ -31,7 +57,7 @@ pub(crate) struct Segment {
     pub size: u64,
     pub device: u32,
     pub context: &'static Context,
-    used: Mutex<Use>,
+    used: Mutex<Uses>,
 }
 
 /// Device memory.
@@ -39,8 +65,8 @@ struct Chunk {
     handle: usize,
     device: u32,
     size: u64,
-    /// The last work that uses it, through any segment.
-    used: Use,
+    /// The work that uses it, through any segment.
+    used: Uses,
     /// Existing allocations in it, by address.
     live: BTreeMap<u64, Arc<GraphMemory>>,
 }
@@ -49,7 +75,7 @@ struct Chunk {
 struct Leaving {
     address: u64,
     size: u64,
-    used: Use,
+    used: Uses,
     mapped: bool,
 }
 
@@ -78,10 +104,6 @@ static POOL: Mutex<Pool> = Mutex::new(Pool {
 
 /// The memory of all graphs, locked while a launch is enqueued.
 pub(crate) type Launching = MutexGuard<'static, Pool>;
-
-fn is_over(used: &Use) -> bool {
-    used.as_ref().is_none_or(|(stream, mark)| stream.has_passed(*mark))
-}
 
 impl Segment {
     /// Reserves addresses for at least `size` bytes, without memory.
@@ -115,7 +137,7 @@ impl Drop for Segment {
         // The next caller frees the addresses, because a stream may be waiting for this thread.
         let mut pool = lock(&POOL);
         let mapped = pool.bound.remove(&self.address).is_some();
-        let used = lock(&self.used).take();
+        let used = std::mem::take(&mut *lock(&self.used));
         pool.leaving.push(Leaving { address: self.address, size: self.size, used, mapped });
     }
 }
@@ -124,7 +146,7 @@ impl Pool {
     /// Frees the addresses of destroyed graphs.
     fn collect(&mut self, driver: &Driver) {
         self.leaving.retain(|segment| {
-            if !is_over(&segment.used) {
+            if !segment.used.is_over() {
                 return true;
             }
             // After the session is lost there is nothing to free.
@@ -160,11 +182,9 @@ impl Pool {
                 && chunk.live.is_empty()
                 && !taken.contains(id)
         };
-        let on_stream =
-            |chunk: &Chunk| chunk.used.as_ref().is_some_and(|(last, _)| Arc::ptr_eq(last, stream));
-        let found = self.chunks.iter().filter(|(id, chunk)| fits(id, chunk));
-        let found = found.filter(|(_, chunk)| on_stream(chunk) || is_over(&chunk.used));
-        let id = match found.max_by_key(|(_, chunk)| on_stream(chunk)).map(|(id, _)| *id) {
+        let is_free = |chunk: &Chunk| chunk.used.open().all(|(last, _)| Arc::ptr_eq(last, stream));
+        let found = self.chunks.iter().filter(|(id, chunk)| fits(id, chunk) && is_free(chunk));
+        let id = match found.max_by_key(|(_, chunk)| chunk.used.is_on(stream)).map(|(id, _)| *id) {
             Some(id) => id,
             None => match self.fresh(driver, segment, taken) {
                 // Last used by another stream, which the launch then waits for.
@@ -178,7 +198,7 @@ impl Pool {
         let handle = self.chunks.get(&id).ok_or(Status::UNKNOWN)?.handle;
         if old.is_some() {
             // Earlier launches use the addresses.
-            if let Some((last, mark)) = &*lock(&segment.used) {
+            for (last, mark) in lock(&segment.used).open() {
                 last.session().wait_progress(|| last.has_passed(*mark))?;
             }
             virtual_memory::unmap(driver, segment.address, segment.size)?;
@@ -202,7 +222,7 @@ impl Pool {
             made => made?,
         };
         let id = unique_id();
-        self.chunks.insert(id, Chunk { handle, device, size, used: None, live: BTreeMap::new() });
+        self.chunks.insert(id, Chunk { handle, device, size, used: Uses::default(), live: BTreeMap::new() });
         Ok(id)
     }
 
@@ -210,7 +230,7 @@ impl Pool {
     fn trim(&mut self, driver: &Driver, device: u32, taken: &BTreeSet<u64>) -> bool {
         self.collect(driver);
         let idle = |id: &u64, chunk: &Chunk| {
-            chunk.device == device && chunk.live.is_empty() && !taken.contains(id) && is_over(&chunk.used)
+            chunk.device == device && chunk.live.is_empty() && !taken.contains(id) && chunk.used.is_over()
         };
         let ids: Vec<u64> =
             self.chunks.iter().filter(|(id, chunk)| idle(id, chunk)).map(|(id, _)| *id).collect();
@@ -261,12 +281,9 @@ pub(crate) fn back(
     }
     for id in taken {
         let Some(chunk) = pool.chunks.get(&id) else { continue };
-        let Some((last, _)) =
-            chunk.used.as_ref().filter(|(last, mark)| !Arc::ptr_eq(last, stream) && !last.has_passed(*mark))
-        else {
-            continue;
-        };
-        fences::join(last, stream)?;
+        for (last, _) in chunk.used.open().filter(|(last, _)| !Arc::ptr_eq(last, stream)) {
+            fences::join(last, stream)?;
+        }
     }
     Ok((pool, moved))
 }
@@ -284,8 +301,7 @@ pub(crate) fn launched(
     let all =
         memory.iter().map(|(memory, live)| (memory, *live)).chain(freed.iter().map(|memory| (memory, false)));
     for (memory, live) in all {
-        *lock(&memory.segment.used) = Some((stream.clone(), mark));
-        gone.extend(pool.hold(memory, live, Some((stream.clone(), mark))));
+        gone.extend(pool.hold(memory, live, Some((stream, mark))));
     }
     drop(pool);
     drop(gone);
@@ -293,12 +309,22 @@ pub(crate) fn launched(
 }
 
 impl Pool {
-    /// Records the last use of an allocation's chunk, and whether the allocation exists. The returned value
-    /// must be dropped without the lock.
-    fn hold(&mut self, memory: &Arc<GraphMemory>, live: bool, used: Use) -> Option<Arc<GraphMemory>> {
+    /// Records work that uses an allocation, and whether the allocation exists. The returned value must be
+    /// dropped without the lock.
+    fn hold(
+        &mut self,
+        memory: &Arc<GraphMemory>,
+        live: bool,
+        used: Option<(&Arc<Stream>, Seq)>,
+    ) -> Option<Arc<GraphMemory>> {
         memory.set_live(live);
+        if let Some((stream, mark)) = used {
+            lock(&memory.segment.used).add(stream, mark);
+        }
         let chunk = self.chunks.get_mut(self.bound.get(&memory.segment.address)?)?;
-        chunk.used = used;
+        if let Some((stream, mark)) = used {
+            chunk.used.add(stream, mark);
+        }
         if live {
             chunk.live.insert(memory.address, memory.clone())
         } else {
@@ -308,7 +334,7 @@ impl Pool {
 }
 
 /// The program has freed an allocation, in stream order or after all work.
-pub(crate) fn freed(memory: &Arc<GraphMemory>, used: Use) {
+pub(crate) fn freed(memory: &Arc<GraphMemory>, used: Option<(&Arc<Stream>, Seq)>) {
     let mut pool = lock(&POOL);
     let gone = pool.hold(memory, false, used);
     drop(pool);
@@ -322,7 +348,7 @@ pub(crate) fn forget(context: &'static Context) {
     for chunk in pool.chunks.values_mut() {
         let of_context = |memory: &Arc<GraphMemory>| std::ptr::eq(memory.segment.context, context);
         gone.extend(chunk.live.extract_if(.., |_, memory| of_context(memory)));
-        chunk.used.take_if(|(stream, _)| std::ptr::eq(stream.context, context));
+        chunk.used.0.retain(|(stream, _)| !std::ptr::eq(stream.context, context));
     }
     drop(pool);
     gone.iter().for_each(|(_, memory)| memory.set_live(false));

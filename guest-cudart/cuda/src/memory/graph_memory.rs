@@ -180,7 +180,7 @@ pub(crate) fn freed(address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> 
     match find(address) {
         None => Ok(false),
         Some(memory) if memory.live.swap(false, Ordering::AcqRel) => {
-            let used = stream.map(|stream| Ok((stream.clone(), stream.mark()?))).transpose()?;
+            let used = stream.map(|stream| Ok((stream, stream.mark()?))).transpose()?;
             graph_chunks::freed(&memory, used);
             Ok(true)
         }

@@ -160,18 +160,16 @@ impl<'s> Transfer<'s> {
     /// The bytes of device memory that fits in an answer.
     fn answer(&self, piece: Piece) -> Result<Vec<u8>> {
         let (stream, context) = (self.stream, self.stream.context);
-        let copy = || {
-            let op = MemcpyDtoHInline { stream: stream.id, src: piece.src, len: piece.len };
-            stream.session().submit(&op)
-        };
-        let pending = if stream.is_legacy() {
-            if let Some(bytes) = context.take_copy(piece) {
-                return Ok(bytes);
-            }
-            context.submit_wait(Wait::Copy(piece.src), copy)?
-        } else {
-            copy()?
-        };
+        if stream.is_legacy()
+            && let Some(bytes) = context.take_copy(piece)
+        {
+            return Ok(bytes);
+        }
+        let slot = stream.slot_to_wait()?;
+        let op = MemcpyDtoHInline { stream: stream.id, src: piece.src, len: piece.len };
+        let copy = || slot.submit(&op);
+        let pending =
+            if stream.is_legacy() { context.submit_wait(Wait::Copy(piece.src), copy)? } else { copy()? };
         let seq = pending.seq();
         let answer = pending.wait()?;
         stream.is_synced(seq);
@@ -183,7 +181,8 @@ impl<'s> Transfer<'s> {
         &self,
         block: Block<'s>,
     ) -> Result<(Pending<'s, StreamSynchronizeReply>, Block<'s>)> {
-        match self.stream.session().submit(&StreamSynchronize { stream: self.stream.id }) {
+        let slot = self.stream.slot_to_wait();
+        match slot.and_then(|slot| slot.submit(&StreamSynchronize { stream: self.stream.id })) {
             Ok(pending) => Ok((pending, block)),
             Err(status) => {
                 // The server may still write the block and will not report when it has. The block is lost

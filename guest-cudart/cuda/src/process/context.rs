@@ -24,7 +24,7 @@ use client::handle::{ContextId, StreamId};
 use client::handles::Slab;
 use client::ops::context::{ContextCreate, ContextSynchronize, PrimarySetFlags};
 use client::seq::{LastSeq, Seq};
-use client::session::{Pending, Session};
+use client::session::{Pending, Session, Slot};
 use client::thread::Lasting;
 use client::wire::Wire;
 use client::{Status, lock};
@@ -63,6 +63,8 @@ pub(crate) struct Context {
     synced: LastSeq,
     /// What is fetched together with waits for the legacy default stream.
     copies_ahead: CopiesAhead,
+    /// Of the threads that wait for the context while few reply slots are free.
+    turn: Mutex<()>,
     pub cache_config: AtomicU32,
     pub limits: Limits,
     /// Why its kernels cannot use some memory that a launch's parameters seem to name. It is logged when one
@@ -179,6 +181,7 @@ impl Context {
                 appending_free: AtomicU64::new(0),
                 synced: LastSeq::new(),
                 copies_ahead: CopiesAhead::default(),
+                turn: Mutex::new(()),
                 cache_config: AtomicU32::new(0),
                 limits: Limits::default(),
                 unreachable: Mutex::default(),
@@ -302,6 +305,20 @@ impl Context {
         driver().is_ok_and(|driver| driver.servers.len() > 1) && self.session().check().is_err()
     }
 
+    /// A reply slot for a wait for all work of the context. If so many threads wait already that other calls
+    /// would find none, they take turns. `None` if another thread's wait has done for this one, too.
+    fn slot_to_wait(&'static self) -> Result<Option<(Slot<'static>, Option<MutexGuard<'static, ()>>)>> {
+        let due = self.last_work.get();
+        if let Some(slot) = self.session().slot_to_wait()? {
+            return Ok(Some((slot, None)));
+        }
+        let turn = lock(&self.turn);
+        if due.is_none_or(|due| self.synced.has_reached(due)) {
+            return Ok(None);
+        }
+        Ok(Some((self.session().slot()?, Some(turn))))
+    }
+
     /// Waits for all work of the context, without a round trip if none can be pending.
     /// `memory::stream_ordered::synchronize` releases what was freed in stream order.
     pub fn synchronize(&'static self) -> Result {
@@ -312,7 +329,11 @@ impl Context {
             self.session().check()?;
             return self.deferred();
         }
-        let wait = || self.session().submit(&ContextSynchronize { context: self.id });
+        let Some((slot, _turn)) = self.slot_to_wait()? else {
+            self.session().show_output();
+            return self.deferred();
+        };
+        let wait = || slot.submit(&ContextSynchronize { context: self.id });
         let pending = self.submit_wait(Wait::Work, wait)?;
         let seq = pending.seq();
         let result = pending.wait().map(|_| ());
@@ -324,13 +345,16 @@ impl Context {
 
     /// Waits for all work of the context, and leaves its errors to the calls that report them. Returns false
     /// if the work cannot be known to be done.
-    pub fn quiesce(&self) -> bool {
+    pub fn quiesce(&'static self) -> bool {
         if !self.is_busy() {
             return true;
         }
-        let Ok(pending) = self.session().submit(&ContextSynchronize { context: self.id }) else {
-            return false;
+        let (slot, _turn) = match self.slot_to_wait() {
+            Ok(Some(slot)) => slot,
+            Ok(None) => return true,
+            Err(_) => return false,
         };
+        let Ok(pending) = slot.submit(&ContextSynchronize { context: self.id }) else { return false };
         let seq = pending.seq();
         let done = pending.wait().is_ok();
         if done {

@@ -74,11 +74,13 @@ fn ask(session: &'static Session, room: &Room, stream: &Stream) -> Result {
     }
     add(&COUNTERS.queue_full, 1);
     // A page fault may need a slot before there is room.
-    while !session.has_free_slot() {
-        session.check()?;
+    let slot = loop {
+        if let Some(slot) = session.slot_to_wait()? {
+            break slot;
+        }
         std::thread::sleep(NAP);
-    }
-    session.call(&StreamRoom { stream: Some(stream.id), bytes: MOST_HELD })?;
+    };
+    slot.submit(&StreamRoom { stream: Some(stream.id), bytes: MOST_HELD })?.wait()?;
     if !room.is_answered() {
         stream.room_until.store(session.appended() + BESIDE, Ordering::Relaxed);
     }

@@ -23,7 +23,7 @@ use client::ops::Op;
 use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamMark, StreamSynchronize};
 use client::seq::{LastSeq, Seq};
-use client::session::Session;
+use client::session::{Session, Slot};
 
 /// `CU_STREAM_LEGACY`.
 pub(crate) const LEGACY: usize = 1;
@@ -382,6 +382,23 @@ impl Stream {
         false
     }
 
+    /// A reply slot for a question that is answered when everything on the stream is done. If so many threads
+    /// wait already that other calls would find none, this waits for the stream first, without a slot.
+    pub fn slot_to_wait(&self) -> Result<Slot<'static>> {
+        let session = self.session();
+        loop {
+            if let Some(slot) = session.slot_to_wait()? {
+                return Ok(slot);
+            }
+            if self.is_known_idle() {
+                return session.slot();
+            }
+            let mark = self.mark()?;
+            session.wait_progress(|| self.has_passed(mark))?;
+            self.is_synced(mark);
+        }
+    }
+
     /// Waits until everything on the stream is done. No round trip if that is already known.
     ///
     /// If the last thing on the stream is a function of this process, the stream is done when the function
@@ -397,7 +414,8 @@ impl Stream {
             self.session().check()?;
             return self.context.deferred();
         }
-        let wait = || self.session().submit(&StreamSynchronize { stream: self.id });
+        let slot = self.slot_to_wait()?;
+        let wait = || slot.submit(&StreamSynchronize { stream: self.id });
         let pending = if self.legacy { self.context.submit_wait(Wait::Work, wait)? } else { wait()? };
         let seq = pending.seq();
         let result = pending.wait().map(|_| ());

@@ -256,7 +256,19 @@ impl Event {
     /// Waits for its last record.
     pub fn synchronize(&self) -> Result {
         let before = self.last();
-        let pending = self.context.session().submit(&EventSynchronize { event: self.id })?;
+        let session = self.context.session();
+        let pending = match (session.slot_to_wait()?, &before) {
+            (Some(slot), _) => slot.submit(&EventSynchronize { event: self.id })?,
+            // Many threads wait already. The record is seen without a slot, too.
+            (None, Some((stream, seq))) => {
+                let result = session.wait_progress(|| stream.has_passed(*seq));
+                if result.is_ok() {
+                    stream.is_synced(*seq);
+                }
+                return self.context.settle(result);
+            }
+            (None, None) => return self.context.deferred(),
+        };
         // The server waits for the last record that it has when it is asked. That may be another thread's.
         let is_same = |other: &(Arc<Stream>, Seq)| {
             before.as_ref().is_some_and(|last| Arc::ptr_eq(&last.0, &other.0) && last.1 == other.1)

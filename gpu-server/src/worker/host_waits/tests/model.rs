@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use protocol::handle::{EventId, FunctionId};
 use protocol::ops::array::TextureDestroy;
 use protocol::ops::context::ContextSetLimit;
-use protocol::ops::event::{EventCreate, EventDestroy, EventRecord};
+use protocol::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord};
 use protocol::ops::memory::MemGetInfo;
 use protocol::ops::module::FunctionPreset;
 use protocol::ops::stream::{StreamSynchronize, StreamWaitEvent};
@@ -18,6 +18,7 @@ enum Step {
     Change(u64),
     Record(u32, u32),
     Await(u32, u32),
+    Elapsed(u32, u32),
     RenewEvent(u32),
     RenewStream(u32),
     Hold(u32),
@@ -38,6 +39,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => function.prop_map(Step::Change),
         2 => (stream.clone(), event.clone()).prop_map(|(s, e)| Step::Record(s, e)),
         2 => (stream.clone(), event.clone()).prop_map(|(s, e)| Step::Await(s, e)),
+        1 => (event.clone(), event.clone()).prop_map(|(a, b)| Step::Elapsed(a, b)),
         1 => event.prop_map(Step::RenewEvent),
         1 => (1u32..5).prop_map(Step::RenewStream),
         4 => stream.clone().prop_map(Step::Hold),
@@ -58,6 +60,7 @@ struct Said {
     order: Order,
     streams: Vec<u32>,
     events: Vec<u32>,
+    reads: bool,
     function: Option<u64>,
     scope: Option<u32>,
     ticket: Option<u64>,
@@ -66,7 +69,7 @@ struct Said {
 impl Said {
     fn new(seq: u64, order: Order) -> Said {
         let (streams, events) = (Vec::new(), Vec::new());
-        Said { seq, order, streams, events, function: None, scope: None, ticket: None }
+        Said { seq, order, streams, events, reads: false, function: None, scope: None, ticket: None }
     }
 
     fn on(mut self, stream: u32) -> Said {
@@ -95,6 +98,7 @@ impl Said {
         };
         let by_stream = self.streams.iter().any(|a| earlier.streams.iter().any(|b| ordered(*a, *b)));
         let by_event = self.events.iter().any(|event| earlier.events.contains(event));
+        let by_event = by_event && !(self.reads && earlier.reads);
         let changes = self.order == Order::Object || earlier.order == Order::Object;
         let by_function = changes && self.function.is_some() && self.function == earlier.function;
         by_stream || by_event || by_function
@@ -169,7 +173,11 @@ proptest! {
                 }
                 Step::Await(s, e) => {
                     let seq = fake.push(&StreamWaitEvent { stream: id(s), event: EventId(e), flags: 0 });
-                    said.push(streams(seq).on(s).with(e));
+                    said.push(Said { reads: true, ..streams(seq).on(s).with(e) });
+                }
+                Step::Elapsed(a, b) => {
+                    let seq = fake.push(&EventElapsed { start: EventId(a), end: EventId(b) });
+                    said.push(Said { reads: true, ..streams(seq).with(a).with(b) });
                 }
                 Step::RenewEvent(e) => {
                     said.push(streams(fake.push(&EventDestroy { event: EventId(e) })).with(e));
