@@ -99,6 +99,18 @@ impl Copier {
         if self.mode == Mode::Sync { self.stream.synchronize() } else { Ok(()) }
     }
 
+    /// Called before the source of a copy to the device is read in this process: earlier work on the stream
+    /// that may write it must be done.
+    pub fn before_reading(&self, src: u64) -> Result {
+        match self.mode {
+            Mode::Sync if self.own => Ok(()),
+            Mode::Sync => pending_writes::settle_in_order(&self.stream),
+            // Registered memory that the host cannot read in place.
+            Mode::Async if REGIONS.find(src as usize).is_some() => self.stream.synchronize(),
+            Mode::Async => Ok(()),
+        }
+    }
+
     /// Called after a copy to `dst` whose source has been read. Keeps the guarantees of a synchronous one.
     pub fn copied(&self, dst: u64) -> Result {
         if self.mode == Mode::Async || self.own {
@@ -191,16 +203,16 @@ impl Copier {
                     drop(steady);
                     return self.on_device(dst, src as u64, len);
                 }
-                self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
+                let unheld = pending_writes::is_unheld(&self.stream);
+                let seq = self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
+                if unheld {
+                    self.stream.unheld.raise(seq);
+                }
                 drop(steady);
                 return self.finish();
             }
         }
-        if self.mode == Mode::Async && REGIONS.find(src as usize).is_some() {
-            // Registered memory that the host cannot read in place. It is read here and now, so earlier work
-            // on the stream must be done: a host function may write the memory.
-            self.stream.synchronize()?;
-        }
+        self.before_reading(src as u64)?;
         if REGIONS.find(src as usize).is_none() {
             activity::copies_pageable();
         }
