@@ -6,7 +6,7 @@ use crate::abi::types::memory_type::{DEVICE, HOST};
 use crate::abi::types::{Memcpy2D, Memcpy3D};
 use crate::graph::node_work::Work;
 use crate::graph::recording;
-use crate::memory::address::is_device;
+use crate::memory::address::{self, is_device};
 use crate::process::capture::Capture;
 use crate::process::context::{self, Context};
 use crate::process::driver::driver;
@@ -84,6 +84,18 @@ fn on_device(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
         // SAFETY: pinned memory of the program, or memory that no copy accepts.
         unsafe { unified(copier, dst, src, len) }
     }
+}
+
+/// Completes a copy between device memories, for which CUDA doesn't wait, if the program has
+/// [asked](address::synchronizes) for that.
+fn finish_on_devices(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
+    let waits = |end| address::synchronizes(copier.driver, copier.stream.context, end);
+    if len == 0 || copier.stream.capture().is_some() || !waits(dst) && !waits(src) {
+        return Ok(());
+    }
+    copier.stream.synchronize()?;
+    copier.has_waited();
+    Ok(())
 }
 
 /// Between devices whose contexts the program passes.
@@ -220,7 +232,9 @@ api! {
     }
 
     fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds(dst: u64, src: u64, len: usize) |pt| {
-        on_device(&Copier::new(0, pt, Mode::Async)?, dst, src, len)
+        let copier = Copier::new(0, pt, Mode::Async)?;
+        on_device(&copier, dst, src, len)?;
+        finish_on_devices(&copier, dst, src, len)
     }
 
     fn cuMemcpyDtoDAsync_v2 / cuMemcpyDtoDAsync_v2_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
@@ -230,7 +244,9 @@ api! {
     fn cuMemcpyPeer / cuMemcpyPeer_ptds(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize) |pt| {
         driver()?;
         let ends = peers(dst_ctx, src_ctx)?;
-        between_peers(&Copier::new(0, pt, Mode::Async)?, ends, dst, src, len)
+        let copier = Copier::new(0, pt, Mode::Async)?;
+        between_peers(&copier, ends, dst, src, len)?;
+        finish_on_devices(&copier, dst, src, len)
     }
 
     fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize, stream: usize) |pt| {

@@ -4,6 +4,7 @@ use crate::abi::result::Result;
 use crate::abi::types::MemsetNodeParams;
 use crate::graph::node_work::Work;
 use crate::graph::recording;
+use crate::memory::address;
 use crate::memory::managed::{self, shared_blocks};
 use crate::streams::stream_table;
 use crate::work::fill::Fill;
@@ -25,8 +26,12 @@ pub(crate) fn fill(
     if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
         return recording::add(&capture, &stream, Work::Fill(params));
     }
-    // For host memory, including memory that the host sees at once, this is the form that waits.
-    let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || managed::is_seen_at_once(dst));
+    // For host memory, including memory that the host sees at once, and for memory of which the program has
+    // asked that, this is the form that waits.
+    let waits = handle.is_none()
+        && (matches!(fill, Fill::Here(_))
+            || managed::is_seen_at_once(dst)
+            || address::synchronizes(driver, stream.context, dst));
     fill.run(driver, &stream)?;
     if !waits {
         return Ok(());

@@ -143,6 +143,7 @@ api! {
         if let Some(tag) = lock(device.memory_of(pointer)).tag_mut(found.base) {
             // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: an int.
             tag.sync_memops = unsafe { value.cast::<u32>().read() } != 0;
+            address::sync_memops();
         }
         Ok(())
     }

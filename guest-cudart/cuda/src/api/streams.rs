@@ -118,7 +118,7 @@ api! {
         stream.session().check()?;
         capture_rules::forbid(&stream)?;
         stream.context.deferred()?;
-        let result = fences::synchronize(&stream);
+        let result = fences::synchronize(&stream, || stream_table::is_watched(&stream));
         shared_blocks::after_wait(driver);
         result
     }

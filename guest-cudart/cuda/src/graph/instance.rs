@@ -21,7 +21,7 @@ use crate::graph::{Graph, conditional};
 use crate::memory::graph_chunks::{self, Segment};
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::staging::Staging;
-use crate::memory::transfer;
+use crate::memory::{pending_writes, transfer};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences::{self, OwnEvent};
@@ -544,9 +544,12 @@ impl Exec {
         let State { steps, nodes, .. } = &mut *state;
         for step in steps {
             match step {
-                Step::Server(graph, _) => {
+                Step::Server(graph, places) => {
                     let op = GraphLaunch { graph: *graph, stream: stream.id };
-                    stream.work(&op)?;
+                    let seq = stream.work(&op)?;
+                    if places.iter().any(|place| nodes[*place].waits()) {
+                        pending_writes::holds(stream, seq);
+                    }
                 }
                 Step::Alone(place) => {
                     let node = &mut nodes[*place];

@@ -2,12 +2,13 @@
 //! variable.
 
 use std::sync::PoisonError;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::abi::result::Result;
 use crate::memory::device_memory::{self, Found};
 use crate::memory::managed::{self, mirror};
 use crate::memory::{graph_memory, pinned_regions, virtual_memory};
-use crate::process::context;
+use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, Server};
 use client::ops::memory::is_managed;
 use client::ops::module::ModuleMemory;
@@ -21,6 +22,25 @@ pub(crate) fn is_device(driver: &Driver, address: u64) -> bool {
 /// Whether an address can only be a device's.
 pub(crate) fn is_reserved(driver: &Driver, address: u64) -> bool {
     device_memory::device_of(driver, address).is_some() || virtual_memory::is_here(address)
+}
+
+/// `CU_CTX_SYNC_MEMOPS`.
+const SYNC_MEMOPS: u32 = 0x80;
+
+/// Whether the program has ever set that attribute of memory.
+static ANY_SYNC_MEMOPS: AtomicBool = AtomicBool::new(false);
+
+/// Notes that the program has set the attribute `SYNC_MEMOPS` of some memory.
+pub(crate) fn sync_memops() {
+    ANY_SYNC_MEMOPS.store(true, Ordering::Release);
+}
+
+/// Whether the program has asked that synchronous copies and fills of the memory at an address, on a stream
+/// of `context`, are done when the call returns, also those for which CUDA doesn't wait.
+pub(crate) fn synchronizes(driver: &Driver, context: &Context, address: u64) -> bool {
+    let it_does = || find(driver, address).is_some_and(|found| found.sync_memops);
+    context.flags.load(Ordering::Relaxed) & SYNC_MEMOPS != 0
+        || ANY_SYNC_MEMOPS.load(Ordering::Acquire) && it_does()
 }
 
 /// What is at a device address, if it belongs to the program. Prefers the current context's server.

@@ -1,20 +1,25 @@
 //! Pending writes to the program's memory: results of copies, and anything that host functions may write.
 //!
 //! The server may read the source of a copy as soon as it receives the command, not when the stream reaches
-//! it. If something before the copy may still write those bytes, the command tells the server to read them
-//! only then ([`HostIn::Late`]). A server that cannot do that (over `verbs`), and code that reads the bytes
-//! in this process, wait for the stream first. That is correct except for a program whose host function waits
-//! for the calling thread. A stream that waits for a word of memory may be waiting for that thread, so behind
-//! such a wait the call gives up after a while and logs why.
+//! it. If something before the copy may still write those bytes, or the program may still write them because
+//! it can hold up the stream ([`may_be_held`]), the command tells the server to read them only then
+//! ([`HostIn::Late`]). A server that cannot do that, and code that reads the bytes in this process, wait for
+//! the stream first. That is correct except for a program whose host function waits for the calling thread.
+//! A stream that waits for a word of memory may be waiting for that thread, so behind such a wait the call
+//! gives up after a while and logs why.
+//!
+//! A synchronous copy from pageable memory waits for its stream before its source is read, as natively, if a
+//! host function or a wait for a word may still be before it ([`settle_in_order`]).
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
+use crate::memory::managed::mirror;
 use crate::memory::pinned_regions;
-use crate::process::context;
 use crate::process::driver::{Driver, Server, driver};
 use crate::process::stream::Stream;
+use crate::process::{context, fences};
 use client::data::{HostIn, HostRange};
 use client::seq::Seq;
 use client::{Status, lock};
@@ -29,7 +34,8 @@ struct Write {
 
 static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
 
-/// Host functions that may still be called: a stream, and the `seq` of the record after the call.
+/// Host functions that may still be called: a stream, and the `seq` of the record after the call, which
+/// [`Stream::called`] reaches when the function has returned.
 static CALLS: Mutex<Vec<(Arc<Stream>, Seq)>> = Mutex::new(Vec::new());
 
 /// Waits for words of memory that may still hold their streams: a stream, and the `seq` of the record after
@@ -100,10 +106,12 @@ pub(crate) fn source(
     len: usize,
     read_in_place: impl FnOnce(),
 ) -> Result<HostIn<'static>> {
-    if !may_change(stream.context.server, at, len) {
-        return Ok(HostIn::Range(range));
+    let server = stream.context.server;
+    if !may_change(server, at, len) {
+        let late = server.reads_late && may_be_held(stream) && !pinned_regions::is_mapped(server, at as u64);
+        return Ok(if late { HostIn::Late(range) } else { HostIn::Range(range) });
     }
-    if stream.context.server.reads_late {
+    if server.reads_late {
         return Ok(HostIn::Late(range));
     }
     read_in_place();
@@ -118,6 +126,40 @@ pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) ->
     }
     released(driver, stream)?;
     if may_change(stream.context.server, at, len) { stream.synchronize() } else { Ok(()) }
+}
+
+/// Whether the program may be holding up work before a stream's next copy, so that it may write the copy's
+/// source until it lets that work go on: a kernel may poll memory that the program's threads, or another
+/// process, write.
+///
+/// Bytes that are read early are at the server when the stream reaches the copy. Late ones come only then:
+/// the stream waits for a round trip and for all of them. So this says no for a program without such memory,
+/// which copies its next batch while kernels work on the last one.
+fn may_be_held(stream: &Stream) -> bool {
+    let mirrors = || context::alive_of(stream.context.server).any(|it| !mirror::of_context(it).is_empty());
+    !is_unheld(stream) && (fences::shares() || mirrors())
+}
+
+/// Whether a stream's next copy only comes behind work that is known to be done, and behind copies for which
+/// this was so. A copy for which it was must raise [`Stream::unheld`].
+pub(crate) fn is_unheld(stream: &Stream) -> bool {
+    let due = if stream.is_free() { stream.last_work.get() } else { stream.context.last_work() };
+    due.is_none_or(|due| stream.is_known_done(due) || stream.unheld.has_reached(due))
+}
+
+/// Called before the source of a synchronous copy is read during the call. Waits for the stream if a host
+/// function, or a wait for a word, may still be before the copy.
+pub(crate) fn settle_in_order(stream: &Stream) -> Result {
+    let mut ahead = calls_and_holds();
+    ahead.retain(|(other, seq)| stream.may_be_behind(other, *seq));
+    if ahead.is_empty() {
+        return Ok(());
+    }
+    // The next copy finds out without waiting that a stream which this one need not wait for is done.
+    for (other, _) in &ahead {
+        other.mark()?;
+    }
+    stream.synchronize()
 }
 
 /// Waits until no copy that is under way uses `len` bytes of pinned memory in place.
@@ -176,15 +218,20 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
         // The device reads them in place, in the stream's order.
         return false;
     }
-    let pending = |other: &Stream, seq: Seq| !other.has_passed(seq);
-    // Dependencies between streams are not tracked, so work of any stream may come before.
-    let called = lock(&CALLS).iter().chain(lock(&HOLDS).iter()).any(|(other, seq)| pending(other, *seq));
     let written = || {
         lock(&WRITES).iter().any(|write| {
-            at < write.at + write.len && write.at < at + len && pending(&write.stream, write.seq)
+            at < write.at + write.len && write.at < at + len && !write.stream.has_passed(write.seq)
         })
     };
-    called || written()
+    // Work of any stream may come before.
+    !calls_and_holds().is_empty() || written()
+}
+
+/// The host functions that may not have returned, and the waits that may not have ended.
+fn calls_and_holds() -> Vec<(Arc<Stream>, Seq)> {
+    let (calls, holds) = (lock(&CALLS), lock(&HOLDS));
+    let calls = calls.iter().filter(|(other, seq)| !other.called.has_reached(*seq));
+    calls.chain(holds.iter()).filter(|(other, seq)| !other.has_passed(*seq)).cloned().collect()
 }
 
 #[cfg(test)]
@@ -192,6 +239,7 @@ mod tests {
     use super::*;
     use crate::memory::pinned_regions::{HostTag, MAPPED, REGIONS};
     use crate::process::context::Context;
+    use crate::process::stream::NON_BLOCKING;
     use client::channel::MAX_CONTEXTS;
     use client::handle::{ContextId, StreamId};
 
@@ -209,5 +257,29 @@ mod tests {
         lock(&MAPPED).entry(memory).or_default().push(reader);
         assert!(!may_change(reader.server, memory, 4));
         assert!(may_change(writer.server, memory, 4), "it has not mapped them");
+    }
+
+    #[test]
+    fn only_finished_work_and_other_copies_leave_a_stream_unheld() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        let stream = |n, flags| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false));
+        let (blocking, free) = (stream(2, 0), stream(3, NON_BLOCKING));
+        let seq = |number| Seq::for_tests(0, number);
+        let work = |stream: &Stream, number| {
+            stream.last_work.raise(seq(number));
+            context.worked(seq(number), stream.is_free());
+        };
+        assert!(is_unheld(&free));
+        work(&free, 10);
+        assert!(!is_unheld(&free));
+        free.unheld.raise(seq(10));
+        assert!(is_unheld(&free));
+        // A blocking stream may be behind the legacy default stream.
+        work(context.legacy(), 11);
+        assert!(is_unheld(&free) && !is_unheld(&blocking));
+        work(&free, 12);
+        assert!(!is_unheld(&free));
+        free.is_synced(seq(13));
+        assert!(is_unheld(&free));
     }
 }

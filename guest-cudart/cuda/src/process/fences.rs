@@ -10,6 +10,9 @@
 //! - If the host can observe the device (pinned or managed memory, host functions in streams, kernels that
 //!   print; [`host_sees`]), the copy waits for the work before it. It does so, too, if the server has several
 //!   contexts: otherwise their devices would wait for each other's kernels.
+//! - If the host can observe the device, and a kernel may be running on another stream, the copy and the wait
+//!   really wait: the kernel may poll a word that the program writes next, and no fence orders it. Callers
+//!   tell whether there may be one (`is_watched`), because this module doesn't know the other streams.
 //! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
 //!   The promise covers what is in the ring up to the copy, not what another thread has put behind it.
 //! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server,
@@ -157,18 +160,24 @@ impl Promise {
 
 /// Called after a synchronous copy to the device whose source has been read. `before` is the last record that
 /// its stream had to pass before the copy, and `last` the copy's own last one.
-pub(crate) fn copied(stream: &Arc<Stream>, before: Option<Seq>, last: Option<Seq>) -> Result {
+pub(crate) fn copied(
+    stream: &Arc<Stream>,
+    before: Option<Seq>,
+    last: Option<Seq>,
+    is_watched: impl FnOnce() -> bool,
+) -> Result {
     let open = before.is_some_and(|before| !stream.promise.covers(before) && !stream.is_known_done(before));
-    promise(stream, open, last)
+    promise(stream, open, last, is_watched)
 }
 
 /// Records that the program was told all copies on a stream up to record `upto` are done. `open`: other work
 /// before them may still be pending.
-fn promise(stream: &Arc<Stream>, open: bool, upto: Option<Seq>) -> Result {
+fn promise(stream: &Arc<Stream>, open: bool, upto: Option<Seq>, is_watched: impl FnOnce() -> bool) -> Result {
     // A process that shares the memory sends its commands on another connection, so the fence wouldn't order
     // them.
     let Fences { any_beside, several_contexts, .. } = &stream.context.server.fences;
-    if shares() || open && (HOST_SEES.load(Ordering::Acquire) || several_contexts.load(Ordering::Acquire)) {
+    let sees = HOST_SEES.load(Ordering::Acquire);
+    if shares() || open && (sees || several_contexts.load(Ordering::Acquire)) || sees && is_watched() {
         return stream.synchronize();
     }
     stream.session().show_output();
@@ -211,7 +220,7 @@ fn leave_of(legacy: &Arc<Stream>) -> Result {
 /// `cuStreamSynchronize`. If a stream has only copies pending whose sources have been read, this returns
 /// without waiting: the copies count as promised, with the guarantees of synchronous copies. (Frameworks copy
 /// a model with one asynchronous copy and one wait per tensor.)
-pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
+pub(crate) fn synchronize(stream: &Arc<Stream>, is_watched: impl FnOnce() -> bool) -> Result {
     let due = stream.due();
     let is_done = due.is_none_or(|due| stream.is_known_done(due));
     // Fences don't order other servers' streams, and programs rely on this wait before one device reads
@@ -223,7 +232,7 @@ pub(crate) fn synchronize(stream: &Arc<Stream>) -> Result {
     if due.is_none_or(|due| stream.promise.covers(due)) && !shares() {
         stream.session().show_output();
     } else {
-        promise(stream, false, due)?;
+        promise(stream, false, due, is_watched)?;
     }
     stream.context.deferred()
 }
@@ -363,7 +372,7 @@ mod tests {
         for beside in [false, true] {
             let (before, last) = copy(legacy);
             let other = legacy.work(&StreamMark { stream: legacy.id }).unwrap();
-            copied(legacy, before, last).unwrap();
+            copied(legacy, before, last, || false).unwrap();
             assert!(legacy.promise.covers(last.unwrap()) && !legacy.promise.covers(other), "{beside}");
             before_stream(context.server).unwrap();
         }
@@ -375,7 +384,7 @@ mod tests {
         let legacy = context.legacy();
         let copy = || {
             let (before, last) = copy(legacy);
-            copied(legacy, before, last).unwrap();
+            copied(legacy, before, last, || false).unwrap();
             last.unwrap()
         };
         let [_, second] = [copy(), copy()];
@@ -399,7 +408,7 @@ mod tests {
         let context = context();
         let legacy = context.legacy();
         let (before, last) = copy(legacy);
-        copied(legacy, before, last).unwrap();
+        copied(legacy, before, last, || false).unwrap();
         assert_eq!(fence_of(legacy), None);
         before_stream(context.server).unwrap();
         assert!(fence_of(legacy).unwrap().may_be_after(last.unwrap()));

@@ -54,6 +54,9 @@ pub(crate) struct Stream {
     pub last_unread: LastSeq,
     pub last_mark: LastSeq,
     pub synced: LastSeq,
+    /// Up to this `seq`, all that isn't known to be done is copies that nothing holds up: see
+    /// [`pending_writes`](crate::memory::pending_writes).
+    pub unheld: LastSeq,
     /// Its last wait for a function of this process that directly follows the mark before it, and the last
     /// one whose function has returned or was not called. See [`synchronize`](Self::synchronize).
     pub last_call: LastSeq,
@@ -95,6 +98,7 @@ impl Stream {
             last_unread: LastSeq::new(),
             last_mark: LastSeq::new(),
             synced: LastSeq::new(),
+            unheld: LastSeq::new(),
             last_call: LastSeq::new(),
             called: LastSeq::new(),
             waited_for: Mutex::default(),

@@ -228,6 +228,16 @@ pub(crate) fn all_are_known_done() -> bool {
     context::busy().all(|context| all_of(context).iter().all(|stream| stream.own_is_known_done()))
 }
 
+/// Whether other streams of a stream's server may have work under way, not counting copies whose source has
+/// been read. It may read what this stream copies as soon as the program tells it that the copy is done, by
+/// memory that both see. Does not wait.
+pub(crate) fn is_watched(stream: &Stream) -> bool {
+    let works = |other: &Arc<Stream>| {
+        !other.own && !std::ptr::eq(&**other, stream) && !other.is_settled() && !other.is_idle()
+    };
+    context::alive_of(stream.context.server).any(|context| all_of(context).iter().any(works))
+}
+
 /// Destroys the streams of a green context that is being destroyed.
 pub(crate) fn end_all_of(green: &Arc<Green>) {
     let mut gone = of_context(green.context, Some(green));

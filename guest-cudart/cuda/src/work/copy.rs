@@ -99,12 +99,25 @@ impl Copier {
         if self.mode == Mode::Sync { self.stream.synchronize() } else { Ok(()) }
     }
 
+    /// Called before the source of a copy to the device is read in this process: earlier work on the stream
+    /// that may write it must be done.
+    pub fn before_reading(&self, src: u64) -> Result {
+        match self.mode {
+            Mode::Sync if self.own => Ok(()),
+            Mode::Sync => pending_writes::settle_in_order(&self.stream),
+            // Registered memory that the host cannot read in place.
+            Mode::Async if REGIONS.find(src as usize).is_some() => self.stream.synchronize(),
+            Mode::Async => Ok(()),
+        }
+    }
+
     /// Called after a copy to `dst` whose source has been read. Keeps the guarantees of a synchronous one.
     pub fn copied(&self, dst: u64) -> Result {
         if self.mode == Mode::Async || self.own {
             return Ok(());
         }
-        fences::copied(&self.stream, self.before, self.last.get())?;
+        let is_watched = || stream_table::is_watched(&self.stream);
+        fences::copied(&self.stream, self.before, self.last.get(), is_watched)?;
         self.finish_shared(&[dst])
     }
 
@@ -191,16 +204,16 @@ impl Copier {
                     drop(steady);
                     return self.on_device(dst, src as u64, len);
                 }
-                self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
+                let unheld = pending_writes::is_unheld(&self.stream);
+                let seq = self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
+                if unheld {
+                    self.stream.unheld.raise(seq);
+                }
                 drop(steady);
                 return self.finish();
             }
         }
-        if self.mode == Mode::Async && REGIONS.find(src as usize).is_some() {
-            // Registered memory that the host cannot read in place. It is read here and now, so earlier work
-            // on the stream must be done: a host function may write the memory.
-            self.stream.synchronize()?;
-        }
+        self.before_reading(src as u64)?;
         if REGIONS.find(src as usize).is_none() {
             activity::copies_pageable();
         }
@@ -274,7 +287,8 @@ impl Copier {
     }
 
     /// Device to device, on one device or two. Waits only for a synchronous copy of memory that
-    /// the host [sees at once](managed::is_seen_at_once).
+    /// the host [sees at once](managed::is_seen_at_once), or for which the program has
+    /// [asked](address::synchronizes) for that.
     pub fn on_device(&self, dst: u64, src: u64, len: usize) -> Result {
         self.on_devices((dst, self.server()), (src, self.server()), len)
     }
@@ -321,18 +335,22 @@ impl Copier {
         self.finish_managed(&[dst, src])
     }
 
-    /// Called after a copy between servers was put on the stream. If either address is managed memory, a
-    /// synchronous copy is completed now, because the host accesses that memory without asking. (Within one
-    /// server the host's pages are taken during the call; here a thread does that later.)
+    /// Called after a copy between servers was put on the stream. As [`finish_shared`](Self::finish_shared),
+    /// and if either address is managed memory, because the host accesses that memory without asking. (Within
+    /// one server the host's pages are taken during the call; here a thread does that later.)
     pub fn finish_managed(&self, ends: &[u64]) -> Result {
         let managed = |end: &u64| address::find(self.driver, *end).is_some_and(|found| found.managed);
-        if ends.iter().any(managed) { self.finish() } else { Ok(()) }
+        if ends.iter().any(managed) { self.finish() } else { self.finish_shared(ends) }
     }
 
     /// Called after a copy was put on the stream of the server that has both ends. If the host sees the
-    /// memory at either address [at once](managed::is_seen_at_once), a synchronous copy is completed now.
+    /// memory at either address [at once](managed::is_seen_at_once), or the program has
+    /// [asked](address::synchronizes) for that, a synchronous copy is completed now.
     pub fn finish_shared(&self, ends: &[u64]) -> Result {
-        if ends.iter().any(|end| managed::is_seen_at_once(*end)) { self.finish() } else { Ok(()) }
+        let at_once = |end: &u64| {
+            managed::is_seen_at_once(*end) || address::synchronizes(self.driver, self.stream.context, *end)
+        };
+        if ends.iter().any(at_once) { self.finish() } else { Ok(()) }
     }
 
     /// The stream's server.

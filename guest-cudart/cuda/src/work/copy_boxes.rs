@@ -187,6 +187,8 @@ impl Copier {
                 return Ok(());
             }
             self.stream.synchronize()?;
+        } else {
+            self.before_reading(src.address)?;
         }
         for part in parts(&e, transfer::chunk(session, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
