@@ -482,7 +482,10 @@ impl State {
         self.compare()?;
         let mut buffer = Vec::new();
         let mut at = region.next_multiple_of(PAGE as u64);
-        while let Some((base, _)) = self.find(at) {
+        // Behind a region without a whole page there may be another region's.
+        while at < region + size
+            && let Some((base, _)) = self.find(at)
+        {
             let Some((size, piece)) = self.pieces.get(&base) else { return Ok(()) };
             let end = base + size;
             let run = match piece.blocks.fault(at, true) {
