@@ -14,7 +14,7 @@ use crate::abi::types::MemLocation;
 use crate::memory::device_memory::Found;
 use crate::memory::host_memory::HostMemory;
 use crate::memory::{host_mappings, shared_descriptor};
-use crate::process::context;
+use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, Server};
 use crate::process::fences::SHARES;
 use crate::process::ids::unique_id;
@@ -360,6 +360,20 @@ impl Space {
             .filter(|(_, mapping)| mapping.part.is_some_and(|(base, _)| base == address))
             .map(|(start, mapping)| (*start, mapping.size))
             .ok_or(Status::INVALID_VALUE)
+    }
+
+    /// The contexts whose work may use what is mapped in a range.
+    pub fn users(&self, driver: &Driver, address: u64, size: u64) -> Result<Vec<&'static Context>> {
+        let whole = self.whole(address, size)?;
+        let mappings = whole.iter().filter_map(|at| self.mappings.get(at));
+        let users = mappings.flat_map(|mapping| {
+            // Any device can access host memory.
+            let any = matches!(mapping.memory.home, Home::Host(_));
+            let may =
+                driver.devices.iter().zip(&mapping.access).filter(move |(_, flags)| any || **flags != 0);
+            may.map(|(device, _)| device.primary)
+        });
+        Ok(users.collect())
     }
 
     pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
