@@ -59,6 +59,19 @@ fn protection(address: usize, len: usize, protection: libc::c_int) -> io::Result
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// Whether other processes may have some of these pages, too: whether they are of a mapping with `MAP_SHARED`.
+pub fn is_shared(address: usize, len: usize) -> bool {
+    let first = address & !(PAGE - 1);
+    (first..address + len).step_by(PAGE).any(|page| {
+        // SAFETY: an old size of 0 maps a shared page a second time, elsewhere, and is refused for others.
+        // Only that second mapping is unmapped.
+        unsafe {
+            let again = libc::mremap(page as *mut libc::c_void, 0, PAGE, libc::MREMAP_MAYMOVE);
+            again != libc::MAP_FAILED && libc::munmap(again, PAGE) == 0
+        }
+    })
+}
+
 /// The process's page fault mechanism.
 #[derive(Debug)]
 pub struct Pages(Mechanism);
@@ -121,7 +134,7 @@ impl Pages {
         either!(self, m => m.unmap(address, len));
     }
 
-    /// Takes over whole pages that the process uses. They stay present with their contents. When this
+    /// Takes over whole pages that only this process uses. They stay present with their contents. When this
     /// returns, no write is in progress, and from then on every write is a [`Fault`]. Child processes do not
     /// inherit the pages.
     ///

@@ -155,19 +155,12 @@ impl Uffd {
     }
 
     pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
-        // SAFETY: the caller guarantees readable pages. Each is present afterwards: no thread can be stopped
-        // there before it is cleared.
-        let shared = unsafe {
-            for page in (address..address + len).step_by(super::PAGE) {
-                (page as *const u8).read_volatile();
-            }
-            // An old size of 0 duplicates a shared mapping, and is refused for private memory.
-            let again = libc::mremap(address as *mut libc::c_void, 0, super::PAGE, libc::MREMAP_MAYMOVE);
-            if again != libc::MAP_FAILED {
-                libc::munmap(again, super::PAGE);
-            }
-            again != libc::MAP_FAILED
-        };
+        for page in (address..address + len).step_by(super::PAGE) {
+            // SAFETY: the caller guarantees readable pages. Each is present afterwards: no thread can be stopped
+            // there before it is cleared.
+            unsafe { (page as *const u8).read_volatile() };
+        }
+        let shared = super::is_shared(address, super::PAGE);
         let range = || Range { start: address as u64, len: len as u64 };
         self.ioctl(
             IOCTL_REGISTER,

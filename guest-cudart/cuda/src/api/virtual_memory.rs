@@ -85,26 +85,16 @@ api! {
 
     fn cuMemUnmap(ptr: u64, size: usize) {
         let driver = driver()?;
-        let mut space = virtual_memory::write();
-        let contexts: Vec<_> = space
-            .whole(ptr, size as u64)?
-            .iter()
-            .filter_map(|at| space.mappings.get(at))
-            .flat_map(|mapping| {
-                // Any device can access host memory.
-                let any = matches!(mapping.memory.home, Home::Host(_));
-                mapping.access.iter().enumerate().filter(move |(_, flags)| any || **flags != 0)
-            })
-            .filter_map(|(device, _)| driver.devices.get(device))
-            .map(|device| device.primary)
-            .collect();
-        // Work that uses it must finish first, as in the driver: the memory must not disappear under it.
-        for context in contexts {
+        let size = size as u64;
+        let users = virtual_memory::read().users(driver, ptr, size)?;
+        // Work that uses it must finish first, as in the driver: the memory must not disappear under it. Other
+        // threads' calls go on meanwhile; the work may wait for what they do.
+        for context in users {
             if context.is_busy() && context.is_alive() {
                 stream_ordered::synchronize(context)?;
             }
         }
-        space.unmap(driver, ptr, size as u64)
+        virtual_memory::write().unmap(driver, ptr, size)
     }
 
     fn cuMemSetAccess(ptr: u64, size: usize, descs: Array<AccessDesc>, count: Count) {

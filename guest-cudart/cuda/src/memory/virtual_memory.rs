@@ -14,9 +14,9 @@ use crate::abi::types::MemLocation;
 use crate::memory::device_memory::Found;
 use crate::memory::host_memory::HostMemory;
 use crate::memory::{host_mappings, shared_descriptor};
-use crate::process::context;
+use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, Server};
-use crate::process::fences::SHARES;
+use crate::process::fences::{self, SHARES};
 use crate::process::ids::unique_id;
 use client::Status;
 use client::handle::MemoryId;
@@ -92,13 +92,16 @@ static MEMORIES: Slab<Memory> = Slab::new(14);
 /// Called before this process first shares memory. When this returns, everything that it has copied so far
 /// has reached the device.
 pub(crate) fn share(driver: &'static Driver) -> Result {
-    SHARES.store(true, Ordering::Relaxed);
-    // This needs no current context.
-    let primary = driver.devices.iter().map(|device| device.primary);
-    let is_busy =
-        |context: &&context::Context| context.is_alive() && context.is_busy() && !context.is_given_up();
-    for context in primary.chain(context::current()).filter(is_busy) {
-        context.legacy().synchronize()?;
+    SHARES.store(true, Ordering::SeqCst);
+    for server in driver.servers.iter().filter(|server| server.session.check().is_ok()) {
+        for context in context::alive_of(server).filter(|context| context.is_busy()) {
+            context.legacy().synchronize()?;
+        }
+        // Copies on streams that the legacy ones don't wait for. What is behind such a copy, or on other
+        // streams, may wait for the other process.
+        for (stream, copy) in fences::open(server) {
+            stream.session().wait_progress(|| stream.has_passed(copy))?;
+        }
     }
     Ok(())
 }
@@ -360,6 +363,20 @@ impl Space {
             .filter(|(_, mapping)| mapping.part.is_some_and(|(base, _)| base == address))
             .map(|(start, mapping)| (*start, mapping.size))
             .ok_or(Status::INVALID_VALUE)
+    }
+
+    /// The contexts whose work may use what is mapped in a range.
+    pub fn users(&self, driver: &Driver, address: u64, size: u64) -> Result<Vec<&'static Context>> {
+        let whole = self.whole(address, size)?;
+        let mappings = whole.iter().filter_map(|at| self.mappings.get(at));
+        let users = mappings.flat_map(|mapping| {
+            // Any device can access host memory.
+            let any = matches!(mapping.memory.home, Home::Host(_));
+            let may =
+                driver.devices.iter().zip(&mapping.access).filter(move |(_, flags)| any || **flags != 0);
+            may.map(|(device, _)| device.primary)
+        });
+        Ok(users.collect())
     }
 
     pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {

@@ -1,5 +1,5 @@
 //! Pinned memory whose words are compared: in pages that it shares with other memory of the program, which
-//! cannot be watched, and in pieces that kernels of several servers use.
+//! cannot be watched, and in pieces that kernels of several servers or several processes use.
 //!
 //! A word that differs from the last known value was changed by one side and is sent to the other: the
 //! program's changes before work of the device begins, the device's changes before the program learns that

@@ -3,7 +3,8 @@
 //!
 //! The server allocates memory in its own machine at the same addresses, the mirror. The whole pages of the
 //! program's memory are watched like managed memory. Pages that other memory of the program shares are
-//! compared instead ([`compared_words`]), and so is memory of which several servers have a mirror.
+//! compared instead ([`compared_words`]), and so is memory of which several servers have a mirror, and memory
+//! that other processes may have mapped, too: taking its pages away would take them from those.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -40,7 +41,7 @@ struct Region {
     size: u64,
     /// For each server whose kernels use it, a context, and where the mirror begins.
     users: Vec<(&'static Context, u64)>,
-    /// Kernels of several servers have used it, and all its words are compared since then.
+    /// Whether all its words are compared: kernels of several servers have used it, or other processes may.
     shared: bool,
 }
 
@@ -60,9 +61,15 @@ impl Mirrors {
         (address - base < region.size).then_some(region)
     }
 
-    /// Whether the memory at an address is compared because kernels of several servers have used it.
+    /// Whether the memory at an address is compared as a whole.
     pub(crate) fn is_shared(&self, address: u64) -> bool {
         self.find(address).is_some_and(|region| region.shared)
+    }
+
+    /// Whether the region at `base` may be compared as a whole, besides those that already are.
+    fn may_share(&self, base: u64, size: u64) -> bool {
+        let others = self.regions.iter().filter(|(at, region)| **at != base && region.shared);
+        others.map(|(_, region)| region.size).sum::<u64>() + size <= MOST_SHARED
     }
 }
 
@@ -98,10 +105,19 @@ pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
 /// Lets kernels use the `size` bytes at `base`. No copy uses them in place.
 ///
 /// # Errors
-/// The server's error; `NOT_SUPPORTED` if this process cannot watch the pages. Nothing has changed in either
-/// case.
+/// The server's error; `NOT_SUPPORTED` if this process cannot watch the pages, or if other processes may have
+/// them too and that would be more than [`MOST_SHARED`]. Nothing has changed in any case.
 pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
-    let (parts, whole) = compared_words::cut(owned(base, size));
+    let shared = !is_allocated(base) && client::pages::is_shared(base as usize, size as usize);
+    if shared && !lock(&STATE).mirrors.may_share(base, size) {
+        log::warn(format_args!(
+            "kernels on another machine cannot use the {size} bytes of pinned memory at {base:#x}, because other processes may have them too (MAP_SHARED) and all such memory together would be more than {} MiB",
+            MOST_SHARED >> 20
+        ));
+        return Err(Status::NOT_SUPPORTED);
+    }
+    let owned = owned(base, size);
+    let (parts, whole) = if shared { (vec![owned], None) } else { compared_words::cut(owned) };
     let (mirror, new) = mirror(context, base, size)?;
     // Work that is already under way may be told of this memory.
     let idle = page_faults::idle_now();
@@ -117,7 +133,7 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     }
     state.add_compared(parts.into_iter().map(|bytes| Compared::new(base, context, bytes)));
     state.counted();
-    state.mirrors.regions.insert(base, Region { size, users: vec![(context, mirror)], shared: false });
+    state.mirrors.regions.insert(base, Region { size, users: vec![(context, mirror)], shared });
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     shared_blocks::start(driver);
     Ok(())
@@ -130,17 +146,15 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
 /// memory already still can.
 pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u64) -> Result {
     let size = {
-        let regions = &lock(&STATE).mirrors.regions;
-        let region = regions.get(&base).ok_or(Status::NOT_SUPPORTED)?;
+        let mirrors = &lock(&STATE).mirrors;
+        let region = mirrors.regions.get(&base).ok_or(Status::NOT_SUPPORTED)?;
         if region.context_on(context.server).is_some() {
             return Ok(());
         }
-        let size = region.size;
-        let shared = |(at, region): (&u64, &Region)| (*at == base || region.shared).then_some(region.size);
-        if regions.iter().filter_map(shared).sum::<u64>() > MOST_SHARED {
+        if !mirrors.may_share(base, region.size) {
             return Err(Status::NOT_SUPPORTED);
         }
-        size
+        region.size
     };
     let (mirror, _) = mirror(context, base, size)?;
     let state = &mut *lock(&STATE);
@@ -158,10 +172,15 @@ pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u6
     state.send_compared(&(base..base + size)).map(drop)
 }
 
+/// Whether a piece of pinned memory is an allocation of this library's.
+fn is_allocated(base: u64) -> bool {
+    REGIONS.begins_at(base as usize, true)
+}
+
 /// The bytes of a piece of pinned memory that are nobody else's.
 fn owned(base: u64, size: u64) -> Range<u64> {
     // An allocation owns all bytes of its pages.
-    let pages = base.is_multiple_of(PAGE as u64) && REGIONS.begins_at(base as usize, true);
+    let pages = base.is_multiple_of(PAGE as u64) && is_allocated(base);
     base..if pages { (base + size).next_multiple_of(PAGE as u64) } else { base + size }
 }
 
@@ -250,8 +269,7 @@ fn mirror(context: &Context, base: u64, size: u64) -> Result<(u64, bool)> {
     Ok((first, true))
 }
 
-/// Maximum number of bytes that kernels of several servers can use. All of them are compared while a device
-/// works.
+/// Maximum number of bytes that are compared as a whole. All of them are compared while a device works.
 pub(crate) const MOST_SHARED: u64 = 1 << 20;
 
 /// Maximum number of bytes of one command to a mirror, and of one answer.
@@ -482,7 +500,10 @@ impl State {
         self.compare()?;
         let mut buffer = Vec::new();
         let mut at = region.next_multiple_of(PAGE as u64);
-        while let Some((base, _)) = self.find(at) {
+        // Behind a region without a whole page there may be another region's.
+        while at < region + size
+            && let Some((base, _)) = self.find(at)
+        {
             let Some((size, piece)) = self.pieces.get(&base) else { return Ok(()) };
             let end = base + size;
             let run = match piece.blocks.fault(at, true) {
