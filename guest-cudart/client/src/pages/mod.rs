@@ -372,6 +372,23 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_shared_if_one_of_its_pages_is() {
+        let (len, protection) = (4 * PAGE, libc::PROT_READ | libc::PROT_WRITE);
+        let map = |at: *mut libc::c_void, len, flags| {
+            // SAFETY: a new mapping, or one over a part of this test's own.
+            unsafe { libc::mmap(at, len, protection, flags | libc::MAP_ANONYMOUS, -1, 0) }
+        };
+        let base = map(std::ptr::null_mut(), len, libc::MAP_PRIVATE);
+        let at = base as usize;
+        assert!(!is_shared(at, len));
+        map((at + 2 * PAGE) as *mut libc::c_void, PAGE, libc::MAP_SHARED | libc::MAP_FIXED);
+        assert!(is_shared(at, len) && is_shared(at + 7, 2 * PAGE) && is_shared(at + 3 * PAGE - 1, 1));
+        assert!(!is_shared(at, 2 * PAGE) && !is_shared(at + 3 * PAGE, PAGE));
+        // SAFETY: this test's own memory.
+        unsafe { libc::munmap(base, len) };
+    }
+
+    #[test]
     fn locked_pages_can_be_removed_too() {
         each(|Served { pages, base, .. }| {
             pages.fill(base, &[1; 2 * PAGE], true).unwrap();

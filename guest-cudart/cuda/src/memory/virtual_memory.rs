@@ -97,13 +97,16 @@ pub(crate) fn share(driver: &'static Driver) -> Result {
         for context in context::alive_of(server).filter(|context| context.is_busy()) {
             context.legacy().synchronize()?;
         }
-        // Copies on streams that the legacy ones don't wait for. What is behind such a copy, or on other
-        // streams, may wait for the other process.
-        for (stream, copy) in fences::open(server) {
-            stream.session().wait_progress(|| stream.has_passed(copy))?;
-        }
+        wait_for_copies(server)?;
     }
     Ok(())
+}
+
+/// Waits for copies that the program was told are done, on streams that the legacy ones don't wait for. What
+/// is behind such a copy, or on other streams, may wait for the other process.
+fn wait_for_copies(server: &Server) -> Result {
+    let mut open = fences::open(server).into_iter();
+    open.try_for_each(|(stream, copy)| stream.session().wait_progress(|| stream.has_passed(copy)))
 }
 
 pub(crate) fn read() -> RwLockReadGuard<'static, Space> {
@@ -591,4 +594,35 @@ pub(crate) fn make_host(size: u64, location: MemLocation) -> Result<usize> {
     let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
     let memory = Memory { home, size, handle_types: 0, handles, mapped };
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use client::data::HostIn;
+    use client::handle::ContextId;
+    use client::ops::copy::MemcpyHtoD;
+
+    use super::*;
+    use crate::streams::stream_table;
+
+    #[test]
+    fn a_copy_that_the_program_was_told_is_done_reaches_the_device_before_memory_is_shared() {
+        let server = Server::unused();
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        let stream = stream_table::unnamed(context).unwrap();
+        assert_eq!(wait_for_copies(server), Ok(()));
+        let copy = MemcpyHtoD { stream: stream.id, dst: 1 << 40, src: HostIn::Inline(&[1]) };
+        let copy = stream.settled_work(&copy).unwrap();
+        fences::copied(&stream, None, Some(copy)).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| wait_for_copies(server));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!waits.is_finished());
+            let behind = stream.mark().unwrap();
+            stream.is_synced(behind);
+            assert_eq!(waits.join().unwrap(), Ok(()));
+        });
+    }
 }
