@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::handle::StreamId;
+use protocol::handle::{EventId, StreamId};
 
 use super::activity::Activity;
 use super::beside::Beside;
@@ -74,6 +74,14 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// Calls `end` when everything on a stream so far is finished, or never will be. On a legacy default
     /// stream this orders the work of other streams, like any operation there.
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End);
+
+    /// Gives an event's ID to a new event of the same kind, and another ID, which is not in use, to the event
+    /// that had it, with its last record. Returns false, and changes nothing, if that is not possible, as for
+    /// an event that other processes know.
+    fn renew_event(&mut self, event: EventId, old: EventId) -> bool;
+
+    /// Destroys an event that was given another ID.
+    fn end_event(&mut self, old: EventId);
 
     /// Moves the session's movable memory off its devices into `store`: to `file`, or to memory. Call this
     /// between two commands. Waits up to `patience` until no device works for the session. No command may be

@@ -25,6 +25,8 @@ pub struct Stream<S> {
 /// One of the client's events. `E` belongs to the GPU.
 pub struct Event<E> {
     pub context: ContextId,
+    /// `CUevent_flags`.
+    pub flags: u32,
     pub native: E,
     /// The tokens under which it is shared.
     pub tokens: Vec<Token>,

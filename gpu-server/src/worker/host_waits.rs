@@ -7,8 +7,9 @@
 //!
 //! Waiting spreads from stream to stream: through events, and through the order between a context's legacy
 //! default stream and its blocking streams. It also spreads through the order that each operation has in the
-//! table ([`Order`]), except that a function may always get more dynamic shared memory. Commands that nothing
-//! orders after a held one are executed, because the client may need their results before it signals.
+//! table ([`Order`]), except that an event may always be recorded again, waits for one record do not follow
+//! each other, and a function may always get more dynamic shared memory. Commands that nothing orders after a
+//! held one are executed, because the client may need their results before it signals.
 //!
 //! Held commands and open waits form a graph. Each counts the earlier ones that it still has to follow. For
 //! everything that commands can have in common, [`Ends`] knows the last one held. So a signal costs only as
@@ -22,9 +23,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use host_bridge::endpoint::{Lost, Mapped};
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS, Record};
-use protocol::handle::{ContextId, FunctionId, Handle, StreamId, TicketId};
+use protocol::handle::{ContextId, EventId, FunctionId, Handle, StreamId, TicketId};
 use protocol::ops::context::{ContextCreate, ContextSynchronize};
-use protocol::ops::event::{EventElapsed, EventSynchronize};
+use protocol::ops::event::{EventElapsed, EventRecord, EventSynchronize};
 use protocol::ops::green::GreenStream;
 use protocol::ops::memory::MemShrink;
 use protocol::ops::module::{FunctionPreset, FunctionSetAttribute};
@@ -39,6 +40,9 @@ use protocol::wire::Reader;
 const MAX_HELD: usize = 256 << 20;
 /// Maximum number of questions for room that are not answered at once: as many as a client has reply slots.
 const MAX_ASKED: usize = 64;
+/// Maximum number of earlier records of events that are kept for held commands. A record beyond that comes
+/// after the commands that use the one before it.
+const MAX_ASIDE: usize = 4096;
 /// Maximum number of signals remembered before their waits. A client signals only after it has requested the
 /// wait, so few are in transit at a time.
 const MAX_EARLY: usize = 1 << 16;
@@ -56,6 +60,7 @@ const STREAM_CREATE: u16 = <StreamCreate as Op>::INFO.opcode;
 const GREEN_STREAM: u16 = <GreenStream as Op>::INFO.opcode;
 const PRESET: u16 = <FunctionPreset as Op>::INFO.opcode;
 const SET_ATTRIBUTE: u16 = <FunctionSetAttribute as Op>::INFO.opcode;
+const RECORD: u16 = <EventRecord as Op>::INFO.opcode;
 const WAIT_EVENT: u16 = <StreamWaitEvent as Op>::INFO.opcode;
 const SYNCHRONIZE: u16 = <EventSynchronize as Op>::INFO.opcode;
 const ELAPSED: u16 = <EventElapsed as Op>::INFO.opcode;
@@ -66,6 +71,48 @@ const ROOM: u16 = <StreamRoom as Op>::INFO.opcode;
 /// A command's decoded body, if it is this operation.
 fn decoded<'a, T: Op<'a>>(opcode: u16, body: &'a [u8]) -> Option<T> {
     (opcode == T::INFO.opcode).then(|| T::get(&mut Reader::new(body)).ok()).flatten()
+}
+
+/// The body of a command that records an event or uses its last record, with another ID for the event.
+fn renamed(opcode: u16, body: &[u8], from: EventId, to: EventId) -> Option<Vec<u8>> {
+    let of = |event: EventId| if event == from { to } else { event };
+    let mut out = Vec::new();
+    match opcode {
+        RECORD => {
+            let op = decoded::<EventRecord>(opcode, body)?;
+            ops::encode(&EventRecord { event: of(op.event), ..op }, &mut out);
+        }
+        WAIT_EVENT => {
+            let op = decoded::<StreamWaitEvent>(opcode, body)?;
+            ops::encode(&StreamWaitEvent { event: of(op.event), ..op }, &mut out);
+        }
+        SYNCHRONIZE => {
+            let op = decoded::<EventSynchronize>(opcode, body)?;
+            ops::encode(&EventSynchronize { event: of(op.event) }, &mut out);
+        }
+        ELAPSED => {
+            let op = decoded::<EventElapsed>(opcode, body)?;
+            ops::encode(&EventElapsed { start: of(op.start), end: of(op.end) }, &mut out);
+        }
+        _ => return None,
+    }
+    Some(out)
+}
+
+/// The held commands that name an event.
+#[derive(Default)]
+struct EventUses {
+    held: BTreeSet<u64>,
+    /// The stream that they are all on.
+    stream: Option<StreamId>,
+    /// Number of those that neither record it nor only use its last record, such as its destruction.
+    others: usize,
+}
+
+impl EventUses {
+    fn is_other(opcode: u16) -> bool {
+        !matches!(opcode, RECORD | WAIT_EVENT | SYNCHRONIZE | ELAPSED)
+    }
 }
 
 /// Everything that orders a command relative to others.
@@ -206,6 +253,14 @@ pub(super) struct HostWaits {
     dynamic_shared: HashMap<FunctionId, i32>,
     held: HashMap<u64, Held>,
     ends: Ends,
+    of_event: HashMap<EventId, EventUses>,
+    /// The IDs of events whose records held commands use and that were recorded again since: see
+    /// [`set_aside`](Self::set_aside).
+    aside: HashSet<EventId>,
+    /// Number of these so far.
+    aside_ever: u32,
+    /// Those that no held command uses any more.
+    unused: Vec<EventId>,
     /// Held commands that have nothing left to follow.
     ready: BTreeSet<u64>,
     /// Open waits: each ticket, and the command of the wait.
@@ -234,20 +289,65 @@ pub(super) enum Verdict {
 
 impl HostWaits {
     /// Decides what to do with the session's next command. `keep` keeps the memory that it names, in case it
-    /// is held.
+    /// is held. `renew` gives the first event's ID to a new event, and the second, which is not in use, to
+    /// the event that had the first; it returns whether that was possible.
     #[inline]
     pub(super) fn judge(
         &mut self,
         record: &Record,
         body: &[u8],
         keep: impl FnOnce() -> Vec<Mapped>,
+        renew: impl FnOnce(EventId, EventId) -> bool,
     ) -> Verdict {
         self.last = record.seq;
         if matches!(record.opcode, CONTEXT_CREATE | STREAM_CREATE | GREEN_STREAM) {
             self.note(record.opcode, body);
         }
         let permits = matches!(record.opcode, PRESET | SET_ATTRIBUTE) && self.only_permits(record, body);
-        if self.held.is_empty() || permits { Verdict::Execute } else { self.judge_slowly(record, body, keep) }
+        if self.held.is_empty() || permits {
+            return Verdict::Execute;
+        }
+        if let Some(op) = decoded::<EventRecord>(record.opcode, body) {
+            self.set_aside(&op, renew);
+        }
+        self.judge_slowly(record, body, keep)
+    }
+
+    /// Called for a record of an event. Held commands that use an earlier record of the event, or make it, do
+    /// so under another ID from now on, so the new record needs not come after them.
+    fn set_aside(&mut self, op: &EventRecord, renew: impl FnOnce(EventId, EventId) -> bool) {
+        let Some(uses) = self.of_event.get(&op.event) else { return };
+        // If they are all on its stream, it comes after them anyway.
+        if uses.others > 0 || uses.stream == Some(op.stream) || self.aside.len() >= MAX_ASIDE {
+            return;
+        }
+        let aside = EventId(u32::MAX - self.aside_ever);
+        self.aside_ever = self.aside_ever.wrapping_add(1);
+        if self.of_event.contains_key(&aside) || !renew(op.event, aside) {
+            return;
+        }
+        let Some(uses) = self.of_event.remove(&op.event) else { return };
+        let (from, to) = (Handle::Event(op.event), Handle::Event(aside));
+        for seq in &uses.held {
+            let Some(held) = self.held.get_mut(seq) else { continue };
+            let Some(body) = renamed(held.record.opcode, &held.body, op.event, aside) else { continue };
+            self.bytes = self.bytes - held.body.len() + body.len();
+            held.body = body;
+            held.named.iter_mut().filter(|handle| **handle == from).for_each(|handle| *handle = to);
+        }
+        if let Some(seq) = self.ends.of.remove(&from) {
+            self.ends.of.insert(to, seq);
+        }
+        if let Some(users) = self.ends.users.remove(&from) {
+            self.ends.users.insert(to, users);
+        }
+        self.of_event.insert(aside, uses);
+        self.aside.insert(aside);
+    }
+
+    /// An event that was set aside and that no held command uses any more.
+    pub(super) fn next_unused_event(&mut self) -> Option<EventId> {
+        self.unused.pop()
     }
 
     /// Whether a command only gives a function more dynamic shared memory than it ever had. What held
@@ -316,6 +416,19 @@ impl HostWaits {
 
     fn hold(&mut self, record: &Record, body: Vec<u8>, ties: Ties, missing: usize, kept: Vec<Mapped>) {
         self.ends.add(record.seq, &ties);
+        let is_other = EventUses::is_other(record.opcode);
+        let stream = ties.named.iter().find_map(|handle| match handle {
+            Handle::Stream(stream) => Some(*stream),
+            _ => None,
+        });
+        for handle in &ties.named {
+            let Handle::Event(event) = handle else { continue };
+            let uses = self.of_event.entry(*event).or_default();
+            uses.stream = stream.filter(|_| uses.held.is_empty() || uses.stream == stream);
+            if uses.held.insert(record.seq) && is_other {
+                uses.others += 1;
+            }
+        }
         let Ties { named, .. } = ties;
         let cost = size_of::<Held>() + missing * size_of::<u64>();
         self.bytes += cost + body.len();
@@ -437,6 +550,17 @@ impl HostWaits {
         self.shrunk = true;
         self.with_data.remove(&seq);
         self.ends.remove(seq, &held.named);
+        for handle in &held.named {
+            let Handle::Event(event) = handle else { continue };
+            let Some(uses) = self.of_event.get_mut(event) else { continue };
+            if uses.held.remove(&seq) && EventUses::is_other(held.record.opcode) {
+                uses.others -= 1;
+            }
+            if uses.held.is_empty() {
+                self.of_event.remove(event);
+                self.unused.extend(self.aside.take(event));
+            }
+        }
         for follower in held.followers {
             if let Some(held) = self.held.get_mut(&follower) {
                 held.missing -= 1;

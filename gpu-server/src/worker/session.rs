@@ -142,13 +142,18 @@ impl Dispatcher<'_> {
     /// Handles the next command. `served`: it was already executed, next to this thread.
     fn take(&mut self, record: Record, body: &[u8], served: bool) -> Result<(), Lost> {
         let client = &*self.call.client;
-        match self.waits.judge(&record, body, || keep(client, record.opcode, body)) {
+        let keep = || keep(client, record.opcode, body);
+        let renew = |event, aside| self.backend.renew_event(event, aside);
+        match self.waits.judge(&record, body, keep, renew) {
             Verdict::Execute if served => self.shared.executed(record.opcode, record.reply_slot != NO_SLOT),
             Verdict::Execute => self.execute(record, body)?,
             Verdict::Hold => self.waits.check_size()?,
         }
         while let Some((record, body)) = self.waits.next_ready() {
             self.execute(record, &body)?;
+            while let Some(event) = self.waits.next_unused_event() {
+                self.backend.end_event(event);
+            }
         }
         self.tell_executed();
         Ok(())

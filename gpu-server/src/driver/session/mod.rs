@@ -33,7 +33,7 @@ use std::time::Duration;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::handle::StreamId;
+use protocol::handle::{EventId, StreamId};
 
 use super::activity::Activity;
 use super::backend::Backend;
@@ -202,6 +202,17 @@ impl<G: Gpu> Backend for Session<G> {
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End) {
         // If it fails, `end` is dropped, as above.
         let _ = self.gpu.after_stream(call, &mut self.streams, stream, end);
+    }
+
+    fn renew_event(&mut self, event: EventId, old: EventId) -> bool {
+        self.set_event_aside(event, old).is_ok()
+    }
+
+    fn end_event(&mut self, old: EventId) {
+        if let Some(event) = self.events.remove(&old.0) {
+            // If its context has failed, that is known.
+            let _ = self.gpu.destroy_event(event.context, event.native);
+        }
     }
 
     fn leave(

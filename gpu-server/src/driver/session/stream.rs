@@ -239,7 +239,8 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
         let shared = (op.flags & EVENT_INTERPROCESS != 0).then(SharedEvent::new).transpose();
         let shared = shared.map_err(|_| Status::OUT_OF_MEMORY)?;
         let native = self.gpu.make_event(op.context, op.flags)?;
-        self.events.insert(op.event.0, Event { context: op.context, native, tokens: Vec::new(), shared });
+        let (context, flags) = (op.context, op.flags);
+        self.events.insert(op.event.0, Event { context, flags, native, tokens: Vec::new(), shared });
         Ok(())
     }
 
@@ -277,6 +278,25 @@ impl<G: Gpu> Session<G> {
         }
     }
 
+    /// Gives an event's ID to a new event, and `old` to the event that had it.
+    pub(super) fn set_event_aside(&mut self, id: EventId, old: EventId) -> Result {
+        let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
+        if event.shared.is_some() || self.events.contains_key(&old.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        if self.events.len() >= MAX_EVENTS {
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        let (context, flags) = (event.context, event.flags);
+        self.gpu.enter(context)?;
+        let native = self.gpu.make_event(context, flags)?;
+        let new = Event { context, flags, native, tokens: Vec::new(), shared: None };
+        if let Some(event) = self.events.insert(id.0, new) {
+            self.events.insert(old.0, event);
+        }
+        Ok(())
+    }
+
     /// Checks that an event may get this ID.
     pub(super) fn may_name_event(&self, id: EventId) -> Result {
         if self.events.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
@@ -298,8 +318,9 @@ impl<G: Gpu> Session<G> {
     /// Opens another session's event.
     pub(super) fn open_event(&mut self, context: ContextId, id: EventId, shared: SharedEvent) -> Result {
         self.gpu.enter(context)?;
-        let native = self.gpu.make_event(context, EVENT_DISABLE_TIMING)?;
-        self.events.insert(id.0, Event { context, native, tokens: Vec::new(), shared: Some(shared) });
+        let flags = EVENT_DISABLE_TIMING;
+        let native = self.gpu.make_event(context, flags)?;
+        self.events.insert(id.0, Event { context, flags, native, tokens: Vec::new(), shared: Some(shared) });
         Ok(())
     }
 

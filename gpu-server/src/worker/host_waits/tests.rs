@@ -7,7 +7,7 @@ use protocol::data::{HostIn, HostRange, Place};
 use protocol::handle::{EventId, FunctionId, ModuleId};
 use protocol::ops::context::{ContextDestroy, ContextSetLimit};
 use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD};
-use protocol::ops::event::EventRecord;
+use protocol::ops::event::{EventDestroy, EventRecord};
 use protocol::ops::launch::Launch;
 use protocol::ops::memory::{HostRead, MemAlloc, MemGetInfo};
 use protocol::ops::module::{FunctionPreset, ModuleGetGlobal, ModuleLoadByName, ModuleUnload};
@@ -23,6 +23,12 @@ struct Fake {
     executed: Vec<u64>,
     /// Streams that do not exist.
     missing: Vec<StreamId>,
+    /// The last executed record of each event.
+    records: HashMap<EventId, u64>,
+    /// The record that each executed wait for an event found.
+    found: HashMap<u64, Option<u64>>,
+    /// Whether events cannot be set aside.
+    refuses: bool,
 }
 
 impl Fake {
@@ -31,6 +37,13 @@ impl Fake {
             return;
         }
         self.executed.push(record.seq);
+        if let Some(op) = decoded::<EventRecord>(record.opcode, body) {
+            self.records.insert(op.event, record.seq);
+        } else if let Some(op) = decoded::<StreamWaitEvent>(record.opcode, body) {
+            self.found.insert(record.seq, self.records.get(&op.event).copied());
+        } else if let Some(op) = decoded::<EventDestroy>(record.opcode, body) {
+            self.records.remove(&op.event);
+        }
         let stream = decoded::<StreamHostWait>(record.opcode, body).map(|op| op.stream);
         let done = stream.is_none_or(|stream| !self.missing.contains(&stream));
         self.waits.executed(&record, body, done).expect("few signals");
@@ -41,11 +54,23 @@ impl Fake {
         let mut body = Vec::new();
         ops::encode(op, &mut body);
         let record = Record { opcode: T::INFO.opcode, reply_slot: NO_SLOT, seq: self.seq };
-        if self.waits.judge(&record, &body, Vec::new) == Verdict::Execute {
+        let renew = |event, aside| {
+            if self.refuses {
+                return false;
+            }
+            if let Some(last) = self.records.remove(&event) {
+                self.records.insert(aside, last);
+            }
+            true
+        };
+        if self.waits.judge(&record, &body, Vec::new, renew) == Verdict::Execute {
             self.run(record, &body);
         }
         while let Some((record, body)) = self.waits.next_ready() {
             self.run(record, &body);
+            while let Some(event) = self.waits.next_unused_event() {
+                self.records.remove(&event);
+            }
         }
         self.seq
     }
@@ -149,6 +174,38 @@ fn a_held_wait_for_an_event_does_not_hold_other_uses_of_its_record() {
     assert!(!fake.has_executed(synchronize) && !fake.has_executed(elapsed));
     fake.signal(1);
     assert!(fake.has_executed(wait) && fake.has_executed(elapsed) && fake.waits.held.is_empty());
+}
+
+#[test]
+fn an_event_is_recorded_again_while_held_commands_use_its_last_record() {
+    let mut fake = Fake::default();
+    let [held, behind, other] = [100, 101, 102].map(|stream| fake.stream(stream, NON_BLOCKING));
+    let event = EventId(1);
+    fake.wait(held, 1);
+    let mut waits = Vec::new();
+    for _ in 0..3 {
+        let first = fake.push(&EventRecord { event, stream: held, flags: 0 });
+        let wait = fake.push(&StreamWaitEvent { stream: behind, event, flags: 0 });
+        let again = fake.push(&EventRecord { event, stream: other, flags: 0 });
+        let beside = fake.push(&StreamWaitEvent { stream: other, event, flags: 0 });
+        assert!(!fake.has_executed(first) && !fake.has_executed(wait));
+        assert_eq!(fake.found[&beside], Some(again));
+        waits.push((wait, first));
+    }
+    fake.signal(1);
+    assert!(waits.iter().all(|(wait, first)| fake.found[wait] == Some(*first)));
+    assert!(fake.waits.held.is_empty() && fake.waits.bytes == 0 && fake.waits.aside.is_empty());
+    assert_eq!(fake.records.len(), 1);
+
+    // Where that is not possible, the record comes after them.
+    fake.refuses = true;
+    let last = fake.records[&event];
+    fake.wait(held, 2);
+    let wait = fake.push(&StreamWaitEvent { stream: held, event, flags: 0 });
+    let again = fake.push(&EventRecord { event, stream: other, flags: 0 });
+    assert!(!fake.has_executed(again));
+    fake.signal(2);
+    assert!(fake.has_executed(again) && fake.found[&wait] == Some(last));
 }
 
 #[test]

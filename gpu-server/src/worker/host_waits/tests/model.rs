@@ -61,6 +61,8 @@ struct Said {
     streams: Vec<u32>,
     events: Vec<u32>,
     reads: bool,
+    /// Whether it is a record that need not come after earlier uses of the event.
+    renews: bool,
     function: Option<u64>,
     scope: Option<u32>,
     ticket: Option<u64>,
@@ -69,7 +71,17 @@ struct Said {
 impl Said {
     fn new(seq: u64, order: Order) -> Said {
         let (streams, events) = (Vec::new(), Vec::new());
-        Said { seq, order, streams, events, reads: false, function: None, scope: None, ticket: None }
+        Said {
+            seq,
+            order,
+            streams,
+            events,
+            reads: false,
+            renews: false,
+            function: None,
+            scope: None,
+            ticket: None,
+        }
     }
 
     fn on(mut self, stream: u32) -> Said {
@@ -82,8 +94,9 @@ impl Said {
         self
     }
 
-    /// Whether it must come after `earlier`, by the rules alone.
-    fn follows(&self, earlier: &Said) -> bool {
+    /// Whether it must come after `earlier`, by the rules alone. `recorded`: which of its events were not
+    /// recorded anew since then.
+    fn follows(&self, earlier: &Said, recorded: impl Fn(u32) -> bool) -> bool {
         if self.order == Order::Session || earlier.order == Order::Session {
             return true;
         }
@@ -97,7 +110,7 @@ impl Said {
                     && [(a, b), (b, a)].iter().any(|(l, s)| is_legacy(*l) && is_blocking(*s)))
         };
         let by_stream = self.streams.iter().any(|a| earlier.streams.iter().any(|b| ordered(*a, *b)));
-        let by_event = self.events.iter().any(|event| earlier.events.contains(event));
+        let by_event = self.events.iter().any(|event| earlier.events.contains(event) && recorded(*event));
         let by_event = by_event && !(self.reads && earlier.reads);
         let changes = self.order == Order::Object || earlier.order == Order::Object;
         let by_function = changes && self.function.is_some() && self.function == earlier.function;
@@ -129,11 +142,18 @@ fn create(fake: &mut Fake, stream: u32) -> u64 {
     fake.seq
 }
 
+/// Whether a command must come after another one, both given by their places.
+fn follows(said: &[Said], at: usize, earlier: usize) -> bool {
+    let renewed =
+        |event| said[earlier + 1..=at].iter().any(|said| said.renews && said.events.contains(&event));
+    said[at].follows(&said[earlier], |event| !renewed(event))
+}
+
 /// What may have been executed by now: everything that follows only finished commands.
 fn expected(said: &[Said], signalled: &HashSet<u64>) -> BTreeSet<u64> {
     let (mut executed, mut done) = (BTreeSet::new(), Vec::new());
     for (at, command) in said.iter().enumerate() {
-        let free = said[..at].iter().zip(&done).all(|(earlier, done)| *done || !command.follows(earlier));
+        let free = done.iter().enumerate().all(|(earlier, done)| *done || !follows(said, at, earlier));
         if free {
             executed.insert(command.seq);
         }
@@ -143,10 +163,10 @@ fn expected(said: &[Said], signalled: &HashSet<u64>) -> BTreeSet<u64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(100))]
     #[test]
-    fn exactly_what_the_rules_allow_is_executed_after_every_step(steps in steps()) {
-        let mut fake = Fake::default();
+    fn exactly_what_the_rules_allow_is_executed_after_every_step(steps in steps(), refuses in any::<bool>()) {
+        let mut fake = Fake { refuses, ..Fake::default() };
         let mut said: Vec<Said> = Vec::new();
         for stream in [1, 2, 3, 4, 6, 7] {
             let seq = create(&mut fake, stream);
@@ -155,6 +175,7 @@ proptest! {
         let (mut open, mut tickets) = (Vec::new(), 0);
         let (mut signalled, mut coming) = (HashSet::new(), Vec::new());
         let mut signals = BTreeSet::new();
+        let (mut records, mut last, mut awaited) = (HashSet::new(), HashMap::new(), HashMap::new());
         for step in steps {
             let streams = |seq| Said::new(seq, Order::Streams);
             match step {
@@ -168,11 +189,18 @@ proptest! {
                     said.push(Said { function: Some(f), ..Said::new(seq, Order::Object) });
                 }
                 Step::Record(s, e) => {
+                    let is_pending = |said: &Said| {
+                        said.events == [e] && !said.reads && !records.contains(&said.seq) && !fake.has_executed(said.seq)
+                    };
+                    let renews = !refuses && !said.iter().any(is_pending);
                     let seq = fake.push(&EventRecord { event: EventId(e), stream: id(s), flags: 0 });
-                    said.push(streams(seq).on(s).with(e));
+                    records.insert(seq);
+                    last.insert(e, seq);
+                    said.push(Said { renews, ..streams(seq).on(s).with(e) });
                 }
                 Step::Await(s, e) => {
                     let seq = fake.push(&StreamWaitEvent { stream: id(s), event: EventId(e), flags: 0 });
+                    awaited.insert(seq, last.get(&e).copied());
                     said.push(Said { reads: true, ..streams(seq).on(s).with(e) });
                 }
                 Step::Elapsed(a, b) => {
@@ -180,6 +208,7 @@ proptest! {
                     said.push(Said { reads: true, ..streams(seq).with(a).with(b) });
                 }
                 Step::RenewEvent(e) => {
+                    last.remove(&e);
                     said.push(streams(fake.push(&EventDestroy { event: EventId(e) })).with(e));
                     let event = EventCreate { context: ContextId(0), event: EventId(e), flags: 0 };
                     said.push(streams(fake.push(&event)).with(e));
@@ -231,10 +260,13 @@ proptest! {
         let position: HashMap<u64, usize> = fake.executed.iter().enumerate().map(|(at, seq)| (*seq, at)).collect();
         for (at, command) in said.iter().enumerate() {
             let Some(mine) = position.get(&command.seq) else { continue };
-            prop_assert!(said[..at].iter().filter(|earlier| command.follows(earlier)).all(|earlier| position[&earlier.seq] < *mine));
+            let first = (0..at).filter(|earlier| follows(&said, at, *earlier));
+            prop_assert!(first.map(|earlier| position[&said[earlier].seq]).all(|place| place < *mine));
         }
         open.into_iter().for_each(|ticket| fake.signal(ticket));
         prop_assert_eq!(fake.executed.len() as u64, fake.seq);
+        prop_assert_eq!(&fake.found, &awaited);
+        prop_assert!(fake.waits.of_event.is_empty() && fake.waits.aside.is_empty());
         prop_assert!(fake.waits.held.is_empty() && fake.waits.open.is_empty() && fake.waits.bytes == 0);
         prop_assert!(fake.waits.ends.all().next().is_none() && fake.waits.with_data.is_empty());
         prop_assert_eq!(fake.waits.executed_upto(), fake.seq);
