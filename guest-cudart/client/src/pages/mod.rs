@@ -59,7 +59,7 @@ fn protection(address: usize, len: usize, protection: libc::c_int) -> io::Result
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Whether other processes may have some of these pages, too: whether they are of a mapping with `MAP_SHARED`.
+/// Whether other processes may have some of these pages, too: whether one is of a mapping with `MAP_SHARED`.
 pub fn is_shared(address: usize, len: usize) -> bool {
     let first = address & !(PAGE - 1);
     (first..address + len).step_by(PAGE).any(|page| {

@@ -156,8 +156,8 @@ impl Uffd {
 
     pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
         for page in (address..address + len).step_by(super::PAGE) {
-            // SAFETY: the caller guarantees readable pages. Each is present afterwards: no thread can be stopped
-            // there before it is cleared.
+            // SAFETY: the caller guarantees readable pages. Each is present afterwards: no thread can be
+            // stopped there before it is cleared.
             unsafe { (page as *const u8).read_volatile() };
         }
         let shared = super::is_shared(address, super::PAGE);

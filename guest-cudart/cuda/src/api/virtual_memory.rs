@@ -87,8 +87,8 @@ api! {
         let driver = driver()?;
         let size = size as u64;
         let users = virtual_memory::read().users(driver, ptr, size)?;
-        // Work that uses it must finish first, as in the driver: the memory must not disappear under it. Other
-        // threads' calls go on meanwhile; the work may wait for what they do.
+        // Work that uses it must finish first, as in the driver: the memory must not disappear under it.
+        // Other threads' calls go on meanwhile; the work may wait for what they do.
         for context in users {
             if context.is_busy() && context.is_alive() {
                 stream_ordered::synchronize(context)?;

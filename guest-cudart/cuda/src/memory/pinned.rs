@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::abi::result::Result;
-use crate::memory::managed::mirror;
+use crate::memory::managed::{forks, mirror};
 use crate::memory::pinned_regions::{self, CHANGING, HostTag, MAPPED, REGIONS};
 use crate::memory::{host_mappings, pending_writes};
 use crate::process::context::Context;
@@ -156,6 +156,7 @@ pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: u
     }
     pending_writes::settle_all(driver, base, size)?;
     REGIONS.set_elsewhere(base, true);
+    forks::follow();
     mirror::adopt(driver, context, base as u64, size as u64)
         .inspect_err(|_| REGIONS.set_elsewhere(base, false))
 }

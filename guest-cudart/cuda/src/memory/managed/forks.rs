@@ -28,7 +28,7 @@ thread_local! {
 }
 
 /// From now on, children get copies.
-pub(super) fn follow() {
+pub(crate) fn follow() {
     static START: Once = Once::new();
     START.call_once(|| {
         // SAFETY: the handlers stay as long as the process, since this library is never unloaded.

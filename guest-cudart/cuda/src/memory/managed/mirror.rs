@@ -15,7 +15,7 @@ use crate::abi::result::Result;
 use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run, SMALL};
 use crate::memory::managed::compared_words::{self, Compared};
-use crate::memory::managed::{ALL, ORDER, Piece, STATE, State, forks, page_faults, pages, shared_blocks};
+use crate::memory::managed::{ALL, ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
 use crate::memory::pinned_regions::REGIONS;
 use crate::memory::transfer::move_bytes;
 use crate::process::context::Context;
@@ -136,7 +136,6 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     state.mirrors.regions.insert(base, Region { size, users: vec![(context, mirror)], shared });
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     shared_blocks::start(driver);
-    forks::follow();
     Ok(())
 }
 

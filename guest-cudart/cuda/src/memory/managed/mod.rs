@@ -29,7 +29,7 @@ pub(crate) mod advice;
 pub(crate) mod blocks;
 mod changes;
 pub(crate) mod compared_words;
-mod forks;
+pub(crate) mod forks;
 pub(crate) mod mirror;
 pub(crate) mod page_faults;
 mod publishing;
