@@ -163,7 +163,8 @@ fn connect() -> Result<&'static Connected> {
     servers.sort_by_key(|server| server.session.index());
     DESCRIPTORS.remember(servers.iter().flat_map(|server| server.session.port().descriptors()));
     static AT_FORK: std::sync::Once = std::sync::Once::new();
-    // SAFETY: `in_child` only does what is allowed between fork and exec: it uses atomics and closes descriptors.
+    // SAFETY: `in_child` only does what is allowed between fork and exec: it uses atomics and closes
+    // descriptors.
     AT_FORK.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });
