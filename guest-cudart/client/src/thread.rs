@@ -2,8 +2,8 @@
 //!
 //! `exit` first destroys the calling thread's `thread_local!` values and then runs `atexit` functions and
 //! destructors of static objects. Programs call CUDA there and expect their context to be current and their
-//! streams to exist. Destructors from `pthread_key_create` run when a thread ends, but not in `exit`. They call
-//! CUDA as well, in an order that the keys' numbers decide, so the values last until the last of them.
+//! streams to exist. Destructors from `pthread_key_create` run when a thread ends, but not in `exit`. They
+//! call CUDA as well, in an order that the keys' numbers decide, so the values last until the last of them.
 
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_void;

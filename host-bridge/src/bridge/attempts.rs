@@ -1,6 +1,6 @@
-//! Further attempts to begin a session with a server whose daemon has ended meanwhile: it was upgraded, or has
-//! crashed and is started again. Its sessions are then taken over, but not its waiting clients, which connect
-//! again and wait at the end of the queue.
+//! Further attempts to begin a session with a server whose daemon has ended meanwhile: it was upgraded, or
+//! has crashed and is started again. Its sessions are then taken over, but not its waiting clients, which
+//! connect again and wait at the end of the queue.
 
 use std::io;
 use std::time::{Duration, Instant};
