@@ -3,8 +3,7 @@
 //! ```text
 //! fn cuName(arguments) { body }                            the body is a `Result<(), Status>`
 //! fn cuName / cuName_ptsz (arguments) |per_thread| { … }   `per_thread`: a NULL stream means the thread's own
-//! unsafe fn …                                              the same, for a body that dereferences raw
-//! pointers
+//! unsafe fn …                                              the same; the body dereferences raw pointers
 //! alias cuOther = cuName(arguments);                       another symbol for the same function
 //! ```
 //!
