@@ -44,6 +44,10 @@ int main(int argc, char **argv) {
     cudaStream_t launches, held, other;
     cudaEvent_t launched;
     CHECK(cudaMalloc(&out, sizeof got));
+    // Loaded before anything waits: loading may wait for the device.
+    set<<<1, 1>>>(out, 0);
+    copy<<<1, 1>>>(out, out);
+    CHECK(cudaDeviceSynchronize());
     for (cudaStream_t *stream : {&launches, &held, &other})
         CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
     CHECK(cudaEventCreate(&launched));

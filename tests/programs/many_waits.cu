@@ -24,6 +24,9 @@ int main(int argc, char **argv) {
     cudaEvent_t event;
     CHECK(cudaMalloc(&data, sizeof *data));
     CHECK(cudaMalloc(&other, sizeof *other));
+    // Loaded before anything waits: loading may wait for the device.
+    set<<<1, 1>>>(data, 0);
+    CHECK(cudaDeviceSynchronize());
     CHECK(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking));
     CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
     CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));

@@ -39,7 +39,7 @@ int main(int argc, char **argv) {
     wait_for<<<1, 1, 0, waiting>>>(flag);
     LAUNCHED();
 
-    std::atomic<bool> unmapping{false}, over{false};
+    static std::atomic<bool> unmapping{false}, over{false};
     int value = 5, got = 0;
     std::thread other([&] {
         while (!unmapping) std::this_thread::yield();
@@ -48,8 +48,8 @@ int main(int argc, char **argv) {
         CHECK(cudaMemcpyAsync((void *)at[1], &value, 4, cudaMemcpyHostToDevice, copying));
         *flag = 1;
     });
-    std::thread([&] {
-        for (int i = 0; i < 300 && !over; i++) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    std::thread([] {
+        for (int i = 0; i < 3000 && !over; i++) std::this_thread::sleep_for(std::chrono::milliseconds(100));
         if (!over) fail("the copy waits for the other thread");
     }).detach();
     unmapping = true;

@@ -614,6 +614,10 @@ impl Turn for Queued<'_> {
         }
     }
 
+    fn has_waited(&self) -> bool {
+        self.answered
+    }
+
     fn given_up(&self) -> Option<PollFd<'_>> {
         Some(PollFd::new(self.socket.as_fd(), PollFlags::POLLHUP))
     }

@@ -10,10 +10,13 @@ use crate::lock;
 use crate::session::{LIVENESS_CHECK, Session};
 
 /// How many slots [additional](ReplySlots::are_plentiful) replies leave free.
-pub(crate) const LEFT_BY_ADDITIONAL: u32 = 8;
+pub(crate) const LEFT_BY_ADDITIONAL: u32 = 20;
 /// How many slots are left free by waits that may take as long as the program wants. The other calls, which
 /// the program may need to end these waits, find theirs among them.
 pub(crate) const LEFT_BY_WAITS: u32 = 16;
+/// The same for a question for room in a stream, without which a call that ends these waits cannot go on. A
+/// page fault may need a slot before there is room.
+pub(crate) const LEFT_BY_ROOM: u32 = 4;
 
 /// The reply slots. Only the first 64 are used.
 pub(crate) struct ReplySlots {

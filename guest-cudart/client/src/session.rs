@@ -24,7 +24,7 @@ use crate::log::setting;
 use crate::polling::Poll;
 use crate::port::descriptor::{ForChild, Uncancelled};
 use crate::port::{self, Port, PortError};
-use crate::reply_slots::{LEFT_BY_ADDITIONAL, LEFT_BY_WAITS, ReplySlots};
+use crate::reply_slots::{LEFT_BY_ADDITIONAL, LEFT_BY_ROOM, LEFT_BY_WAITS, ReplySlots};
 use crate::seq::Seq;
 use crate::servers::{self, Choice};
 use crate::{activity, lock, log, queue};
@@ -562,8 +562,18 @@ impl Session {
     /// that this one must wait without a slot: see [`wait_progress`](Self::wait_progress).
     #[inline]
     pub fn slot_to_wait(&self) -> Result<Option<Slot<'_>>, Status> {
+        self.slot_leaving(LEFT_BY_WAITS)
+    }
+
+    /// A reply slot for a question for room in a stream. `None` if there is none now.
+    pub fn slot_for_room(&self) -> Result<Option<Slot<'_>>, Status> {
+        self.slot_leaving(LEFT_BY_ROOM)
+    }
+
+    #[inline]
+    fn slot_leaving(&self, leaving: u32) -> Result<Option<Slot<'_>>, Status> {
         self.check()?;
-        let slot = self.slots.try_acquire_leaving(LEFT_BY_WAITS);
+        let slot = self.slots.try_acquire_leaving(leaving);
         Ok(slot.map(|slot| Slot { session: self, slot }))
     }
 

@@ -11,10 +11,6 @@ use super::config::SessionConfig;
 use super::error::ConnectError;
 use super::welcome::Turn;
 
-/// How long attempts go on after a server has closed a connection without a word.
-const SILENT_WITHIN: Duration = Duration::from_secs(3);
-/// The same for a server that had this session wait in its queue.
-const WAITING_WITHIN: Duration = Duration::from_secs(30);
 /// The pause before the second attempt, which doubles with each, and the longest one.
 const PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -22,8 +18,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// One client's attempts, and the turn that it waits for in each of them.
 pub(super) struct Attempts<'t> {
     turn: &'t mut dyn Turn,
-    /// Whether the server has had it wait.
+    /// Whether a server has had it wait.
     waited: bool,
+    /// What it was told last, which holds until there is something new.
+    place: Option<(String, u32)>,
     /// When the server has ended, if nothing was heard of it since.
     ended: Option<Instant>,
     pause: Duration,
@@ -31,8 +29,15 @@ pub(super) struct Attempts<'t> {
 
 impl Turn for Attempts<'_> {
     fn wait(&mut self, server: &str, ahead: u32) {
-        (self.waited, self.ended, self.pause) = (true, None, PAUSE);
+        (self.waited, self.ended) = (true, None);
+        self.place = Some((server.to_owned(), ahead));
         self.turn.wait(server, ahead);
+    }
+
+    fn still_waits(&mut self) {
+        if let Some((server, ahead)) = &self.place {
+            self.turn.wait(server, *ahead);
+        }
     }
 
     fn given_up(&self) -> Option<PollFd<'_>> {
@@ -42,7 +47,10 @@ impl Turn for Attempts<'_> {
 
 impl<'t> Attempts<'t> {
     pub fn new(turn: &'t mut dyn Turn) -> Attempts<'t> {
-        Attempts { turn, waited: false, ended: None, pause: PAUSE }
+        let waited = turn.has_waited();
+        // A client that waited before may find that the server has ended since.
+        let ended = waited.then(Instant::now);
+        Attempts { turn, waited, place: None, ended, pause: PAUSE }
     }
 
     /// Whether there should be another attempt after this error. If so, this has waited a moment.
@@ -55,18 +63,19 @@ impl<'t> Attempts<'t> {
             io::ErrorKind::ConnectionReset
             | io::ErrorKind::ConnectionAborted
             | io::ErrorKind::BrokenPipe
-            | io::ErrorKind::UnexpectedEof => *self.ended.get_or_insert_with(Instant::now),
-            // Nobody listens at its port, or socket.
-            io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => match self.ended {
-                Some(ended) => ended,
-                None => return Ok(false),
-            },
-            _ => return Ok(false),
+            | io::ErrorKind::UnexpectedEof => Some(*self.ended.get_or_insert_with(Instant::now)),
+            // Nobody listens at its port or socket, or nobody accepts connections there.
+            io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound | io::ErrorKind::TimedOut => {
+                self.ended
+            }
+            _ => None,
         };
-        if ended.elapsed() >= if self.waited { WAITING_WITHIN } else { SILENT_WITHIN } {
+        let within = config.again_within[usize::from(self.waited)];
+        if ended.is_none_or(|ended| ended.elapsed() >= within) {
             return Ok(false);
         }
         tracing::debug!("the server at {} has ended without an answer; trying again", config.server);
+        self.still_waits();
         let mut watched = Vec::from_iter(self.turn.given_up());
         let time = PollTimeout::from(u16::try_from(self.pause.as_millis()).unwrap_or(u16::MAX));
         self.pause = (2 * self.pause).min(LONGEST_PAUSE);
@@ -75,5 +84,79 @@ impl<'t> Attempts<'t> {
             Ok(_) => Err(ConnectError::GivenUp { server: config.server.to_string() }),
             Err(e) => Err(ConnectError::Here { source: e.into() }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A client, and how often it was told its place.
+    #[derive(Default)]
+    struct Client {
+        has_waited: bool,
+        told: Vec<u32>,
+    }
+
+    impl Turn for Client {
+        fn wait(&mut self, _server: &str, ahead: u32) {
+            self.told.push(ahead);
+        }
+
+        fn has_waited(&self) -> bool {
+            self.has_waited
+        }
+
+        fn given_up(&self) -> Option<PollFd<'_>> {
+            None
+        }
+    }
+
+    fn config() -> SessionConfig {
+        let again_within = [Duration::from_secs(600); 2];
+        SessionConfig { again_within, ..SessionConfig::new("tcp:127.0.0.1:1".parse().unwrap(), "test") }
+    }
+
+    fn again(attempts: &mut Attempts<'_>, config: &SessionConfig, kind: io::ErrorKind) -> bool {
+        let error = ConnectError::NoServer { server: "it".into(), source: kind.into() };
+        attempts.again(config, &error).unwrap()
+    }
+
+    #[test]
+    fn a_server_that_ends_is_tried_again_and_one_that_is_not_there_is_not() {
+        let (mut client, config) = (Client::default(), config());
+        let mut attempts = Attempts::new(&mut client);
+        assert!(!again(&mut attempts, &config, io::ErrorKind::ConnectionRefused));
+        assert!(!again(&mut attempts, &config, io::ErrorKind::TimedOut));
+        assert!(again(&mut attempts, &config, io::ErrorKind::ConnectionReset));
+        // It may take a while until it is there again.
+        assert!(again(&mut attempts, &config, io::ErrorKind::ConnectionRefused));
+        assert!(again(&mut attempts, &config, io::ErrorKind::TimedOut));
+        assert!(!again(&mut attempts, &config, io::ErrorKind::PermissionDenied));
+        let refused = ConnectError::GivenUp { server: "it".into() };
+        assert!(!attempts.again(&config, &refused).unwrap());
+        let never = SessionConfig { again_within: [Duration::ZERO; 2], ..config };
+        assert!(!again(&mut attempts, &never, io::ErrorKind::ConnectionReset));
+    }
+
+    #[test]
+    fn who_waited_keeps_its_place_in_view() {
+        let (mut client, config) = (Client::default(), config());
+        let mut attempts = Attempts::new(&mut client);
+        attempts.still_waits();
+        attempts.wait("it", 3);
+        // Its server answers, so nobody is missing.
+        assert!(!again(&mut attempts, &config, io::ErrorKind::ConnectionRefused));
+        assert!(again(&mut attempts, &config, io::ErrorKind::UnexpectedEof));
+        attempts.still_waits();
+        assert_eq!(client.told, [3, 3, 3]);
+    }
+
+    #[test]
+    fn who_waited_in_another_process_looks_for_the_server() {
+        let (mut client, config) = (Client { has_waited: true, ..Client::default() }, config());
+        let mut attempts = Attempts::new(&mut client);
+        assert!(again(&mut attempts, &config, io::ErrorKind::ConnectionRefused));
+        assert!(client.told.is_empty());
     }
 }

@@ -113,6 +113,9 @@ pub struct SessionConfig {
     /// A server that keeps the session without connections, and is silent for longer, is asked for new ones
     /// (transport `tcp`).
     pub link_silence: Duration,
+    /// How long a client tries again that finds that the server's daemon has ended: one that has heard nothing
+    /// yet, and one that was told to wait in the server's queue.
+    pub again_within: [Duration; 2],
     /// The most bytes that one session may register; 0: no limit.
     pub max_registered: u64,
     /// The most regions that one session may register.
@@ -175,6 +178,7 @@ impl SessionConfig {
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),
             link_silence: Duration::from_secs(2),
+            again_within: [3, 30].map(Duration::from_secs),
             max_registered: 0,
             max_regions: 65536,
             verbs: Settings::default(),

@@ -151,9 +151,11 @@ fn protect(
     let failed = |source: io::Error| {
         let server = config.server.to_string();
         match source.kind() {
-            io::ErrorKind::TimedOut | io::ErrorKind::ConnectionReset => {
-                ConnectError::NoServer { server, source }
-            }
+            io::ErrorKind::TimedOut
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::UnexpectedEof => ConnectError::NoServer { server, source },
             _ => ConnectError::Unsafe { server, source },
         }
     };
@@ -260,6 +262,10 @@ impl Turn for WithSpares<'_> {
     fn wait(&mut self, server: &str, ahead: u32) {
         *self.1 = Spares::default();
         self.0.wait(server, ahead);
+    }
+
+    fn still_waits(&mut self) {
+        self.0.still_waits();
     }
 
     fn given_up(&self) -> Option<PollFd<'_>> {

@@ -79,6 +79,15 @@ pub trait Turn {
     /// block for long.
     fn wait(&mut self, server: &str, ahead: u32);
 
+    /// Nothing new is heard: the server that had the session wait has ended, and another attempt is under
+    /// way. Called at least each second.
+    fn still_waits(&mut self) {}
+
+    /// Whether the client was told that it waits before this began.
+    fn has_waited(&self) -> bool {
+        false
+    }
+
     /// A descriptor, and the events on it, that say that nobody wants the session any more. The wait then
     /// ends with [`ConnectError::GivenUp`].
     fn given_up(&self) -> Option<PollFd<'_>>;
@@ -107,8 +116,9 @@ pub(super) fn welcome_in_turn(
                 }
             }
         }
-        if let Some((server, ahead)) = &place {
-            turn.wait(server, *ahead);
+        match &place {
+            Some((server, ahead)) => turn.wait(server, *ahead),
+            None => turn.still_waits(),
         }
     }
 }

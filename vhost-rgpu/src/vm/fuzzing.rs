@@ -138,6 +138,7 @@ fn config() -> Vm {
         cache: CacheUse::Never,
         max_registered: LIMITS.max_registered,
         max_regions: 8,
+        again_within: [Duration::ZERO; 2],
         ..SessionConfig::new(Address::Unix(PathBuf::from("/fuzz")), "fuzz")
     };
     let servers = Servers::new(session, Vec::new(), Vec::new());

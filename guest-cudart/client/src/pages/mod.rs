@@ -67,7 +67,12 @@ pub fn is_shared(address: usize, len: usize) -> bool {
         // Only that second mapping is unmapped.
         unsafe {
             let again = libc::mremap(page as *mut libc::c_void, 0, PAGE, libc::MREMAP_MAYMOVE);
-            again != libc::MAP_FAILED && libc::munmap(again, PAGE) == 0
+            if again == libc::MAP_FAILED {
+                // Another reason, such as a limit, says nothing about the page.
+                return io::Error::last_os_error().raw_os_error() != Some(libc::EINVAL);
+            }
+            libc::munmap(again, PAGE);
+            true
         }
     })
 }

@@ -97,6 +97,7 @@ api! {
                 Err(code::STREAM_CAPTURE_ISOLATION)
             };
         }
+        fences::leave(&stream)?;
         event::wait(&stream, &event)
     }
 

@@ -108,7 +108,7 @@ pub(crate) fn source(
 ) -> Result<HostIn<'static>> {
     let server = stream.context.server;
     if !may_change(server, at, len) {
-        let late = server.reads_late && may_be_held(stream) && !pinned_regions::is_mapped(server, at as u64);
+        let late = server.reads_late && !pinned_regions::is_mapped(server, at as u64) && may_be_held(stream);
         return Ok(if late { HostIn::Late(range) } else { HostIn::Range(range) });
     }
     if server.reads_late {
@@ -137,7 +137,7 @@ pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) ->
 /// which copies its next batch while kernels work on the last one.
 fn may_be_held(stream: &Stream) -> bool {
     let mirrors = || context::alive_of(stream.context.server).any(|it| !mirror::of_context(it).is_empty());
-    !is_unheld(stream) && (fences::shares() || mirrors())
+    !is_unheld(stream) && (fences::shares() || mirror::any() && mirrors())
 }
 
 /// Whether a stream's next copy only comes behind work that is known to be done, and behind copies for which
@@ -157,7 +157,8 @@ pub(crate) fn settle_in_order(stream: &Stream) -> Result {
     }
     // The next copy finds out without waiting that a stream which this one need not wait for is done.
     for (other, _) in &ahead {
-        other.mark()?;
+        // What is ahead on a server that is lost holds up nothing here.
+        let _ = other.mark();
     }
     stream.synchronize()
 }

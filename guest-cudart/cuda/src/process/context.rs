@@ -79,17 +79,20 @@ pub(crate) struct Context {
 struct Users {
     /// Calls to `cuDevicePrimaryCtxRetain` minus calls to `cuDevicePrimaryCtxRelease`.
     count: u32,
-    /// The thread that makes the context alive or empties it. Others wait until that is done. This thread
-    /// itself may retain and release it meanwhile, in functions of the program that are called then.
+    /// The thread that empties the context. Others wait until that is done. This thread itself may retain and
+    /// release it meanwhile, in functions of the program that are called then.
     changing: Option<libc::pthread_t>,
 }
 
-/// The change of a primary context by this thread, between being alive and being empty.
+/// The time in which this thread empties a primary context. Afterwards the context is alive if it has users.
 pub(crate) struct Change<'c>(&'c Context);
 
 impl Drop for Change<'_> {
     fn drop(&mut self) {
-        lock(&self.0.users).changing = None;
+        let mut users = lock(&self.0.users);
+        users.changing = None;
+        self.0.set_alive(users.count != 0);
+        drop(users);
         self.0.changed.notify_all();
     }
 }
@@ -432,8 +435,9 @@ impl Context {
     pub fn retain(&self) {
         let mut users = self.users();
         users.count += 1;
-        if !self.alive.swap(true, Ordering::AcqRel) {
-            let _change = self.change(users);
+        let first = !self.alive.swap(true, Ordering::AcqRel);
+        drop(users);
+        if first {
             client::activity::context_made(self.handle);
             come_behind_others(self);
         }

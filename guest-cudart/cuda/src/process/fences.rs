@@ -136,8 +136,11 @@ pub(crate) struct Promise {
     upto: LastSeq,
     /// Recorded after the last copy that other streams must wait for.
     fence: Mutex<Option<OwnEvent>>,
-    /// Whether it has to be recorded before other work follows the last copy, or another stream is made.
-    unfenced: AtomicBool,
+    /// Up to this `seq`, others can wait for the stream's copies: the event was recorded behind them, or they
+    /// were done. Of a legacy default stream.
+    fenced: LastSeq,
+    /// Of the threads that find that the event has to be recorded.
+    leaving: Mutex<()>,
     /// The server's latest fence that the stream's work is already ordered behind.
     respected: LastSeq,
 }
@@ -147,9 +150,16 @@ impl Promise {
         Promise {
             upto: LastSeq::new(),
             fence: Mutex::new(None),
-            unfenced: AtomicBool::new(false),
+            fenced: LastSeq::new(),
+            leaving: Mutex::new(()),
             respected: LastSeq::new(),
         }
+    }
+
+    /// Whether the event does not have to be recorded before other work follows the last copy, or another
+    /// stream is made.
+    fn is_fenced(&self) -> bool {
+        self.fenced.has_reached_all_of(&self.upto)
     }
 
     /// Whether the program was told that record `seq` of the stream is done.
@@ -189,8 +199,7 @@ fn promise(stream: &Arc<Stream>, open: bool, upto: Option<Seq>, is_watched: impl
     if fenced {
         return record(stream);
     }
-    stream.promise.unfenced.store(true, Ordering::Release);
-    // Whoever is just making the first stream beside it may not have seen this.
+    // Whoever is just making the first stream beside it may not have seen this copy.
     fence(Ordering::SeqCst);
     if any_beside.load(Ordering::Relaxed) { leave_of(stream) } else { Ok(()) }
 }
@@ -200,21 +209,24 @@ fn promise(stream: &Arc<Stream>, open: bool, upto: Option<Seq>, is_watched: impl
 #[inline]
 pub(crate) fn leave(stream: &Stream) -> Result {
     let legacy = stream.context.legacy();
-    if stream.is_free() || !legacy.promise.unfenced.load(Ordering::Acquire) {
-        return Ok(());
-    }
-    leave_of(legacy)
+    if stream.is_free() || legacy.promise.is_fenced() { Ok(()) } else { leave_of(legacy) }
 }
 
-/// Records the event behind the last copy of a legacy default stream, if that is still to be done.
+/// Records the event behind the last copy of a legacy default stream, if that is still to be done. When this
+/// returns, other streams wait for it, whichever thread has recorded it.
 #[cold]
 fn leave_of(legacy: &Arc<Stream>) -> Result {
     let promise = &legacy.promise;
-    let is_done = |upto| legacy.is_known_done(upto);
-    if promise.unfenced.swap(false, Ordering::AcqRel) && !promise.upto.get().is_none_or(is_done) {
-        record(legacy)?;
+    let _alone = lock(&promise.leaving);
+    match promise.upto.get() {
+        Some(_) if promise.is_fenced() => Ok(()),
+        Some(upto) if legacy.is_known_done(upto) => {
+            promise.fenced.raise(upto);
+            Ok(())
+        }
+        Some(_) => record(legacy),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// `cuStreamSynchronize`. If a stream has only copies pending whose sources have been read, this returns
@@ -266,13 +278,14 @@ fn record(stream: &Arc<Stream>) -> Result {
         none => none.insert(OwnEvent::new(context)?),
     };
     let seq = event.record(stream)?;
-    stream.promise.unfenced.store(false, Ordering::Release);
     drop(fence);
     let fences = &context.server.fences;
     let mut open = lock(&fences.open);
     open.retain(|other| !Arc::ptr_eq(other, stream) && !is_passed(other));
     open.push(stream.clone());
     fences.latest.raise(seq);
+    // Last: who finds this does not record the event, and puts work on a stream that must wait for it.
+    stream.promise.fenced.raise(seq);
     Ok(())
 }
 

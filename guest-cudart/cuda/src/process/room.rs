@@ -73,9 +73,8 @@ fn ask(session: &'static Session, room: &Room, stream: &Stream) -> Result {
         return Ok(());
     }
     add(&COUNTERS.queue_full, 1);
-    // A page fault may need a slot before there is room.
     let slot = loop {
-        if let Some(slot) = session.slot_to_wait()? {
+        if let Some(slot) = session.slot_for_room()? {
             break slot;
         }
         std::thread::sleep(NAP);

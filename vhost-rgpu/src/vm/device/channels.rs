@@ -364,6 +364,10 @@ impl Turn for Queued<'_, '_> {
         self.job.answer(Ok(()));
     }
 
+    fn has_waited(&self) -> bool {
+        self.job.answered
+    }
+
     fn given_up(&self) -> Option<PollFd<'_>> {
         Some(PollFd::new(self.give_up.as_fd(), PollFlags::POLLIN))
     }

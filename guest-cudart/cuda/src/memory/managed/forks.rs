@@ -15,6 +15,10 @@ use crate::process::driver::{Driver, driver};
 use client::pages::Pages;
 use client::{Status, lock, log};
 
+/// Maximum number of bytes that a child gets. Each has a copy of its own, and the fork takes as long as
+/// fetching what the device has of them.
+const MOST: u64 = 256 << 20;
+
 /// A copy of a piece that begins at `address`.
 struct Copied {
     address: u64,
@@ -65,8 +69,15 @@ fn copy_all(driver: &'static Driver) -> Result<Vec<Copied>> {
     let is_registered =
         |(at, (_, piece)): &(&u64, &(u64, Piece))| piece.pinned && !REGIONS.is_allocated(**at as usize);
     let registered = state.pieces.iter().filter(is_registered);
+    let mut left = MOST;
     let copied = registered.filter_map(|(at, (size, piece))| {
-        let copied = Copied::new(pages, *at, *size, piece);
+        let copied = match left.checked_sub(*size) {
+            None => Err(Status::OUT_OF_MEMORY),
+            Some(less) => {
+                left = less;
+                Copied::new(pages, *at, *size, piece)
+            }
+        };
         copied
             .inspect_err(|status| {
                 log::warn(format_args!(

@@ -76,6 +76,11 @@ impl Mirrors {
 /// How many regions there are.
 static PINNED: AtomicUsize = AtomicUsize::new(0);
 
+/// Whether there is such memory.
+pub(crate) fn any() -> bool {
+    PINNED.load(Ordering::Acquire) != 0
+}
+
 /// Whether an address is in such memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
@@ -275,8 +280,8 @@ pub(crate) const MOST_SHARED: u64 = 1 << 20;
 /// Maximum number of bytes of one command to a mirror, and of one answer.
 const TO_MIRROR: usize = 8 << 10;
 const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
-/// Number of answers that are requested at a time.
-const AT_ONCE: usize = 32;
+/// Number of answers that are requested at a time. Many threads may be doing that.
+const AT_ONCE: usize = 8;
 
 /// A range of a mirror, and where its bytes go.
 pub(crate) type Part<'a> = (&'a Context, u64, &'a mut [u8]);
