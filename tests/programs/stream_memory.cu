@@ -3,8 +3,6 @@
 #include "common.h"
 
 #include <cuda.h>
-#include <thread>
-#include <unistd.h>
 
 #define OK(call)                                                                                                         \
     do {                                                                                                                 \
@@ -284,30 +282,6 @@ static void in_graphs() {
     OK(cuGraphDestroy(graph));
 }
 
-// A copy behind a wait in the default stream does not hold up the stream that ends the wait. There is no third stream,
-// which might share a hardware queue with one of them.
-static void behind_a_wait() {
-    CUcontext context;
-    CUstream ends;
-    OK(cuCtxGetCurrent(&context));
-    OK(cuStreamCreate(&ends, CU_STREAM_NON_BLOCKING));
-    OK(cuMemsetD32(narrow(0), 0, 1));
-    OK(cuCtxSynchronize());
-    OK(cuStreamWaitValue32(CU_STREAM_LEGACY, narrow(0), 5, CU_STREAM_WAIT_VALUE_EQ));
-    std::thread copier([&] {
-        int seven = 7;
-        OK(cuCtxSetCurrent(context));
-        CHECK(cudaMemcpy(value, &seven, sizeof seven, cudaMemcpyHostToDevice));
-    });
-    // Long enough for the call to begin, so that there is something to find.
-    usleep(100000);
-    OK(cuStreamWriteValue32(ends, narrow(0), 5, 0));
-    OK(cuStreamSynchronize(ends));
-    copier.join();
-    OK(cuStreamDestroy(ends));
-    REQUIRE(read_int(value) == 7, "the copy behind the wait was not made");
-}
-
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     CHECK(cudaFree(0));
@@ -316,14 +290,12 @@ int main(int argc, char **argv) {
     REQUIRE(there == 1, "the device has no memory operations of streams");
     CHECK(cudaMalloc(&value, sizeof *value));
     OK(cuMemAlloc(&words, sizeof(Words)));
+    OK(cuStreamCreate(&a, CU_STREAM_NON_BLOCKING));
+    OK(cuStreamCreate(&b, CU_STREAM_NON_BLOCKING));
     // Loaded before anything waits: loading may wait for the device.
     step<<<1, 1>>>(value, 0, 0);
     LAUNCHED();
     CHECK(cudaDeviceSynchronize());
-    // Before there is page-locked memory, which makes copies wait.
-    behind_a_wait();
-    OK(cuStreamCreate(&a, CU_STREAM_NON_BLOCKING));
-    OK(cuStreamCreate(&b, CU_STREAM_NON_BLOCKING));
     on_device();
     on_host();
     batches();
