@@ -90,7 +90,7 @@ const PATIENCE: Duration = Duration::from_secs(240);
 /// How long the daemons' resources must stay the same before they count as at rest.
 const REST: Duration = Duration::from_secs(1);
 
-/// The daemons' resources while no session runs. Each kind of descriptor has its number.
+/// The daemons' resources while no session runs. Descriptors are counted by kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holdings {
     bridge_descriptors: BTreeMap<String, usize>,

@@ -211,7 +211,7 @@ impl Shared {
         let speaks = self.behavior.speaks.unwrap_or(OURS);
         (welcome.version, welcome.fingerprint) = (speaks.version(), speaks.fingerprint());
         if hello.purpose == purpose::CONTROL && hello.wishes & wish::MAY_WAIT != 0 {
-            // Decided before the client is told to wait: a test that hears of that knows what comes.
+            // Decided before the client is told to wait, so that a test that sees it wait can rely on this.
             let holds = self.behavior.never_serves && !self.serves.load(Ordering::SeqCst);
             for ahead in self.behavior.queue {
                 let place = Welcome { status: Answer::Waiting as u32, ahead: *ahead, ..welcome };

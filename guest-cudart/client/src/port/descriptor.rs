@@ -59,8 +59,8 @@ impl Drop for Uncancelled {
     }
 }
 
-/// The descriptors that a forked child closes. Only `close` is called there: it does nothing that is not
-/// allowed between fork and exec.
+/// The descriptors that a forked child closes. It only calls `fstat` and `close`, which are allowed between
+/// fork and exec.
 #[derive(Debug)]
 pub struct ForChild([Entry; 4 * MAX_SERVERS]);
 

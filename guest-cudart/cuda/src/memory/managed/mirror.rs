@@ -84,13 +84,12 @@ pub(crate) fn any() -> bool {
 /// Whether an address is in such memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
-    PINNED.load(Ordering::Acquire) != 0 && lock(&STATE).mirrors.find(address).is_some()
+    any() && lock(&STATE).mirrors.find(address).is_some()
 }
 
 /// Whether an address is in memory that a server has a mirror of.
 pub(crate) fn is_on(server: &Server, address: u64) -> bool {
-    PINNED.load(Ordering::Acquire) != 0
-        && lock(&STATE).mirrors.find(address).is_some_and(|region| region.context_on(server).is_some())
+    any() && lock(&STATE).mirrors.find(address).is_some_and(|region| region.context_on(server).is_some())
 }
 
 /// A context whose device has the bytes of such memory, of the server `near` if that has them.
@@ -223,7 +222,7 @@ fn lost(base: u64, status: Status) {
 /// Ends the mirroring of the piece at `base`, if there is one. `keep`: whether the program gets the device's
 /// bytes; otherwise the bytes are no longer needed.
 pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
-    if PINNED.load(Ordering::Acquire) == 0 {
+    if !any() {
         return;
     }
     let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
