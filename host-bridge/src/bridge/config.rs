@@ -113,8 +113,8 @@ pub struct SessionConfig {
     /// A server that keeps the session without connections, and is silent for longer, is asked for new ones
     /// (transport `tcp`).
     pub link_silence: Duration,
-    /// How long a client tries again if the server's daemon has ended: one that has heard nothing yet, and one
-    /// that was told to wait in the server's queue.
+    /// How long a client tries again if the server's daemon has ended: one that has heard nothing yet, and
+    /// one that was told to wait in the server's queue.
     pub again_within: [Duration; 2],
     /// The most bytes that one session may register; 0: no limit.
     pub max_registered: u64,
