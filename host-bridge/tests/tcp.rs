@@ -394,6 +394,23 @@ fn a_session_that_ends_before_its_data_connections_stand_ends_properly() {
     copies(&mut Client::connect(&server.config), 1000);
 }
 
+/// It would keep the session for its whole grace period.
+#[test]
+fn a_server_that_has_no_room_to_hear_of_a_sessions_end_is_told_again() {
+    let server = TcpServer::start();
+    let mut client = Client::connect(&server.config);
+    client.synchronize();
+    // Its worker does not read what is behind this command, so it does not answer the farewell.
+    server.hold_commands(true);
+    client.mark();
+    client.ring_doorbell();
+    server.refuse_farewells(2);
+    assert_eq!(client.session.close("done", PATIENCE), Closed::Released);
+    eventually(|| server.farewells() == 3);
+    server.hold_commands(false);
+    eventually(|| server.ended() == 1);
+}
+
 /// Waits its turn until the test has seen enough.
 struct Queued {
     told: Arc<AtomicBool>,

@@ -18,8 +18,9 @@ use nix::unistd::Pid;
 
 /// How long a daemon may take to become ready. Creating a CUDA context takes most of a second for each GPU.
 const READY_WITHIN: Duration = Duration::from_secs(60);
-/// How long a daemon may take to end after SIGTERM, before SIGKILL.
-const END_WITHIN: Duration = Duration::from_secs(5);
+/// How long a daemon may take to end after SIGTERM, before SIGKILL: longer than `vhost-rgpu` gives sessions
+/// that a busy machine or a slow server holds up.
+const END_WITHIN: Duration = Duration::from_secs(18);
 
 /// A daemon that this process started.
 pub struct Daemon {

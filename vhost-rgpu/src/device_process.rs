@@ -23,6 +23,7 @@ use sandbox::Orders;
 
 use crate::config::{Config, Source};
 use crate::confinement::{self, KeeperConnects};
+use crate::keeper;
 use crate::link::{Control, ToDevice, ToKeeper, keeper_has_ended};
 use crate::memory_file::memory_file;
 use crate::registry::Registry;
@@ -30,11 +31,12 @@ use crate::role::Role;
 use crate::servers::Servers;
 use crate::{native, vm};
 
-/// How long sessions have to end when the daemon shuts down.
-const DRAIN: Duration = Duration::from_secs(3);
-/// How long it may take to tell servers about sessions that have ended without a link. Together with
-/// [`DRAIN`], less than the keeper waits.
-const FAREWELLS: Duration = Duration::from_millis(900);
+/// How long sessions have to end when the daemon shuts down. What a busy machine or server takes: a session
+/// whose server does not learn of its end holds a GPU for its grace period.
+const DRAIN: Duration = Duration::from_secs(8);
+/// How long it may take to tell servers about sessions that have ended without a link.
+const FAREWELLS: Duration = Duration::from_secs(3);
+const _: () = assert!(DRAIN.as_millis() + FAREWELLS.as_millis() < keeper::DRAIN.as_millis());
 
 /// The connection to the keeper.
 ///

@@ -6,6 +6,7 @@
 mod daemon;
 mod guest;
 
+use std::io::Write;
 use std::net::TcpListener;
 use std::sync::atomic::Ordering;
 
@@ -20,11 +21,13 @@ use protocol::handle::StreamId;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
 use test_kit::channel::Channel;
+use test_kit::link::welcome;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::server::FakeServer;
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 use vhost::vhost_user::VhostUserFrontend;
+use zerocopy::IntoBytes;
 
 fn serving_locally(server: &LocalServer) -> Daemon {
     Daemon::start(&["--server", &server.config.server.to_string(), "--transport", "local"])
@@ -182,7 +185,7 @@ fn a_request_in_progress_is_answered_once_and_after_the_stop() {
     let mut guest = Guest::connect(&daemon);
     let (extents, _) = guest.prepare(2);
     let (head, at) = guest.send(&message(create(2, &extents), &extents));
-    let (connection, _) = listener.accept().unwrap();
+    let (mut connection, _) = listener.accept().unwrap();
     for _ in 0..3 {
         guest.stop();
         let (quick, _) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
@@ -192,7 +195,7 @@ fn a_request_in_progress_is_answered_once_and_after_the_stop() {
     }
     // The server refuses while the guest is stopped.
     guest.stop();
-    drop((connection, listener));
+    connection.write_all(welcome(Answer::Denied, "nobody is served here").as_bytes()).unwrap();
     assert_eq!(guest.used(CONTROL_QUEUE), None);
     guest.go_on();
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);

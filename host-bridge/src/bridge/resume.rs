@@ -430,6 +430,9 @@ impl Farewell {
                     connection.write_all(hello.as_bytes())?;
                     match welcome_at_once(&config, &connection, deadline) {
                         Err(ConnectError::NoServer { source, .. }) => Err(source),
+                        Err(ConnectError::Refused { answer: Answer::NoResources, reason, .. }) => {
+                            Err(io::Error::other(reason))
+                        }
                         // It has ended, or is not known any more.
                         _ => Ok(()),
                     }

@@ -66,6 +66,8 @@ struct Shared {
     resumed: AtomicUsize,
     ended: AtomicUsize,
     farewells: AtomicUsize,
+    /// How many of the next ones are refused.
+    refuses_farewells: AtomicUsize,
     trouble: Mutex<Vec<String>>,
     /// Whether data connections are left without an answer, and those that were.
     holds_data: AtomicBool,
@@ -128,6 +130,11 @@ impl TcpServer {
         self.shared.farewells.load(Ordering::SeqCst)
     }
 
+    /// Has no room for so many of the next ones.
+    pub fn refuse_farewells(&self, count: usize) {
+        self.shared.refuses_farewells.store(count, Ordering::SeqCst);
+    }
+
     /// Leaves the data connections that come from now on open and without an answer.
     pub fn hold_data(&self) {
         self.shared.holds_data.store(true, Ordering::SeqCst);
@@ -184,14 +191,18 @@ impl Shared {
     }
 
     fn answer(&self, hello: &Hello, mut stream: TcpStream) {
+        let mut refused = false;
         if hello.purpose == purpose::END {
+            let left = |left: usize| left.checked_sub(1);
+            refused = self.refuses_farewells.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).is_ok();
             self.farewells.fetch_add(1, Ordering::SeqCst);
         }
         let opens = matches!(hello.purpose, purpose::CONTROL | purpose::VERBS);
         let number = if opens { self.begun.fetch_add(1, Ordering::SeqCst) as u8 } else { 0 };
         let token = if opens { [number; 16] } else { hello.token };
-        let known = self.sessions.lock().unwrap().get(&token).cloned();
+        let known = self.sessions.lock().unwrap().get(&token).filter(|_| !refused).cloned();
         let welcome = match &known {
+            None if refused => welcome(Answer::NoResources, "there is no room for a farewell"),
             None if !opens => welcome(Answer::Denied, "no session has this token"),
             _ => Welcome {
                 token,

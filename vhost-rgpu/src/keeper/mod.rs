@@ -46,8 +46,8 @@ use process::Processes;
 use status::Own;
 use takeover::Succession;
 
-/// How long sessions have to end when the daemon shuts down.
-const DRAIN: Duration = Duration::from_secs(4);
+/// How long a device process has to end its sessions when the daemon shuts down.
+pub const DRAIN: Duration = Duration::from_secs(12);
 /// Interval between checks whether they have ended.
 const CHECK_EVERY: Duration = Duration::from_millis(5);
 

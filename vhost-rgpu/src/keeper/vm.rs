@@ -37,6 +37,7 @@ use vmm_sys_util::tempdir::TempDir;
 
 use protocol::device::QUEUE_COUNT;
 
+use super::DRAIN;
 use super::kept::Held;
 use super::negotiation::{MAX_MEMORIES, Negotiation, Notifier};
 use super::predecessor::{Connection, Predecessor, repeat};
@@ -55,8 +56,6 @@ use crate::vm::REQUESTS_SIZE;
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 /// How long a device process has to end its sessions after its VMM has disconnected.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
-/// How long sessions have to end when the daemon shuts down.
-const DRAIN: Duration = Duration::from_secs(4);
 /// A device process that ran longer than this has not failed at its start.
 const HEALTHY: Duration = Duration::from_secs(60);
 /// The VMM is disconnected after this many device processes in a row have failed soon after their start.
