@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """What a server's cache saves of a program's second start over a slow link, and what it costs when it has nothing.
 
-    second_start.py BINARIES LIBRARIES [--backend cuda|software] [--rate RATE] [--runs N] PROGRAM [ARGUMENT...]
+    second_start.py BINARIES LIBRARIES [--backend cuda|software] [--rate RATE] [--relay] [--runs N] PROGRAM [ARGUMENT...]
 
-BINARIES is a folder with rgpu-server and vhost-rgpu, LIBRARIES one with libcuda.so.1. The server and the host are in two network namespaces, joined by a link of RATE each way (`tc` tbf, default: 1gbit). In
-turn, --runs times (default: 5), the program is run on the same machine (`local`), over the link without a cache, with a cache that is empty, and with one that is filled. It prints what each run took, from the program's
-start to its end, and what was sent over the link, and the medians. Needs root. Exit status: 1 if a run fails.
+BINARIES is a folder with rgpu-server and vhost-rgpu, LIBRARIES one with libcuda.so.1. The server and the host are in two network namespaces, joined by a link of RATE each way (`tc` tbf, default: 1gbit). With --relay, for
+a machine without such links, both are where this script is, joined by BINARIES/delay-relay with 1000 megabits a second and 0.2 ms. In turn, --runs times (default: 5), the program is run on the same machine (`local`),
+over the link without a cache, with a cache that is empty, and with one that is filled. It prints what each run took, from the program's start to its end, and what was sent over the link (with all headers of the
+network; with --relay, without them), and the medians. Needs root. Exit status: 1 if a run fails.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 
-HOST, SERVER, PORT = "10.97.9.1", "10.97.9.2", 9796
+HOST, SERVER, PORT, RELAY_PORT = "10.97.9.1", "10.97.9.2", 9796, 9798
 NAMES = {"host": "rgpu-second-host", "server": "rgpu-second-server"}
 
 
@@ -29,6 +30,8 @@ def call(text):
 
 
 def network(rate):
+    if not NAMES:
+        return
     remove_network()
     for name in NAMES.values():
         call(f"ip netns add {name}")
@@ -46,7 +49,9 @@ def remove_network():
 
 
 def sent_over_link():
-    """Bytes that the host has sent, with all headers."""
+    """Bytes that the host has sent, with all headers. Nothing counts them where there are no namespaces."""
+    if not NAMES:
+        return 0
     path = "/sys/class/net/eth0/statistics/tx_bytes"
     shown = ["ip", "netns", "exec", NAMES["host"], "cat", path]
     return int(subprocess.run(shown, check=True, capture_output=True).stdout)
@@ -82,7 +87,9 @@ class Daemons:
         server = [options.binaries / "rgpu-server", "--backend", options.backend, "--insecure", "--workers", "2"]
         server += ["--listen", f"unix:{path('server.sock')}", "--listen", f"tcp:{SERVER}:{PORT}"]
         server += ["--status-socket", path("server.status")] + (["--cache", str(cache)] if cache else [])
-        address = f"unix:{path('server.sock')}" if local else f"tcp:{SERVER}:{PORT}"
+        if options.relay:
+            self.start("relay", [options.binaries / "delay-relay", "--listen", f"{SERVER}:{RELAY_PORT}", "--to", f"{SERVER}:{PORT}", "--rtt-us", "200", "--mbit", "1000"])
+        address = f"unix:{path('server.sock')}" if local else f"tcp:{SERVER}:{RELAY_PORT if options.relay else PORT}"
         host = [options.binaries / "vhost-rgpu", "--insecure", "--name", "second-start", "--server", address]
         host += ["--native-socket", path("native.sock"), "--status-socket", path("host.status")]
         self.start("server", server)
@@ -92,7 +99,8 @@ class Daemons:
 
     def start(self, end, command):
         log = open(self.folder / f"{end}.log", "ab")
-        command = ["ip", "netns", "exec", NAMES[end]] + [str(word) for word in command]
+        within = ["ip", "netns", "exec", NAMES[end]] if NAMES else []
+        command = within + [str(word) for word in command]
         self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     def server(self):
@@ -128,7 +136,8 @@ def run(options, folder, way, cache):
             sys.exit(f"{way}: the program failed:\n{done.stdout}{done.stderr}")
         settle(daemons, cache)
         totals = daemons.host()["totals"]
-        return seconds, sent_over_link() - before, totals["data_bytes_sent"], totals["data_bytes_known"]
+        link = sent_over_link() - before if NAMES else totals["control_bytes_sent"] + totals["data_bytes_sent"]
+        return seconds, link, totals["data_bytes_sent"], totals["data_bytes_known"]
     finally:
         daemons.end()
 
@@ -139,10 +148,13 @@ def main():
     parser.add_argument("libraries", type=pathlib.Path)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--relay", action="store_true")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
+    if options.relay:
+        globals().update(HOST="127.0.0.1", SERVER="127.0.0.1", NAMES={})
     network(options.rate)
     figures = {way: [] for way in ("local", "no cache", "empty", "filled")}
     with tempfile.TemporaryDirectory() as folder:

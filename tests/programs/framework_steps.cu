@@ -178,7 +178,7 @@ struct Graph {
 
     CUDA_KERNEL_NODE_PARAMS params(unsigned shared) {
         CUDA_KERNEL_NODE_PARAMS p = {};
-        p.func = (CUfunction)kernel;
+        p.kern = kernel;
         p.gridDimX = 4;
         p.blockDimX = 32;
         p.gridDimY = p.gridDimZ = p.blockDimY = p.blockDimZ = 1;

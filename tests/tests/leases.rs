@@ -84,6 +84,7 @@ fn a_program_gets_gpus_chosen_among_servers_and_they_are_released() -> Result<()
     let outcome = pool.run(&["--gpus", "3", "--exclusive"], "device_list")?;
     ensure!(outcome.verdict("device_list")? == "3 device(s)", "{outcome:?}");
     ensure!(pool.leases()?.is_empty(), "{:?}", pool.leases()?);
+    pool.rigs.iter().try_for_each(Rig::has_no_sessions)?;
     // Somebody else holds two of them exclusively.
     let held = pool.rgpuctl("lease", &["--gpus", "2", "--exclusive", "--name", "somebody", "--json"])?;
     let held = json(&held)?;

@@ -238,12 +238,22 @@ impl Rig {
         self.daemons().into_iter().map(Holdings::of).collect()
     }
 
-    fn check_idle(&self) -> Result<()> {
+    /// Waits until no daemon has a session. A server learns of a worker's end a moment after the program.
+    pub fn has_no_sessions(&self) -> Result<()> {
+        eventually(|| self.check_sessions())
+    }
+
+    fn check_sessions(&self) -> Result<()> {
         for daemon in self.daemons() {
             let status = daemon.status()?;
             let sessions = status["sessions"].as_array().map_or(0, Vec::len);
             ensure!(sessions == 0, "{} has {sessions} sessions", status["daemon"]);
         }
+        Ok(())
+    }
+
+    fn check_idle(&self) -> Result<()> {
+        self.check_sessions()?;
         let ready = self.server.status()?["workers_ready"].clone();
         ensure!(ready == 2, "{ready} workers are ready");
         let Holdings { children, guards, .. } = Holdings::of(&self.server)?;
