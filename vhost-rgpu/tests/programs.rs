@@ -187,6 +187,36 @@ fn programs_whose_data_is_compressed_do_not_notice_that_their_process_was_killed
     assert!(server.trouble().is_empty(), "{:?}", server.trouble());
 }
 
+/// More than fits into a device process's socket before the process reads.
+const MANY: u32 = 400;
+
+#[test]
+fn a_device_process_is_replaced_however_many_regions_and_programs_it_has() {
+    let server = TcpServer::start();
+    let limits = ["--max-channels", "1000", "--max-channels-per-user", "1000"];
+    let daemon = Daemon::start(&[&["--server", &server.config.server.to_string()], &limits[..]].concat());
+    let mut program = Program::start(&daemon);
+    let (file, _) = own();
+    for region in 0..MANY {
+        assert_eq!(program.ask(register(region), &[&file]), (Answer::Ok, String::new()));
+    }
+    let others: Vec<_> = (0..MANY).map(|_| NativeClient::connect(&daemon.native()).unwrap()).collect();
+    let answered = || {
+        for other in &others {
+            assert_eq!(other.ask(register(0), &[&file]).unwrap().0, Answer::Invalid, "it has no channel");
+        }
+    };
+    answered();
+    let mut daemon = daemon;
+    for replace in [crash, upgrade] {
+        daemon = replace(daemon);
+        program.channel.synchronize();
+        assert_eq!(program.ask(register(MANY - 1), &[&file]).0, Answer::Invalid, "it is in use");
+        answered();
+    }
+    assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
 fn upgrade(daemon: Daemon) -> Daemon {
     daemon.upgrade();
     daemon

@@ -283,6 +283,9 @@ fn confined(text: OwnedFd, logged: &AtomicBool) -> Result<(), String> {
 /// together.
 const MOST_CONNECTING: u32 = 256;
 
+/// A device process that reads no message for this long while its keeper has many is replaced.
+const READS_WITHIN: Duration = Duration::from_secs(60);
+
 /// What a device process has sent so far.
 #[derive(Debug, Default)]
 struct Heard {
@@ -352,9 +355,45 @@ impl Process {
         (child.0.handle(), self.control.as_fd())
     }
 
-    /// Gives it what its predecessor had stored.
+    /// Waits until most of its socket is free. For whoever has many messages for it, which it may not read for
+    /// a while, because it is just being started: the room that stays free is for those who cannot wait.
+    /// Not for the main thread. The error: it is over, or reads nothing.
+    pub fn wait_for_room(&self) -> io::Result<()> {
+        let deadline = Instant::now() + READS_WITHIN;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+            // A packet socket is writable while less than a quarter of its room is in use.
+            let mut watched = [
+                PollFd::new(self.control.as_fd(), PollFlags::POLLOUT),
+                PollFd::new(self.ended(), PollFlags::POLLIN),
+            ];
+            match poll(&mut watched, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
+                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(_) | Err(nix::Error::EINTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+            let [writable, ended] = watched.map(|watched| watched.any().unwrap_or(true));
+            if ended {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            if writable {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Gives it what its predecessor had stored. [Waits for room](Self::wait_for_room). Nobody else has told
+    /// it anything to store yet.
     pub fn restore(&self) -> io::Result<()> {
-        self.lock().stored.iter().try_for_each(|(channel, stored)| self.control.restore(*channel, stored))
+        let channels: Vec<u64> = self.lock().stored.keys().copied().collect();
+        for channel in channels {
+            // Without the lock, which the main thread needs.
+            self.wait_for_room()?;
+            let heard = self.lock();
+            let Some(stored) = heard.stored.get(&channel) else { continue };
+            self.control.restore(channel, stored)?;
+        }
+        Ok(())
     }
 
     /// Receives one packet. Returns false if the process is over.
@@ -543,6 +582,15 @@ impl Process {
             (heard, _) = self.changed.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner);
         }
         (describe(ended), std::mem::take(&mut heard.stored))
+    }
+
+    /// Kills it without waiting, unless somebody does so already.
+    pub fn kill(&self) {
+        if let Ok(child) = self.child.try_lock()
+            && child.1.is_none()
+        {
+            child.0.handle().kill();
+        }
     }
 
     /// Kills it, and waits for the end of the process and of everything that it has started.
