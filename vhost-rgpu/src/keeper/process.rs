@@ -211,13 +211,14 @@ impl Processes {
         self.all().0.iter().map(|process| process.status(deadline).sessions().len()).sum()
     }
 
-    /// Ends all processes. What they have stored stays for those that the next keeper starts. The main thread
-    /// must [listen](Self::listen) meanwhile.
+    /// Ends all processes. What they have stored stays: it is kept for those that the next keeper starts, and
+    /// those that this one starts find it if there is no next keeper. The main thread must
+    /// [listen](Self::listen) meanwhile.
     pub fn end_for_others(&self) {
         *self.spare() = None;
         let all = self.lock().running.clone();
         for process in all {
-            drop(process.take_over());
+            process.kill_and_hear();
         }
     }
 
@@ -285,6 +286,9 @@ const MOST_CONNECTING: u32 = 256;
 
 /// A device process that reads no message for this long while its keeper has many is replaced.
 const READS_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long the main thread may take to read what a device process that has ended had sent.
+const HEARD_WITHIN: Duration = Duration::from_secs(60);
 
 /// What a device process has sent so far.
 #[derive(Debug, Default)]
@@ -570,18 +574,18 @@ impl Process {
 
     /// Kills it, waits until nothing of it is left, and takes what it had stored.
     pub fn take_over(&self) -> (String, BTreeMap<u64, Stored>) {
+        let ended = self.kill_and_hear();
+        (describe(ended), std::mem::take(&mut self.lock().stored))
+    }
+
+    /// Kills it, and waits until nothing of it is left and everything that it has sent was read.
+    fn kill_and_hear(&self) -> Option<ExitStatus> {
         let ended = self.reap();
         // By the time its end has been seen, everything that it sent has been read.
-        let mut heard = self.lock();
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !heard.over {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            (heard, _) = self.changed.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner);
-        }
-        (describe(ended), std::mem::take(&mut heard.stored))
+        let goes_on = |heard: &mut Heard| !heard.over;
+        let wait = self.changed.wait_timeout_while(self.lock(), HEARD_WITHIN, goes_on);
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+        ended
     }
 
     /// Kills it without waiting, unless somebody does so already.
