@@ -321,6 +321,33 @@ fn a_program_that_waited_and_is_refused_in_the_next_process_learns_why() {
     assert!(native.is_closed());
 }
 
+#[test]
+fn what_is_kept_of_a_user_does_not_go_with_the_process_that_was_idle() {
+    let (manager, folder) = (Manager::new(), Arc::new(tempfile::tempdir().unwrap()));
+    let server = TcpServer::start();
+    let daemon = Daemon::kept(&manager, &folder, &["--server", &server.config.server.to_string()]);
+    drop(Program::start(&daemon));
+    let user = format!("user-{}-record", nix::unistd::getuid());
+    eventually(|| {
+        let record = manager.record(&user, 16 << 20);
+        record.is_some_and(|record| record["words"]["clients"] == serde_json::json!({}))
+    });
+    // The process takes its time to end.
+    let idle = process(&daemon);
+    kill(Pid::from_raw(idle), Signal::SIGSTOP).unwrap();
+    eventually(|| daemon.log().contains("its device process is not needed any more"));
+    let mut program = Program::start(&daemon);
+    program.channel.synchronize();
+    kill(Pid::from_raw(idle), Signal::SIGCONT).unwrap();
+    eventually(|| {
+        daemon.status()["device_processes"].as_array().unwrap().iter().all(|row| row["process"] != idle)
+    });
+    // It waits until the keeper has done everything about that process.
+    daemon.upgrade();
+    program.channel.synchronize();
+    assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
 /// Commands go to the server before the session's data connections stand.
 #[test]
 fn a_session_that_has_just_begun_goes_on_in_the_next_process() {

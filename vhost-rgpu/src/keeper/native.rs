@@ -283,21 +283,23 @@ impl Server {
             state.users.iter().filter(|(_, user)| over(user)).map(|(uid, _)| *uid).collect();
         for uid in expired {
             if let Some(user) = state.users.remove(&uid) {
+                tracing::debug!("user {uid}: its device process is not needed any more");
                 self.dismiss(&mut state, user, ENDS_WITHIN);
             }
         }
         state.users.values().filter_map(|user| user.idle).min().map(|since| since + LINGER)
     }
 
-    /// Ends a device process without waiting for it here.
+    /// Ends a device process without waiting for it here. Nothing of it is left for another keeper: the
+    /// process would go with this one. And the user's next process may be started before this one has ended;
+    /// what is kept of that one has the same names.
     fn dismiss(&self, state: &mut State, user: User, patience: Duration) {
-        let kept = user.kept;
-        let (Some(me), Some(process)) = (self.me.upgrade(), user.process) else { return kept.end() };
+        user.kept.end();
+        let (Some(me), Some(process)) = (self.me.upgrade(), user.process) else { return };
         state.leaving += 1;
         let end = move |process: &Process, server: &Server| {
             let _stays = server.succession.stays();
             process.end(patience);
-            kept.end();
             server.lock().leaving -= 1;
             server.changed.notify_all();
         };
