@@ -26,6 +26,7 @@ use test_kit::manager::Manager;
 use test_kit::native_client::NativeClient;
 use test_kit::server::FakeServer;
 use test_kit::tcp_server::TcpServer;
+use test_kit::turns::Turns;
 use test_kit::*;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -312,6 +313,32 @@ fn an_upgrade_whose_program_is_gone_after_its_check_loses_nothing() {
     // A session is listed a moment after it continues.
     eventually(|| daemon.sessions() == 2);
     assert_eq!((daemon.number("keepers_before"), daemon.number("sessions_lost")), (0, 0));
+}
+
+#[test]
+fn a_server_that_is_not_reached_for_long_is_told_that_qemu_has_ended() {
+    let server = TcpServer::start();
+    let turns = Turns::before(&server.config);
+    let daemon = Daemon::start(&["--server", &turns.config.server.to_string()]);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    server.refuse_farewells(usize::MAX);
+    turns.lose();
+    drop(guest);
+    // For longer than a process may take that is in its keeper's way.
+    eventually(|| server.farewells() >= 10);
+    turns.restore();
+    // The next guest does not wait for that.
+    let mut next = Guest::connect(&daemon);
+    let mut channel = next.create(0);
+    channel.synchronize();
+    assert_eq!((server.ended(), daemon.sessions()), (0, 1));
+    server.refuse_farewells(0);
+    eventually(|| server.ended() == 1);
+    // The process that told the server exits.
+    eventually(|| daemon.status()["device_processes"].as_array().unwrap().len() == 1);
+    daemon.upgrade();
+    channel.synchronize();
 }
 
 #[test]

@@ -27,6 +27,7 @@ use test_kit::manager::Manager;
 use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::server::{Behavior, FakeServer, mute_server};
 use test_kit::tcp_server::TcpServer;
+use test_kit::turns::Turns;
 use test_kit::*;
 use zerocopy::IntoBytes;
 
@@ -346,6 +347,29 @@ fn what_is_kept_of_a_user_does_not_go_with_the_process_that_was_idle() {
     daemon.upgrade();
     program.channel.synchronize();
     assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
+#[test]
+fn a_server_that_is_not_reached_for_long_is_told_by_any_later_process_that_a_program_has_ended() {
+    let server = TcpServer::start();
+    let turns = Turns::before(&server.config);
+    let daemon = Daemon::start(&["--server", &turns.config.server.to_string()]);
+    let mut program = Program::start(&daemon);
+    assert_eq!(program.ask(register(1), &[&own().0]), (Answer::Ok, String::new()));
+    program.channel.synchronize();
+    server.refuse_farewells(usize::MAX);
+    turns.lose();
+    drop(program);
+    // For longer than a process without programs waits for another one.
+    eventually(|| server.farewells() >= 11);
+    let daemon = upgrade(crash(daemon));
+    let before = server.farewells();
+    eventually(|| server.farewells() > before);
+    server.refuse_farewells(0);
+    eventually(|| server.ended() == 1);
+    assert_eq!(daemon.number("sessions_lost"), 0);
+    // Nobody needs the process any more.
+    eventually(|| daemon.log().contains("its device process is not needed any more"));
 }
 
 /// Commands go to the server before the session's data connections stand.

@@ -28,7 +28,7 @@ use super::takeover::Succession;
 use super::ties::{StoredByChannel, Tied, Ties};
 use crate::config::Native;
 use crate::link::{Stored, ToDevice};
-use crate::native::{Answering, MAX_STORED, answer, client_of};
+use crate::native::{Answering, MAX_STORED, answer, client_of, is_region_of};
 use crate::role::Role;
 use crate::sockets::Listening;
 
@@ -436,6 +436,13 @@ impl Owner for Server {
     fn stored(&self, process: &Arc<Process>, channel: u64, stored: Option<&Stored>) {
         let kept = self.lock().users.values().find(|user| user.is_served_by(process)).map(|u| u.kept.clone());
         kept.iter().for_each(|kept| kept.stored(channel, stored));
+    }
+
+    fn left(&self, process: &Arc<Process>, number: u64) {
+        let kept = self.lock().users.values().find(|user| user.is_served_by(process)).map(|u| u.kept.clone());
+        kept.iter().for_each(|kept| {
+            kept.change(|words| words.ties.retain(|place| !is_region_of(place, number)));
+        });
     }
 
     fn gone(&self, process: &Arc<Process>, number: u64) {

@@ -24,7 +24,7 @@ use super::status::{Counted, PATIENCE};
 use crate::confinement;
 use crate::link::{self, Control, Stored, ToDevice, ToKeeper};
 use crate::memory_file::memory_file;
-use crate::native::client_of;
+use crate::native::{client_of, is_region_of};
 use crate::role::Role;
 use crate::servers::Servers;
 
@@ -77,7 +77,11 @@ pub struct Reply {
 
 /// The owner of a device process.
 pub trait Owner: Send + Sync + std::fmt::Debug {
-    /// A client's session is over. Called by the keeper's main thread; must not block.
+    /// A client's connection is closed, but its server may not know that its session is over. Called by the
+    /// keeper's main thread; must not block.
+    fn left(&self, process: &Arc<Process>, number: u64);
+
+    /// A client's session is over, and its server knows. Called by the keeper's main thread; must not block.
     fn gone(&self, process: &Arc<Process>, number: u64);
 
     /// The process has stored this about a channel for a successor, or with `None` dropped what it had
@@ -302,6 +306,8 @@ struct Heard {
     /// The last status, not parsed yet.
     report: Option<OwnedFd>,
     status: Counted,
+    /// Whether all of its sessions have ended, after it was told to end them.
+    ended: bool,
     over: bool,
 }
 
@@ -436,10 +442,20 @@ impl Process {
                 self.owner.answer(self, Reply { number, status, reason, fd });
                 true
             }
+            Ok(Some(ToKeeper::Left { number })) => {
+                self.lock().stored.retain(|place, _| !is_region_of(*place, number));
+                self.owner.left(self, number);
+                true
+            }
             Ok(Some(ToKeeper::Gone { number })) => {
                 // Everything of a native client.
                 self.lock().stored.retain(|place, _| client_of(*place) != number);
                 self.owner.gone(self, number);
+                true
+            }
+            Ok(Some(ToKeeper::Ended)) => {
+                self.lock().ended = true;
+                self.changed.notify_all();
                 true
             }
             Ok(Some(ToKeeper::Connect { server, timeout, reply })) => {
@@ -551,25 +567,45 @@ impl Process {
 
     /// Asks it to end, waits up to `patience`, then kills it. Drops what it had stored.
     pub fn end(&self, patience: Duration) {
-        let asked = self.tell(&ToDevice::End);
-        let deadline = Instant::now() + patience;
-        let mut heard = self.lock();
-        while !heard.over && asked.is_ok() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                tracing::error!(
-                    "{}: its device process {} has not ended within {} s; killing it",
-                    self.name,
-                    self.pid,
-                    patience.as_secs()
-                );
-                break;
-            }
-            (heard, _) = self.changed.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner);
+        self.tell_to_end(false, patience, |heard| heard.over);
+        self.reap();
+    }
+
+    /// Asks it to end, waits up to `patience` until its sessions have ended, and kills it if they have not.
+    /// Drops what it had stored. True: what is left of it tells servers of that, for as long as they would keep
+    /// the sessions. It ends by itself, and then it has to be [reaped](Self::reap).
+    pub fn let_go(&self, patience: Duration) -> bool {
+        let ended = self.tell_to_end(true, patience, |heard| heard.ended || heard.over);
+        let lingers = ended && !self.is_over();
+        if !lingers {
+            self.reap();
+        }
+        lingers
+    }
+
+    /// Waits until it is over.
+    pub fn wait(&self) {
+        let wait = self.changed.wait_while(self.lock(), |heard| !heard.over);
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Asks it to end, and waits up to `patience` for that. False: it has not.
+    fn tell_to_end(&self, lingers: bool, patience: Duration, done: impl Fn(&Heard) -> bool) -> bool {
+        let asked = self.tell(&ToDevice::End { lingers }).is_ok();
+        let patience = if asked { patience } else { Duration::ZERO };
+        let wait = self.changed.wait_timeout_while(self.lock(), patience, |heard| !done(heard));
+        let (mut heard, _) = wait.unwrap_or_else(PoisonError::into_inner);
+        let done = done(&heard);
+        if asked && !done {
+            tracing::error!(
+                "{}: its device process {} has not ended within {} s; killing it",
+                self.name,
+                self.pid,
+                patience.as_secs()
+            );
         }
         heard.stored.clear();
-        drop(heard);
-        self.reap();
+        done
     }
 
     /// Kills it, waits until nothing of it is left, and takes what it had stored.

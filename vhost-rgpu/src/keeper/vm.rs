@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use handover::start_thread;
 use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -199,10 +200,25 @@ impl Server {
             Ok(()) => tracing::info!("vm {name}: the VMM has disconnected"),
             Err(e) => tracing::warn!("vm {name}: the VMM's connection ended: {e}"),
         }
-        let _stays = self.succession.stays();
-        let limit = if self.stopping.load(Ordering::SeqCst) { DRAIN } else { ENDS_WITHIN };
+        let stays = self.succession.stays();
         let process = relay.lock().device.process.clone();
-        process.end(limit);
+        if self.stopping.load(Ordering::SeqCst) {
+            return process.end(DRAIN);
+        }
+        if !process.let_go(ENDS_WITHIN) {
+            return;
+        }
+        drop(stays);
+        // It may take long, and the next VMM must not wait for that.
+        let told = process.clone();
+        let wait = move || {
+            told.wait();
+            told.reap();
+        };
+        if let Err(e) = start_thread("farewells", wait) {
+            tracing::error!("vm {name}: no thread to wait for its device process: {e}");
+            process.reap();
+        }
     }
 
     /// Passes the VMM's messages on until it disconnects or the daemon shuts down.
