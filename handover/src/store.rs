@@ -18,6 +18,7 @@ use nix::sys::socket::{
     AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt, socket,
     sockopt,
 };
+use nix::sys::stat::fstat;
 use nix::sys::time::TimeVal;
 
 use crate::{KEPT, LIST, VARIABLES, clock};
@@ -66,10 +67,20 @@ const MAX_VARIABLE: usize = 64 << 10;
 /// into `LISTEN_FDNAMES`, and then the service manager could not start this daemon again at all.
 const MAX_NAMES: usize = 120_000;
 
+/// The numbers of a file's device and inode. Files that have no inode of their own share one, eventfds for
+/// example.
+type Identity = (u64, u64);
+
+fn identity(fd: impl AsFd) -> io::Result<Identity> {
+    let stat = fstat(fd)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
 /// A descriptor for the next process.
 #[derive(Debug)]
 struct Entry {
     fd: OwnedFd,
+    file: Identity,
     /// Whether the service manager has it.
     passed: bool,
 }
@@ -145,13 +156,14 @@ impl Store {
         // If the service manager polled the descriptor, it would remove a connection whose other end has
         // closed, and a successor could not report why the connection ended.
         let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
+        let file = identity(&own)?;
         let mut kept = self.lock();
         if kept.remove(name) {
             self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
         }
         let passed = kept.names + Kept::length(name) <= MAX_NAMES;
         kept.names += if passed { Kept::length(name) } else { 0 };
-        kept.entries.insert(name.to_owned(), Entry { fd: own, passed });
+        kept.entries.insert(name.to_owned(), Entry { fd: own, file, passed });
         drop(kept);
         if passed {
             self.tell(&text, Some(fd.as_fd()));
@@ -166,10 +178,13 @@ impl Store {
     /// The name under which this same file is already kept, among the names that begin with `prefix`. A
     /// service manager stores a file only once, so the file must keep its first name.
     pub fn name_of(&self, prefix: &str, fd: &impl AsFd) -> Option<String> {
+        // There may be tens of thousands, and the kernel is asked for each comparison of open files.
+        let file = identity(fd.as_fd()).ok()?;
         let kept = self.lock();
         let mut all =
             kept.entries.range(prefix.to_owned()..).take_while(|(name, _)| name.starts_with(prefix));
-        all.find(|(_, entry)| is_same(entry.fd.as_fd(), fd.as_fd())).map(|(name, _)| name.clone())
+        let is = |entry: &Entry| entry.file == file && is_same(entry.fd.as_fd(), fd.as_fd());
+        all.find(|(_, entry)| is(entry)).map(|(name, _)| name.clone())
     }
 
     /// Stops keeping the descriptor with this name, whether this process or an earlier one kept it.
