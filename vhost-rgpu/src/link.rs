@@ -148,8 +148,8 @@ pub enum ToDevice {
     },
     /// End all sessions and exit.
     End {
-        /// Whether servers may be told of the sessions' end for as long as they would keep them. Otherwise, the
-        /// process soon exits anyway.
+        /// Whether servers may be told of the sessions' end for as long as they would keep them. Otherwise,
+        /// the process soon exits anyway.
         lingers: bool,
     },
 }

@@ -193,8 +193,9 @@ impl Server {
         let server = self.clone();
         let spawned = std::thread::Builder::new().name(format!("native-{number}")).spawn(move || {
             tracing::debug!("{who}: connected");
-            // Dropped in this order, after the connection.
-            let (gone, _open) = (gone, open);
+            let gone = gone;
+            // Dropped first. The session may hold the other for longer.
+            let _open = open;
             Connection {
                 server: &server,
                 socket: &socket,

@@ -127,8 +127,8 @@ pub struct SessionConfig {
     pub cache: CacheUse,
     /// When data to the server is compressed, and whether data from it may be (transport `tcp`).
     pub compress: CompressUse,
-    /// Held by the session, and after its end until the server knows of that or would have dropped the session
-    /// anyway.
+    /// Held by the session, and after its end until the server knows of that or would have dropped the
+    /// session anyway.
     pub until_told: Option<Arc<dyn Any + Send + Sync>>,
 }
 

@@ -593,8 +593,8 @@ impl Server {
         }
     }
 
-    /// Introduces a user's clients to a new device process, which serves them from then on. False: it does not
-    /// serve this user any more.
+    /// Introduces a user's clients to a new device process, which serves them from then on. False: it does
+    /// not serve this user any more.
     fn introduce_all(&self, uid: u32, process: &Arc<Process>) -> io::Result<bool> {
         let mut next = 0;
         loop {

@@ -365,8 +365,8 @@ impl Process {
         (child.0.handle(), self.control.as_fd())
     }
 
-    /// Waits until most of its socket is free. For whoever has many messages for it, which it may not read for
-    /// a while, because it is just being started: the room that stays free is for those who cannot wait.
+    /// Waits until most of its socket is free. For whoever has many messages for it, which it may not read
+    /// for a while, because it is just being started: the room that stays free is for those who cannot wait.
     /// Not for the main thread. The error: it is over, or reads nothing.
     pub fn wait_for_room(&self) -> io::Result<()> {
         let deadline = Instant::now() + READS_WITHIN;
@@ -572,8 +572,8 @@ impl Process {
     }
 
     /// Asks it to end, waits up to `patience` until its sessions have ended, and kills it if they have not.
-    /// Drops what it had stored. True: what is left of it tells servers of that, for as long as they would keep
-    /// the sessions. It ends by itself, and then it has to be [reaped](Self::reap).
+    /// Drops what it had stored. True: what is left of it tells servers of that, for as long as they would
+    /// keep the sessions. It ends by itself, and then it has to be [reaped](Self::reap).
     pub fn let_go(&self, patience: Duration) -> bool {
         let ended = self.tell_to_end(true, patience, |heard| heard.ended || heard.over);
         let lingers = ended && !self.is_over();
@@ -583,9 +583,9 @@ impl Process {
         lingers
     }
 
-    /// Waits until it is over.
-    pub fn wait(&self) {
-        let wait = self.changed.wait_while(self.lock(), |heard| !heard.over);
+    /// Waits up to `patience` until it is over.
+    pub fn wait(&self, patience: Duration) {
+        let wait = self.changed.wait_timeout_while(self.lock(), patience, |heard| !heard.over);
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -618,9 +618,7 @@ impl Process {
     fn kill_and_hear(&self) -> Option<ExitStatus> {
         let ended = self.reap();
         // By the time its end has been seen, everything that it sent has been read.
-        let goes_on = |heard: &mut Heard| !heard.over;
-        let wait = self.changed.wait_timeout_while(self.lock(), HEARD_WITHIN, goes_on);
-        drop(wait.unwrap_or_else(PoisonError::into_inner));
+        self.wait(HEARD_WITHIN);
         ended
     }
 

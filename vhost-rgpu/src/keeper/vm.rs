@@ -57,6 +57,9 @@ use crate::vm::REQUESTS_SIZE;
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 /// How long a device process has to end its sessions after its VMM has disconnected.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
+/// How long it may then stay to tell servers that have not heard of that. Servers usually keep a session for
+/// ten minutes.
+const LINGERS_WITHIN: Duration = Duration::from_secs(3600);
 /// A device process that ran longer than this has not failed at its start.
 const HEALTHY: Duration = Duration::from_secs(60);
 /// The VMM is disconnected after this many device processes in a row have failed soon after their start.
@@ -212,7 +215,7 @@ impl Server {
         // It may take long, and the next VMM must not wait for that.
         let told = process.clone();
         let wait = move || {
-            told.wait();
+            told.wait(LINGERS_WITHIN);
             told.reap();
         };
         if let Err(e) = start_thread("farewells", wait) {
