@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
-use crate::KEPT;
+use crate::{KEPT, LIST};
 
 /// Maximum descriptors that a process takes.
 const MOST: i32 = 1 << 16;
@@ -24,7 +26,16 @@ impl Inherited {
         let read = |name: &str| std::env::var(name).unwrap_or_default();
         let kept = read(KEPT);
         if !kept.is_empty() {
-            return Inherited::from_kept(&kept);
+            let mut inherited = Inherited::from_kept(&kept);
+            let list = inherited.remove(LIST).map(|list| read_all(list.into()));
+            return match list {
+                None => inherited,
+                Some(Ok(kept)) => Inherited::from_kept(&kept),
+                Some(Err(e)) => {
+                    tracing::error!("cannot read which descriptors this process inherited: {e}");
+                    Inherited::default()
+                }
+            };
         }
         Inherited::from_manager(&read("LISTEN_PID"), &read("LISTEN_FDS"), &read("LISTEN_FDNAMES"), FIRST)
     }
@@ -93,6 +104,13 @@ impl Inherited {
     pub fn names(&self, prefix: &str) -> Vec<String> {
         self.0.keys().filter_map(|name| name.strip_prefix(prefix)).map(str::to_owned).collect()
     }
+}
+
+fn read_all(mut file: File) -> io::Result<String> {
+    let mut text = String::new();
+    file.rewind()?;
+    file.read_to_string(&mut text)?;
+    Ok(text)
 }
 
 #[cfg(test)]

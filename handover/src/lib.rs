@@ -50,5 +50,7 @@ pub const VARIABLES: &[&str] =
     &["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE", KEPT];
 
 /// What [`Store::exec`] tells the next program: its process ID, and `NAME=NUMBER` for each descriptor,
-/// separated by colons.
+/// separated by colons. If that is long, only a file is named, [`LIST`], which contains it.
 const KEPT: &str = "RGPU_KEPT";
+/// The name of that file. No descriptor has it.
+const LIST: &str = "";

@@ -1,8 +1,10 @@
 //! The descriptors that a process keeps for the next one.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::ffi::{CString, OsStr, OsString};
-use std::io::{self, IoSlice};
+use std::fs::File;
+use std::io::{self, IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -11,13 +13,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt, socket,
     sockopt,
 };
+use nix::sys::stat::fstat;
 use nix::sys::time::TimeVal;
 
-use crate::{KEPT, VARIABLES, clock};
+use crate::{KEPT, LIST, VARIABLES, clock};
 
 /// How long a service manager may take for a message before the daemon continues without it.
 const SENT_WITHIN: TimeVal = TimeVal::new(2, 0);
@@ -56,14 +60,63 @@ impl Manager {
     }
 }
 
+/// The longest list that goes to the next program in its environment, in bytes. The kernel takes no variable
+/// of more than 128 KiB (`MAX_ARG_STRLEN`).
+const MAX_VARIABLE: usize = 64 << 10;
+/// Most bytes of names, with one more for each, that a service manager is given. A longer list would not fit
+/// into `LISTEN_FDNAMES`, and then the service manager could not start this daemon again at all.
+const MAX_NAMES: usize = 120_000;
+
+/// The numbers of a file's device and inode. Files that have no inode of their own share one, eventfds for
+/// example.
+type Identity = (u64, u64);
+
+fn identity(fd: impl AsFd) -> io::Result<Identity> {
+    let stat = fstat(fd)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+/// A descriptor for the next process.
+#[derive(Debug)]
+struct Entry {
+    fd: OwnedFd,
+    file: Identity,
+    /// Whether the service manager has it.
+    passed: bool,
+}
+
+/// What is kept.
+#[derive(Debug, Default)]
+struct Kept {
+    entries: BTreeMap<String, Entry>,
+    /// Bytes of the names that the service manager has.
+    names: usize,
+}
+
+impl Kept {
+    /// What a name adds to `names`.
+    fn length(name: &str) -> usize {
+        name.len() + 1
+    }
+
+    /// Removes an entry. True: it was there.
+    fn remove(&mut self, name: &str) -> bool {
+        let Some(entry) = self.entries.remove(name) else { return false };
+        self.names -= if entry.passed { Kept::length(name) } else { 0 };
+        true
+    }
+}
+
 /// Descriptors for the next process, by name. A name is at most 200 characters of ASCII without `:`, `=` and
 /// control characters.
 #[derive(Debug, Default)]
 pub struct Store {
     manager: Option<Manager>,
-    kept: Mutex<BTreeMap<String, OwnedFd>>,
+    kept: Mutex<Kept>,
     /// Whether the log already says that the service manager does not take messages.
     complained: AtomicBool,
+    /// Whether the log already says that it can have no more names.
+    full: AtomicBool,
 }
 
 impl Store {
@@ -78,7 +131,7 @@ impl Store {
         Store { manager, ..Store::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, OwnedFd>> {
+    fn lock(&self) -> MutexGuard<'_, Kept> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -103,19 +156,35 @@ impl Store {
         // If the service manager polled the descriptor, it would remove a connection whose other end has
         // closed, and a successor could not report why the connection ended.
         let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
-        if self.lock().insert(name.to_owned(), own).is_some() {
+        let file = identity(&own)?;
+        let mut kept = self.lock();
+        if kept.remove(name) {
             self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
         }
-        self.tell(&text, Some(fd.as_fd()));
+        let passed = kept.names + Kept::length(name) <= MAX_NAMES;
+        kept.names += if passed { Kept::length(name) } else { 0 };
+        kept.entries.insert(name.to_owned(), Entry { fd: own, file, passed });
+        drop(kept);
+        if passed {
+            self.tell(&text, Some(fd.as_fd()));
+        } else if self.manager.is_some() && !self.full.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "the service manager can take no more names of descriptors: after a crash, a successor would lack the others"
+            );
+        }
         Ok(())
     }
 
     /// The name under which this same file is already kept, among the names that begin with `prefix`. A
     /// service manager stores a file only once, so the file must keep its first name.
     pub fn name_of(&self, prefix: &str, fd: &impl AsFd) -> Option<String> {
+        // There may be tens of thousands, and the kernel is asked for each comparison of open files.
+        let file = identity(fd.as_fd()).ok()?;
         let kept = self.lock();
-        let mut all = kept.range(prefix.to_owned()..).take_while(|(name, _)| name.starts_with(prefix));
-        all.find(|(_, own)| is_same(own.as_fd(), fd.as_fd())).map(|(name, _)| name.clone())
+        let mut all =
+            kept.entries.range(prefix.to_owned()..).take_while(|(name, _)| name.starts_with(prefix));
+        let is = |entry: &Entry| entry.file == file && is_same(entry.fd.as_fd(), fd.as_fd());
+        all.find(|(_, entry)| is(entry)).map(|(name, _)| name.clone())
     }
 
     /// Stops keeping the descriptor with this name, whether this process or an earlier one kept it.
@@ -126,7 +195,7 @@ impl Store {
 
     /// Stops keeping all descriptors.
     pub fn forget_all(&self) {
-        for (name, _) in std::mem::take(&mut *self.lock()) {
+        for (name, _) in std::mem::take(&mut *self.lock()).entries {
             self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
         }
     }
@@ -159,19 +228,24 @@ impl Store {
     /// Returns only if that fails, and then nothing has changed. The signal mask stays as it is, so blocked
     /// signals wait for the next program.
     pub fn exec(&self, program: &Path, arguments: &[OsString]) -> io::Error {
-        let kept = self.lock();
-        let mut words = vec![std::process::id().to_string()];
-        words.extend(kept.iter().map(|(name, fd)| format!("{name}={}", fd.as_raw_fd())));
-        let result = prepare(program, arguments, &words.join(":")).and_then(|prepared| {
-            kept.values().try_for_each(|fd| close_on_exec(fd, false))?;
-            Err(prepared.run())
-        });
-        // This cannot fail for a descriptor that was just open.
-        kept.values().for_each(|fd| drop(close_on_exec(fd, true)));
-        match result {
-            Ok(()) => io::Error::other("the program was executed"),
+        match self.try_exec(program, arguments) {
+            Ok(never) => match never {},
             Err(e) => e,
         }
+    }
+
+    fn try_exec(&self, program: &Path, arguments: &[OsString]) -> io::Result<Infallible> {
+        let kept = self.lock();
+        let mut words = vec![std::process::id().to_string()];
+        words.extend(kept.entries.iter().map(|(name, entry)| format!("{name}={}", entry.fd.as_raw_fd())));
+        let list = List::new(&words)?;
+        let prepared = prepare(program, arguments, &list.text)?;
+        let fds = kept.entries.values().map(|entry| &entry.fd).chain(&list.file);
+        let opened = fds.clone().try_for_each(|fd| close_on_exec(fd, false));
+        let failed = opened.map_or_else(|e| e, |()| prepared.run());
+        // This cannot fail for a descriptor that was just open.
+        fds.for_each(|fd| drop(close_on_exec(fd, true)));
+        Err(failed)
     }
 }
 
@@ -194,6 +268,28 @@ fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
 fn close_on_exec(fd: &OwnedFd, close: bool) -> io::Result<()> {
     let flags = if close { FdFlag::FD_CLOEXEC } else { FdFlag::empty() };
     fcntl(fd, FcntlArg::F_SETFD(flags)).map(drop).map_err(io::Error::from)
+}
+
+/// What the next program's environment says of the descriptors.
+struct List {
+    text: String,
+    /// The file with all of it, if it is too long for the environment.
+    file: Option<OwnedFd>,
+}
+
+impl List {
+    /// `words`: this process's ID, and the descriptors.
+    fn new(words: &[String]) -> io::Result<List> {
+        let text = words.join(":");
+        if text.len() <= MAX_VARIABLE {
+            return Ok(List { text, file: None });
+        }
+        let mut file = File::from(memfd_create(c"kept", MFdFlags::MFD_CLOEXEC)?);
+        file.write_all(text.as_bytes())?;
+        let file = OwnedFd::from(file);
+        let text = format!("{}:{LIST}={}", std::process::id(), file.as_raw_fd());
+        Ok(List { text, file: Some(file) })
+    }
 }
 
 struct Prepared {
@@ -236,6 +332,31 @@ impl Prepared {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_service_manager_gets_no_more_names_than_it_can_pass_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        hears.set_nonblocking(true).unwrap();
+        let heard = || hears.recv(&mut [0; 1000]).is_ok();
+        let store = Store { manager: Some(Manager::new(path.as_os_str()).unwrap()), ..Store::default() };
+        let (file, _) = std::io::pipe().unwrap();
+        let name = |number: usize| format!("{number:0199}");
+        let keeps = |number| {
+            store.keep(&name(number), &file).unwrap();
+            heard()
+        };
+        let most = MAX_NAMES / 200;
+        assert!((0..most).all(keeps));
+        assert!(!keeps(most), "no room is left");
+        assert_eq!(store.lock().entries.len(), most + 1, "it goes to a program that is executed");
+        for gone in [0, most] {
+            store.forget(&name(gone));
+            assert!(heard());
+        }
+        assert!(keeps(0) && !keeps(most));
+    }
 
     #[test]
     fn a_file_that_comes_again_is_found_under_its_name() {

@@ -15,6 +15,8 @@ fn main() -> ExitCode {
     match std::env::var(ROLE).as_deref() {
         Ok("first") => first(),
         Ok("second") => second(),
+        Ok("keeps many") => keep_many(),
+        Ok("has many") => has_many(),
         _ => test(),
     }
     ExitCode::SUCCESS
@@ -59,20 +61,56 @@ fn second() {
     println!("handed over");
 }
 
+/// How many files are kept, under names that are longer together than a variable of the environment may be.
+const MANY: usize = 700;
+
+fn long_name(number: usize) -> String {
+    format!("{number:0200}")
+}
+
+/// Keeps many files and executes this program again.
+fn keep_many() {
+    let store = Store::default();
+    for number in 0..MANY {
+        store.keep(&long_name(number), &file(&number.to_string())).expect("keeping");
+    }
+    // SAFETY: this process has one thread.
+    unsafe { std::env::set_var(ROLE, "has many") };
+    let program = std::env::current_exe().expect("this program");
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    panic!("not executed: {}", store.exec(&program, &arguments));
+}
+
+fn has_many() {
+    let mut inherited = Inherited::take();
+    assert_eq!(inherited.names("").len(), MANY);
+    for number in 0..MANY {
+        let mut file = File::from(inherited.remove(&long_name(number)).expect("inherited"));
+        let mut found = String::new();
+        file.rewind().expect("rewinding");
+        file.read_to_string(&mut found).expect("reading");
+        assert_eq!(found, number.to_string());
+    }
+    println!("handed over");
+}
+
+/// Runs this program in a role, which has to succeed.
+fn play(role: &str, prepare: impl FnOnce(&mut Command)) {
+    let program = std::env::current_exe().expect("this program");
+    let mut command = Command::new(program);
+    prepare(command.env(ROLE, role));
+    let output = command.output().expect("starting");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "handed over\n");
+}
+
 fn test() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("notify");
     let manager = UnixDatagram::bind(&path).expect("a socket");
-    let program = std::env::current_exe().expect("this program");
-    let output = Command::new(program)
-        .env(ROLE, "first")
-        .env("NOTIFY_SOCKET", &path)
-        .env("LISTEN_FDS", "7")
-        .env("LISTEN_PID", "1")
-        .output()
-        .expect("starting");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "handed over\n");
+    play("first", |command| {
+        command.env("NOTIFY_SOCKET", &path).env("LISTEN_FDS", "7").env("LISTEN_PID", "1");
+    });
     manager.set_nonblocking(true).expect("a socket");
     let mut heard = Vec::new();
     let mut buffer = [0; 4096];
@@ -91,4 +129,6 @@ fn test() {
     ];
     assert_eq!(heard, expected);
     println!("test handed_over_to_a_program_and_to_a_service_manager ... ok");
+    play("keeps many", |_| ());
+    println!("test more_names_are_handed_over_than_the_environment_takes ... ok");
 }

@@ -9,6 +9,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::process::exit;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,7 +35,8 @@ use crate::{native, vm};
 /// How long sessions have to end when the daemon shuts down. What a busy machine or server takes: a session
 /// whose server does not learn of its end holds a GPU for its grace period.
 const DRAIN: Duration = Duration::from_secs(8);
-/// How long it may take to tell servers about sessions that have ended without a link.
+/// How long it may take to tell servers about sessions that have ended without a link, if the keeper cannot
+/// wait for that.
 const FAREWELLS: Duration = Duration::from_secs(3);
 const _: () = assert!(DRAIN.as_millis() + FAREWELLS.as_millis() < keeper::DRAIN.as_millis());
 
@@ -139,17 +141,18 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
             tracing::warn!("{role}: reporting the status: {e}");
         }
     };
-    loop {
-        // Without the keeper, nobody can serve its VMM or clients again. Closing the sessions would tell
-        // their programs something else.
-        let Some(message) = control.next_from_keeper().unwrap_or_else(|e| {
+    // Without the keeper, nobody can serve its VMM or clients again. Closing the sessions would tell their
+    // programs something else.
+    let next = || {
+        let next = control.next_from_keeper().unwrap_or_else(|e| {
             tracing::warn!("{role}: the keeper's messages: {e}");
             None
-        }) else {
-            keeper_has_ended();
-        };
-        match (message, &mut serving) {
-            (ToDevice::End, _) => break,
+        });
+        next.unwrap_or_else(|| keeper_has_ended())
+    };
+    let lingers = loop {
+        match (next(), &mut serving) {
+            (ToDevice::End { lingers }, _) => break lingers,
             (ToDevice::AskStatus { question }, _) => report(question),
             (ToDevice::Restore { channel, stored }, Serving::Vm(vm)) => vm.restore(channel, stored),
             (ToDevice::Vmm { listening, requests, resumed }, Serving::Vm(vm)) => {
@@ -164,14 +167,26 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
             }
             (other, _) => bail!("a message that is not for {role}: {other:?}"),
         }
-    }
+    };
     match &mut serving {
         Serving::Vm(vm) => vm.stop(),
         Serving::Native(native) => native.drain(DRAIN),
     }
-    finish_farewells(FAREWELLS);
-    report(0);
-    Ok(())
+    control.tell_keeper(&ToKeeper::Ended).context("that all sessions have ended")?;
+    std::thread::scope(|scope| {
+        let listens = std::thread::Builder::new().name("keeper".to_owned()).spawn_scoped(scope, || {
+            loop {
+                if let ToDevice::AskStatus { question } = next() {
+                    report(question);
+                }
+            }
+        });
+        // A process that does not listen must not outlive its keeper.
+        let lingers = lingers && listens.is_ok();
+        finish_farewells(if lingers { Duration::MAX } else { FAREWELLS });
+        report(0);
+        exit(0)
+    })
 }
 
 /// Each session needs about ten descriptors, and a guest with many processes has many sessions. The keeper

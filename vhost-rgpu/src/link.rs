@@ -58,6 +58,8 @@ mod kind {
     pub const CONFINED: u32 = 21;
     pub const CONNECT: u32 = 22;
     pub const ANSWER: u32 = 23;
+    pub const LEFT: u32 = 24;
+    pub const ENDED: u32 = 25;
 }
 
 /// What a device process must know of a channel that its predecessor opened, or of a native client's region.
@@ -145,7 +147,11 @@ pub enum ToDevice {
         question: u64,
     },
     /// End all sessions and exit.
-    End,
+    End {
+        /// Whether servers may be told of the sessions' end for as long as they would keep them. Otherwise,
+        /// the process soon exits anyway.
+        lingers: bool,
+    },
 }
 
 /// From a device process to the keeper.
@@ -170,7 +176,13 @@ pub enum ToKeeper {
         /// A file with JSON text.
         text: OwnedFd,
     },
-    /// A client's session is over, and its connection closed.
+    /// A client's connection is closed. Its session is over, but the server may not know that yet: only the
+    /// channel stays stored, with which a successor would tell it.
+    Left {
+        /// Its number.
+        number: u64,
+    },
+    /// A client has [left](ToKeeper::Left), and the server knows.
     Gone {
         /// Its number.
         number: u64,
@@ -187,6 +199,8 @@ pub enum ToKeeper {
         /// The descriptor sent with it.
         fd: Option<OwnedFd>,
     },
+    /// All sessions have ended, and the process exits as soon as their servers know.
+    Ended,
     /// What its sandbox lacks, or why it must not serve. Comes first.
     Confined {
         /// A memfd with a `Result<sandbox::Report, String>` as JSON.
@@ -332,7 +346,7 @@ impl Control {
             }
             ToDevice::Answered { number } => send(kind::ANSWERED, *number, "", &[]),
             ToDevice::AskStatus { question } => send(kind::ASK_STATUS, *question, "", &[]),
-            ToDevice::End => send(kind::END, 0, "", &[]),
+            ToDevice::End { lingers } => send(kind::END, (*lingers).into(), "", &[]),
         }
     }
 
@@ -370,7 +384,7 @@ impl Control {
             },
             kind::ANSWERED => ToDevice::Answered { number: packet.number },
             kind::ASK_STATUS => ToDevice::AskStatus { question: packet.number },
-            kind::END => ToDevice::End,
+            kind::END => ToDevice::End { lingers: packet.number != 0 },
             _ => return Err(malformed("a packet of unknown kind")),
         }))
     }
@@ -390,7 +404,9 @@ impl Control {
                 let status = char::from_u32(*status as u32).unwrap_or_default();
                 self.send(kind::ANSWER, *number, &format!("{status}{reason}"), &fds, flags)
             }
+            ToKeeper::Left { number } => self.send(kind::LEFT, *number, "", &[], flags),
             ToKeeper::Gone { number } => self.send(kind::GONE, *number, "", &[], flags),
+            ToKeeper::Ended => self.send(kind::ENDED, 0, "", &[], flags),
             ToKeeper::Confined { text } => self.send(kind::CONFINED, 0, "", &[text.as_fd()], flags),
             ToKeeper::Connect { server, timeout, reply } => {
                 let millis = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
@@ -418,7 +434,9 @@ impl Control {
                     fd: packet.fds.next(),
                 }
             }
+            kind::LEFT => ToKeeper::Left { number: packet.number },
             kind::GONE => ToKeeper::Gone { number: packet.number },
+            kind::ENDED => ToKeeper::Ended,
             kind::CONFINED => ToKeeper::Confined { text: packet.fd()? },
             kind::CONNECT => ToKeeper::Connect {
                 server: packet.text.parse().map_err(|_| malformed("a server's index is not a number"))?,
@@ -526,7 +544,8 @@ mod tests {
     #[test]
     fn the_keeper_never_waits_for_a_device_process_that_does_not_read() {
         let (keeper, _theirs) = pair().unwrap();
-        let refused = (0..1_000_000).find_map(|_| keeper.tell_device(&ToDevice::End).err());
+        let refused =
+            (0..1_000_000).find_map(|_| keeper.tell_device(&ToDevice::End { lingers: false }).err());
         assert_eq!(refused.unwrap().kind(), io::ErrorKind::WouldBlock);
     }
 

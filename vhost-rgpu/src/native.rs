@@ -24,7 +24,7 @@ use host_bridge::framing::peek_some;
 use host_bridge::log_limit::LogLimit;
 use host_bridge::memory::Memories;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
-use nix::poll::{PollFd, PollFlags};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, recv, sendmsg};
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Response, request};
 use protocol::link::Memory;
@@ -41,7 +41,7 @@ use crate::stage::Stage;
 use recovery::{Leftover, place};
 
 pub use recovery::Answering;
-pub use recovery::client_of;
+pub use recovery::{client_of, is_region_of};
 
 /// How long the server may hold a destroyed channel's memory before this is logged. The message is repeated
 /// at the same interval.
@@ -183,7 +183,8 @@ impl Server {
     ) {
         // Even if serving fails or panics: otherwise the keeper would count the connection against the limit
         // forever.
-        let forget = Forget(self.clone(), number);
+        let gone = Arc::new(Gone(self.clone(), number));
+        let open = Open(self.clone(), number);
         if let Err(why) = self.admit(number, &socket) {
             tracing::warn!("{who}: refused: {why}");
             let _ = answer(&socket, Answer::NoResources, &why, None);
@@ -192,7 +193,9 @@ impl Server {
         let server = self.clone();
         let spawned = std::thread::Builder::new().name(format!("native-{number}")).spawn(move || {
             tracing::debug!("{who}: connected");
-            let _forget = forget;
+            let gone = gone;
+            // Dropped first. The session may hold the other for longer.
+            let _open = open;
             Connection {
                 server: &server,
                 socket: &socket,
@@ -201,6 +204,7 @@ impl Server {
                 number,
                 who,
                 limit: LogLimit::default(),
+                gone: &gone,
                 channel: None,
                 stored: 0,
             }
@@ -240,22 +244,36 @@ impl Server {
         Ok(())
     }
 
-    fn forget(&self, number: u64) {
+    fn close(&self, number: u64) {
         let closed = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.remove(&number);
         // The keeper also has the connection, which would otherwise stay open.
         closed.iter().for_each(Stopper::stop);
         self.connections.changed.notify_all();
-        // Without a keeper, nobody counts any more.
-        let _ = self.control.tell_keeper(&ToKeeper::Gone { number });
     }
 }
 
-/// Removes a connection from its server's table when dropped, and tells the keeper.
-struct Forget(Arc<Server>, u64);
+/// Removes a connection from its server's table when dropped.
+struct Open(Arc<Server>, u64);
 
-impl Drop for Forget {
+impl Drop for Open {
     fn drop(&mut self) {
-        self.0.forget(self.1);
+        self.0.close(self.1);
+        // Without a keeper, there is no successor.
+        let _ = self.0.control.tell_keeper(&ToKeeper::Left { number: self.1 });
+    }
+}
+
+/// Tells the keeper when dropped that a client is gone. Its session holds this until the server knows of the
+/// session's end ([`SessionConfig::until_told`]). So the keeper has another process tell the server if this
+/// one ends before that, and lets none end that has not.
+///
+/// [`SessionConfig::until_told`]: host_bridge::bridge::SessionConfig::until_told
+struct Gone(Arc<Server>, u64);
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        // Without a keeper, nobody counts any more.
+        let _ = self.0.control.tell_keeper(&ToKeeper::Gone { number: self.1 });
     }
 }
 
@@ -269,6 +287,8 @@ struct Connection<'s> {
     number: u64,
     who: String,
     limit: LogLimit,
+    /// For its session.
+    gone: &'s Arc<Gone>,
     channel: Option<(Arc<Session>, Listed)>,
     /// Number of items stored for it.
     stored: usize,
@@ -355,9 +375,14 @@ impl Connection<'_> {
         let unsure = request.is_none() && self.answering.was_interrupted().map_err(|e| e.to_string())?;
         // A later request is the client's first to this process.
         self.again = request.is_some();
-        let Some(leftover) = leftover else {
+        let Some(mut leftover) = leftover else {
             return if unsure { Err("nobody knows whether it was answered".into()) } else { Ok(true) };
         };
+        leftover.server.until_told = Some(self.gone.clone());
+        if self.has_hung_up() {
+            leftover.end();
+            return Ok(false);
+        }
         // The client has not been told that it has a channel, or no longer wants it.
         if matches!(request, Some(request::CREATE_CHANNEL | request::DESTROY_CHANNEL)) {
             leftover.end();
@@ -408,6 +433,12 @@ impl Connection<'_> {
         session.wake_all();
         self.channel = Some((session, listed));
         Ok(true)
+    }
+
+    /// Whether the client has closed its connection, or a predecessor has.
+    fn has_hung_up(&self) -> bool {
+        let mut watched = [PollFd::new(self.socket.as_fd(), PollFlags::POLLHUP)];
+        poll(&mut watched, PollTimeout::ZERO).is_ok() && watched[0].any().unwrap_or(false)
     }
 
     /// Asks a server for the session of a client that a predecessor has told to wait. Its place in the
@@ -535,7 +566,8 @@ impl Connection<'_> {
     fn begin(&mut self, channel: ChannelMemory, answered: bool) -> Result<Done, Refusal> {
         let stopper = Stopper::for_connection(self.socket)
             .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
-        let (server, config) = self.server.config.servers.choose(&channel)?;
+        let (server, mut config) = self.server.config.servers.choose(&channel)?;
+        config.until_told = Some(self.gone.clone());
         let refused = |e: &ConnectError| self.server.registry.totals.refuse(e.answer());
         let own = place(self.number, None);
         let waits = recovery::channel(server, &channel, Stage::Waits);

@@ -23,8 +23,10 @@ use serde_json::{Value, json};
 use test_kit::daemon::stop;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::manager::Manager;
+use test_kit::native_client::NativeClient;
 use test_kit::server::FakeServer;
 use test_kit::tcp_server::TcpServer;
+use test_kit::turns::Turns;
 use test_kit::*;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -228,13 +230,33 @@ fn a_request_in_progress_is_answered_once_also_across_an_upgrade() {
     assert_eq!(guest.used(CONTROL_QUEUE), None);
 }
 
-fn ask(daemon: &Daemon, request: &Value) -> Value {
+/// All lines that the daemon answers.
+fn answers(daemon: &Daemon, request: &Value) -> Vec<Value> {
     let mut stream = UnixStream::connect(daemon.path("admin")).unwrap();
     stream.write_all(request.to_string().as_bytes()).unwrap();
     stream.shutdown(std::net::Shutdown::Write).unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
-    serde_json::from_str(text.lines().next().unwrap()).unwrap()
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn ask(daemon: &Daemon, request: &Value) -> Value {
+    answers(daemon, request).swap_remove(0)
+}
+
+/// A running copy of the program, which [`install`] replaces, with a socket for upgrades.
+fn replaceable(folder: &Arc<tempfile::TempDir>, mut arguments: Vec<String>) -> Daemon {
+    arguments.extend(["--admin-socket".to_owned(), folder.path().join("admin").display().to_string()]);
+    Daemon::copied(folder, &borrowed(&arguments))
+}
+
+/// Installs a script in place of the program. Another process writes it: if this process did, a process that
+/// another thread starts meanwhile could inherit the open descriptor, and the file could not be executed.
+fn install(folder: &Arc<tempfile::TempDir>, script: &str) {
+    let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", write]).arg(folder.path().join("vhost-rgpu")).arg(script);
+    assert!(shell.status().unwrap().success());
 }
 
 #[test]
@@ -242,39 +264,82 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     let server = LocalServer::start(Workers::Good);
     let folder = Arc::new(tempfile::tempdir().unwrap());
     let path = |name: &str| folder.path().join(name);
-    let mut arguments = local(&server);
-    arguments.extend(["--admin-socket".to_owned(), path("admin").display().to_string()]);
-    let daemon = Daemon::copied(&folder, &borrowed(&arguments));
+    let daemon = replaceable(&folder, local(&server));
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
     let process = daemon.status()["device_processes"][0]["process"].clone();
     std::fs::rename(path("vhost-rgpu"), path("good")).unwrap();
     let upgrade = || ask(&daemon, &json!({ "upgrade": {} }));
     assert!(upgrade()["error"].as_str().unwrap().contains("cannot run"));
-    // Another process copies the program: if this process wrote the file, a process that another thread
-    // starts meanwhile could inherit the open descriptor, and the file could not be executed.
-    let replace = |text: &str| {
-        let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
-        let mut shell = std::process::Command::new("sh");
-        shell.args(["-c", write]).arg(path("vhost-rgpu")).arg(text);
-        assert!(shell.status().unwrap().success());
-    };
-    replace("#!/bin/sh\necho of another version >&2\nexit 1\n");
+    install(&folder, "#!/bin/sh\necho of another version >&2\nexit 1\n");
     let why = upgrade()["error"].as_str().unwrap().to_owned();
     assert!(why.contains("cannot take over: of another version"), "{why}");
     // Nothing was touched.
     assert_eq!(daemon.status()["device_processes"][0]["process"], process);
     channel.synchronize();
     // A program that answers the question but cannot be executed: everything is there again.
-    replace("#!/nonexistent\n");
+    install(&folder, "#!/nonexistent\n");
     assert!(upgrade()["error"].is_string());
     channel.synchronize();
     std::fs::rename(path("good"), path("vhost-rgpu")).unwrap();
     assert_eq!(upgrade()["upgrading"]["sessions"], 1);
     eventually(|| daemon.try_status().is_some_and(|status| status["keepers_before"] == 1));
     channel.synchronize();
-    assert_eq!(ask(&daemon, &json!({ "version": {} }))["sessions"], 1);
+    // The worker goes on by itself, and the next device process lists the session a moment later.
+    eventually(|| ask(&daemon, &json!({ "version": {} }))["sessions"] == 1);
     assert!(ask(&daemon, &json!({ "nonsense": {} }))["error"].is_string());
+}
+
+#[test]
+fn an_upgrade_whose_program_is_gone_after_its_check_loses_nothing() {
+    let server = TcpServer::start();
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let daemon =
+        replaceable(&folder, ["--server", &server.config.server.to_string()].map(str::to_owned).to_vec());
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let (_native, mut program) = NativeClient::with_channel(&daemon.native(), "program");
+    for channel in [&mut channel, &mut program] {
+        channel.synchronize();
+    }
+    std::fs::remove_file(folder.path().join("vhost-rgpu")).unwrap();
+    install(&folder, "#!/bin/sh\nrm -f \"$0\"\n");
+    let said = answers(&daemon, &json!({ "upgrade": {} }));
+    assert_eq!(said[0]["upgrading"]["sessions"], 2);
+    assert!(said[1]["error"].as_str().unwrap().contains("cannot execute"), "{said:?}");
+    for channel in [&mut channel, &mut program] {
+        channel.synchronize();
+        assert_eq!(channel.view().header().state(), State::Ready);
+    }
+    // A session is listed a moment after it continues.
+    eventually(|| daemon.sessions() == 2);
+    assert_eq!((daemon.number("keepers_before"), daemon.number("sessions_lost")), (0, 0));
+}
+
+#[test]
+fn a_server_that_is_not_reached_for_long_is_told_that_qemu_has_ended() {
+    let server = TcpServer::start();
+    let turns = Turns::before(&server.config);
+    let daemon = Daemon::start(&["--server", &turns.config.server.to_string()]);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    server.refuse_farewells(usize::MAX);
+    turns.lose();
+    drop(guest);
+    // For longer than a process may take that is in its keeper's way.
+    eventually(|| server.farewells() >= 10);
+    turns.restore();
+    // The next guest does not wait for that.
+    let mut next = Guest::connect(&daemon);
+    let mut channel = next.create(0);
+    channel.synchronize();
+    assert_eq!((server.ended(), daemon.sessions()), (0, 1));
+    server.refuse_farewells(0);
+    eventually(|| server.ended() == 1);
+    // The process that told the server exits.
+    eventually(|| daemon.status()["device_processes"].as_array().unwrap().len() == 1);
+    daemon.upgrade();
+    channel.synchronize();
 }
 
 #[test]

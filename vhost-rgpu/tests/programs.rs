@@ -27,6 +27,7 @@ use test_kit::manager::Manager;
 use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::server::{Behavior, FakeServer, mute_server};
 use test_kit::tcp_server::TcpServer;
+use test_kit::turns::Turns;
 use test_kit::*;
 use zerocopy::IntoBytes;
 
@@ -187,6 +188,36 @@ fn programs_whose_data_is_compressed_do_not_notice_that_their_process_was_killed
     assert!(server.trouble().is_empty(), "{:?}", server.trouble());
 }
 
+/// More than fits into a device process's socket before the process reads.
+const MANY: u32 = 400;
+
+#[test]
+fn a_device_process_is_replaced_however_many_regions_and_programs_it_has() {
+    let server = TcpServer::start();
+    let limits = ["--max-channels", "1000", "--max-channels-per-user", "1000"];
+    let daemon = Daemon::start(&[&["--server", &server.config.server.to_string()], &limits[..]].concat());
+    let mut program = Program::start(&daemon);
+    let (file, _) = own();
+    for region in 0..MANY {
+        assert_eq!(program.ask(register(region), &[&file]), (Answer::Ok, String::new()));
+    }
+    let others: Vec<_> = (0..MANY).map(|_| NativeClient::connect(&daemon.native()).unwrap()).collect();
+    let answered = || {
+        for other in &others {
+            assert_eq!(other.ask(register(0), &[&file]).unwrap().0, Answer::Invalid, "it has no channel");
+        }
+    };
+    answered();
+    let mut daemon = daemon;
+    for replace in [crash, upgrade] {
+        daemon = replace(daemon);
+        program.channel.synchronize();
+        assert_eq!(program.ask(register(MANY - 1), &[&file]).0, Answer::Invalid, "it is in use");
+        answered();
+    }
+    assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
 fn upgrade(daemon: Daemon) -> Daemon {
     daemon.upgrade();
     daemon
@@ -289,6 +320,56 @@ fn a_program_that_waited_and_is_refused_in_the_next_process_learns_why() {
     eventually(|| view.header().state() == State::Lost);
     assert!(view.header().reason().contains("nobody is served here"), "{}", view.header().reason());
     assert!(native.is_closed());
+}
+
+#[test]
+fn what_is_kept_of_a_user_does_not_go_with_the_process_that_was_idle() {
+    let (manager, folder) = (Manager::new(), Arc::new(tempfile::tempdir().unwrap()));
+    let server = TcpServer::start();
+    let daemon = Daemon::kept(&manager, &folder, &["--server", &server.config.server.to_string()]);
+    drop(Program::start(&daemon));
+    let user = format!("user-{}-record", nix::unistd::getuid());
+    eventually(|| {
+        let record = manager.record(&user, 16 << 20);
+        record.is_some_and(|record| record["words"]["clients"] == serde_json::json!({}))
+    });
+    // The process takes its time to end.
+    let idle = process(&daemon);
+    kill(Pid::from_raw(idle), Signal::SIGSTOP).unwrap();
+    eventually(|| daemon.log().contains("its device process is not needed any more"));
+    let mut program = Program::start(&daemon);
+    program.channel.synchronize();
+    kill(Pid::from_raw(idle), Signal::SIGCONT).unwrap();
+    eventually(|| {
+        daemon.status()["device_processes"].as_array().unwrap().iter().all(|row| row["process"] != idle)
+    });
+    // It waits until the keeper has done everything about that process.
+    daemon.upgrade();
+    program.channel.synchronize();
+    assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
+#[test]
+fn a_server_that_is_not_reached_for_long_is_told_by_any_later_process_that_a_program_has_ended() {
+    let server = TcpServer::start();
+    let turns = Turns::before(&server.config);
+    let daemon = Daemon::start(&["--server", &turns.config.server.to_string()]);
+    let mut program = Program::start(&daemon);
+    assert_eq!(program.ask(register(1), &[&own().0]), (Answer::Ok, String::new()));
+    program.channel.synchronize();
+    server.refuse_farewells(usize::MAX);
+    turns.lose();
+    drop(program);
+    // For longer than a process without programs waits for another one.
+    eventually(|| server.farewells() >= 11);
+    let daemon = upgrade(crash(daemon));
+    let before = server.farewells();
+    eventually(|| server.farewells() > before);
+    server.refuse_farewells(0);
+    eventually(|| server.ended() == 1);
+    assert_eq!(daemon.number("sessions_lost"), 0);
+    // Nobody needs the process any more.
+    eventually(|| daemon.log().contains("its device process is not needed any more"));
 }
 
 /// Commands go to the server before the session's data connections stand.

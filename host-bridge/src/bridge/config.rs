@@ -1,5 +1,6 @@
 //! How to open sessions: the server, and what carries them.
 
+use std::any::Any;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::str::FromStr;
@@ -126,6 +127,9 @@ pub struct SessionConfig {
     pub cache: CacheUse,
     /// When data to the server is compressed, and whether data from it may be (transport `tcp`).
     pub compress: CompressUse,
+    /// Held by the session, and after its end until the server knows of that or would have dropped the
+    /// session anyway.
+    pub until_told: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl SessionConfig {
@@ -184,6 +188,7 @@ impl SessionConfig {
             verbs: Settings::default(),
             cache: CacheUse::Slow,
             compress: CompressUse::Auto,
+            until_told: None,
         }
     }
 }

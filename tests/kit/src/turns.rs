@@ -101,6 +101,11 @@ impl Turns {
         self.state().loses = true;
     }
 
+    /// Passes on again what clients say. What was thrown away is missing from the connections that there are.
+    pub fn restore(&self) {
+        self.state().loses = false;
+    }
+
     /// Bytes that were thrown away.
     pub fn lost(&self) -> usize {
         self.state().lost

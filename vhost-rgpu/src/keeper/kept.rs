@@ -55,6 +55,8 @@ struct State<W> {
     /// All kept descriptors. New ones are not in the record yet.
     held: BTreeSet<u64>,
     named: BTreeSet<u64>,
+    /// Nothing is kept any more: the names may be somebody else's.
+    ended: bool,
 }
 
 /// See the module's documentation.
@@ -96,7 +98,7 @@ impl<W: Words> Kept<W> {
 
     fn begin(store: Arc<Store>, prefix: &str, text: Text, record: Record<W>) -> io::Result<Kept<W>> {
         let named = record.words.numbers();
-        let state = Mutex::new(State { held: named.clone(), named, record });
+        let state = Mutex::new(State { held: named.clone(), named, record, ended: false });
         let kept = Kept { store, prefix: prefix.to_owned(), text, state };
         kept.change(|_| ());
         kept.store.keep(&kept.name(RECORD), &kept.text)?;
@@ -157,6 +159,9 @@ impl<W: Words> Kept<W> {
     /// Keeps a descriptor for the record. One that is already kept gets the same number again.
     pub fn hold(&self, fd: &impl AsFd) -> u64 {
         let mut state = self.lock();
+        if state.ended {
+            return u64::MAX;
+        }
         let before = self.store.name_of(&self.name(""), fd);
         let before = before.and_then(|name| name.strip_prefix(&self.name(""))?.parse().ok());
         if let Some(number) = before.filter(|number| state.held.contains(number)) {
@@ -180,6 +185,9 @@ impl<W: Words> Kept<W> {
     pub fn change<T>(&self, change: impl FnOnce(&mut W) -> T) -> T {
         let mut state = self.lock();
         let done = change(&mut state.record.words);
+        if state.ended {
+            return done;
+        }
         let written = serde_json::to_vec(&state.record).map_err(io::Error::from);
         if let Err(e) = written.and_then(|bytes| self.text.write(&bytes)) {
             // The descriptors in the previous record stay.
@@ -200,11 +208,14 @@ impl<W: Words> Kept<W> {
         read(&self.lock().record.words)
     }
 
-    /// Stops keeping anything.
+    /// Stops keeping anything, for good.
     pub fn end(&self) {
         // First the record: without it, the others mean nothing.
-        self.store.forget(&self.name(RECORD));
         let mut state = self.lock();
+        if std::mem::replace(&mut state.ended, true) {
+            return;
+        }
+        self.store.forget(&self.name(RECORD));
         for number in std::mem::take(&mut state.held) {
             self.store.forget(&self.name(number));
         }
@@ -263,6 +274,28 @@ mod tests {
         assert_eq!(kept.hold(&file), 3);
         kept.end();
         assert_eq!(store.name_of("", &files[0]), None);
+    }
+
+    #[test]
+    fn one_that_has_ended_leaves_the_next_of_the_same_name_alone() {
+        let store = Arc::new(Store::default());
+        let files: Vec<OwnedFd> = (0..3).map(|_| std::io::pipe().unwrap().0.into()).collect();
+        let [first, second] = [0, 1].map(|place| {
+            let kept = Kept::<Numbers>::new(store.clone(), "user-1").unwrap();
+            let number = kept.hold(&files[place]);
+            kept.change(|words| words.0 = vec![number]);
+            if place == 0 {
+                kept.end();
+            }
+            kept
+        });
+        // What the first one's process says late.
+        let late = first.hold(&files[2]);
+        first.change(|words| words.0 = vec![late]);
+        first.end();
+        assert_eq!(store.name_of("user-1-", &files[1]).as_deref(), Some("user-1-0"));
+        assert_eq!(store.name_of("user-1-", &files[2]), None);
+        assert!(store.name_of("user-1-", &second.text).is_some());
     }
 
     #[test]

@@ -28,7 +28,7 @@ use super::takeover::Succession;
 use super::ties::{StoredByChannel, Tied, Ties};
 use crate::config::Native;
 use crate::link::{Stored, ToDevice};
-use crate::native::{Answering, MAX_STORED, answer, client_of};
+use crate::native::{Answering, MAX_STORED, answer, client_of, is_region_of};
 use crate::role::Role;
 use crate::sockets::Listening;
 
@@ -92,7 +92,8 @@ struct User {
     /// `None` before this keeper's first one.
     process: Option<Arc<Process>>,
     kept: Arc<Kept<Programs>>,
-    clients: HashMap<u64, Client>,
+    /// By number. A later client has a higher one.
+    clients: BTreeMap<u64, Client>,
     /// Whether the process has ended and another one is being started.
     replacing: bool,
     /// Number of processes that have failed in a row.
@@ -282,21 +283,23 @@ impl Server {
             state.users.iter().filter(|(_, user)| over(user)).map(|(uid, _)| *uid).collect();
         for uid in expired {
             if let Some(user) = state.users.remove(&uid) {
+                tracing::debug!("user {uid}: its device process is not needed any more");
                 self.dismiss(&mut state, user, ENDS_WITHIN);
             }
         }
         state.users.values().filter_map(|user| user.idle).min().map(|since| since + LINGER)
     }
 
-    /// Ends a device process without waiting for it here.
+    /// Ends a device process without waiting for it here. Nothing of it is left for another keeper: the
+    /// process would go with this one. And the user's next process may be started before this one has ended;
+    /// what is kept of that one has the same names.
     fn dismiss(&self, state: &mut State, user: User, patience: Duration) {
-        let kept = user.kept;
-        let (Some(me), Some(process)) = (self.me.upgrade(), user.process) else { return kept.end() };
+        user.kept.end();
+        let (Some(me), Some(process)) = (self.me.upgrade(), user.process) else { return };
         state.leaving += 1;
         let end = move |process: &Process, server: &Server| {
             let _stays = server.succession.stays();
             process.end(patience);
-            kept.end();
             server.lock().leaving -= 1;
             server.changed.notify_all();
         };
@@ -325,7 +328,7 @@ impl Server {
 
 impl User {
     fn new(kept: Arc<Kept<Programs>>) -> User {
-        User { process: None, kept, clients: HashMap::new(), replacing: false, failures: 0, idle: None }
+        User { process: None, kept, clients: BTreeMap::new(), replacing: false, failures: 0, idle: None }
     }
 
     fn is_served_by(&self, process: &Arc<Process>) -> bool {
@@ -421,13 +424,25 @@ impl Owner for Server {
         let user = state.users.values().find(|user| user.is_served_by(process));
         let client = user.and_then(|user| user.clients.get(&answer.number));
         client.into_iter().for_each(|client| client.answer(&answer));
-        // A client that is gone waits for nothing.
-        let _ = process.tell(&ToDevice::Answered { number: answer.number });
+        if let Err(e) = process.tell(&ToDevice::Answered { number: answer.number })
+            && !is_gone(&e)
+        {
+            // A thread of the process would wait for this for ever. Its successor finds the client answered.
+            tracing::error!("{}: device process {} cannot be told: {e}", process.name, process.pid);
+            process.kill();
+        }
     }
 
     fn stored(&self, process: &Arc<Process>, channel: u64, stored: Option<&Stored>) {
         let kept = self.lock().users.values().find(|user| user.is_served_by(process)).map(|u| u.kept.clone());
         kept.iter().for_each(|kept| kept.stored(channel, stored));
+    }
+
+    fn left(&self, process: &Arc<Process>, number: u64) {
+        let kept = self.lock().users.values().find(|user| user.is_served_by(process)).map(|u| u.kept.clone());
+        kept.iter().for_each(|kept| {
+            kept.change(|words| words.ties.retain(|place| !is_region_of(place, number)));
+        });
     }
 
     fn gone(&self, process: &Arc<Process>, number: u64) {
@@ -472,7 +487,7 @@ impl Server {
                 io::Result::Ok((*number, Client { who: who.clone(), socket, answering, told: true }))
             };
             let clients =
-                kept.read(|words| words.clients.iter().map(client).collect::<io::Result<HashMap<_, _>>>());
+                kept.read(|words| words.clients.iter().map(client).collect::<io::Result<BTreeMap<_, _>>>());
             let (mut state, clients) = match clients {
                 Ok(clients) => (self.lock(), clients),
                 Err(e) => {
@@ -481,7 +496,7 @@ impl Server {
                     continue;
                 }
             };
-            state.next = state.next.max(clients.keys().max().map_or(0, |last| last + 1));
+            state.next = state.next.max(clients.keys().next_back().map_or(0, |last| last + 1));
             state.users.insert(uid, User { clients, replacing: true, ..User::new(kept.clone()) });
             drop(state);
             let server = self.clone();
@@ -562,21 +577,48 @@ impl Server {
             user.kept.served_by(&process);
             // What it stores from now on belongs to its user.
             user.process = Some(process.clone());
-            let introduced = restored.and_then(|()| {
-                user.clients.iter_mut().try_for_each(|(number, client)| client.introduce(&process, *number))
-            });
-            if introduced.is_ok() && !process.is_over() {
-                self.own.restarts.fetch_add(1, Ordering::Relaxed);
-                self.succession.save(&self.own);
-                let clients = user.clients.len();
-                tracing::info!("{}: device process {} serves its {clients} clients now", name, process.pid);
-                user.replacing = false;
-                return;
-            }
             drop(state);
+            match restored.and_then(|()| self.introduce_all(uid, &process)) {
+                Ok(true) => {
+                    self.own.restarts.fetch_add(1, Ordering::Relaxed);
+                    return self.succession.save(&self.own);
+                }
+                // Whoever has removed the user ends the process, too.
+                Ok(false) => return,
+                Err(e) => tracing::debug!("{name}: telling device process {}: {e}", process.pid),
+            }
             let (how, left) = process.take_over();
             tracing::error!("{}: its device process {} {how}; starting another one", name, process.pid);
             stored.extend(left);
+        }
+    }
+
+    /// Introduces a user's clients to a new device process, which serves them from then on. False: it does
+    /// not serve this user any more.
+    fn introduce_all(&self, uid: u32, process: &Arc<Process>) -> io::Result<bool> {
+        let mut next = 0;
+        loop {
+            // Without the lock: others go on meanwhile, and more clients may come.
+            process.wait_for_room()?;
+            let mut state = self.lock();
+            let user = state.users.get_mut(&uid).filter(|user| user.is_served_by(process));
+            let Some(user) = user else { return Ok(false) };
+            if let Some((number, client)) = user.clients.range_mut(next..).next() {
+                client.introduce(process, *number)?;
+                next = number + 1;
+                continue;
+            }
+            if process.is_over() {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            user.replacing = false;
+            let clients = user.clients.len();
+            tracing::info!(
+                "{}: device process {} serves its {clients} clients now",
+                process.name,
+                process.pid
+            );
+            return Ok(true);
         }
     }
 

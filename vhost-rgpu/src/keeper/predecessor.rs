@@ -95,6 +95,8 @@ impl Connection {
 }
 
 impl Owner for Connection {
+    fn left(&self, _process: &Arc<Process>, _number: u64) {}
+
     fn gone(&self, _process: &Arc<Process>, _number: u64) {}
 
     fn over(&self, _process: &Arc<Process>) {

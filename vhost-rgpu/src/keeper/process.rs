@@ -24,7 +24,7 @@ use super::status::{Counted, PATIENCE};
 use crate::confinement;
 use crate::link::{self, Control, Stored, ToDevice, ToKeeper};
 use crate::memory_file::memory_file;
-use crate::native::client_of;
+use crate::native::{client_of, is_region_of};
 use crate::role::Role;
 use crate::servers::Servers;
 
@@ -77,7 +77,11 @@ pub struct Reply {
 
 /// The owner of a device process.
 pub trait Owner: Send + Sync + std::fmt::Debug {
-    /// A client's session is over. Called by the keeper's main thread; must not block.
+    /// A client's connection is closed, but its server may not know that its session is over. Called by the
+    /// keeper's main thread; must not block.
+    fn left(&self, process: &Arc<Process>, number: u64);
+
+    /// A client's session is over, and its server knows. Called by the keeper's main thread; must not block.
     fn gone(&self, process: &Arc<Process>, number: u64);
 
     /// The process has stored this about a channel for a successor, or with `None` dropped what it had
@@ -211,13 +215,14 @@ impl Processes {
         self.all().0.iter().map(|process| process.status(deadline).sessions().len()).sum()
     }
 
-    /// Ends all processes. What they have stored stays for those that the next keeper starts. The main thread
-    /// must [listen](Self::listen) meanwhile.
+    /// Ends all processes. What they have stored stays: it is kept for those that the next keeper starts, and
+    /// those that this one starts find it if there is no next keeper. The main thread must
+    /// [listen](Self::listen) meanwhile.
     pub fn end_for_others(&self) {
         *self.spare() = None;
         let all = self.lock().running.clone();
         for process in all {
-            drop(process.take_over());
+            process.kill_and_hear();
         }
     }
 
@@ -283,6 +288,12 @@ fn confined(text: OwnedFd, logged: &AtomicBool) -> Result<(), String> {
 /// together.
 const MOST_CONNECTING: u32 = 256;
 
+/// A device process that reads no message for this long while its keeper has many is replaced.
+const READS_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long the main thread may take to read what a device process that has ended had sent.
+const HEARD_WITHIN: Duration = Duration::from_secs(60);
+
 /// What a device process has sent so far.
 #[derive(Debug, Default)]
 struct Heard {
@@ -295,6 +306,8 @@ struct Heard {
     /// The last status, not parsed yet.
     report: Option<OwnedFd>,
     status: Counted,
+    /// Whether all of its sessions have ended, after it was told to end them.
+    ended: bool,
     over: bool,
 }
 
@@ -352,9 +365,45 @@ impl Process {
         (child.0.handle(), self.control.as_fd())
     }
 
-    /// Gives it what its predecessor had stored.
+    /// Waits until most of its socket is free. For whoever has many messages for it, which it may not read
+    /// for a while, because it is just being started: the room that stays free is for those who cannot wait.
+    /// Not for the main thread. The error: it is over, or reads nothing.
+    pub fn wait_for_room(&self) -> io::Result<()> {
+        let deadline = Instant::now() + READS_WITHIN;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+            // A packet socket is writable while less than a quarter of its room is in use.
+            let mut watched = [
+                PollFd::new(self.control.as_fd(), PollFlags::POLLOUT),
+                PollFd::new(self.ended(), PollFlags::POLLIN),
+            ];
+            match poll(&mut watched, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
+                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(_) | Err(nix::Error::EINTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+            let [writable, ended] = watched.map(|watched| watched.any().unwrap_or(true));
+            if ended {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            if writable {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Gives it what its predecessor had stored. [Waits for room](Self::wait_for_room). Nobody else has told
+    /// it anything to store yet.
     pub fn restore(&self) -> io::Result<()> {
-        self.lock().stored.iter().try_for_each(|(channel, stored)| self.control.restore(*channel, stored))
+        let channels: Vec<u64> = self.lock().stored.keys().copied().collect();
+        for channel in channels {
+            // Without the lock, which the main thread needs.
+            self.wait_for_room()?;
+            let heard = self.lock();
+            let Some(stored) = heard.stored.get(&channel) else { continue };
+            self.control.restore(channel, stored)?;
+        }
+        Ok(())
     }
 
     /// Receives one packet. Returns false if the process is over.
@@ -393,10 +442,20 @@ impl Process {
                 self.owner.answer(self, Reply { number, status, reason, fd });
                 true
             }
+            Ok(Some(ToKeeper::Left { number })) => {
+                self.lock().stored.retain(|place, _| !is_region_of(*place, number));
+                self.owner.left(self, number);
+                true
+            }
             Ok(Some(ToKeeper::Gone { number })) => {
                 // Everything of a native client.
                 self.lock().stored.retain(|place, _| client_of(*place) != number);
                 self.owner.gone(self, number);
+                true
+            }
+            Ok(Some(ToKeeper::Ended)) => {
+                self.lock().ended = true;
+                self.changed.notify_all();
                 true
             }
             Ok(Some(ToKeeper::Connect { server, timeout, reply })) => {
@@ -508,41 +567,68 @@ impl Process {
 
     /// Asks it to end, waits up to `patience`, then kills it. Drops what it had stored.
     pub fn end(&self, patience: Duration) {
-        let asked = self.tell(&ToDevice::End);
-        let deadline = Instant::now() + patience;
-        let mut heard = self.lock();
-        while !heard.over && asked.is_ok() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                tracing::error!(
-                    "{}: its device process {} has not ended within {} s; killing it",
-                    self.name,
-                    self.pid,
-                    patience.as_secs()
-                );
-                break;
-            }
-            (heard, _) = self.changed.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner);
+        self.tell_to_end(false, patience, |heard| heard.over);
+        self.reap();
+    }
+
+    /// Asks it to end, waits up to `patience` until its sessions have ended, and kills it if they have not.
+    /// Drops what it had stored. True: what is left of it tells servers of that, for as long as they would
+    /// keep the sessions. It ends by itself, and then it has to be [reaped](Self::reap).
+    pub fn let_go(&self, patience: Duration) -> bool {
+        let ended = self.tell_to_end(true, patience, |heard| heard.ended || heard.over);
+        let lingers = ended && !self.is_over();
+        if !lingers {
+            self.reap();
+        }
+        lingers
+    }
+
+    /// Waits up to `patience` until it is over.
+    pub fn wait(&self, patience: Duration) {
+        let wait = self.changed.wait_timeout_while(self.lock(), patience, |heard| !heard.over);
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Asks it to end, and waits up to `patience` for that. False: it has not.
+    fn tell_to_end(&self, lingers: bool, patience: Duration, done: impl Fn(&Heard) -> bool) -> bool {
+        let asked = self.tell(&ToDevice::End { lingers }).is_ok();
+        let patience = if asked { patience } else { Duration::ZERO };
+        let wait = self.changed.wait_timeout_while(self.lock(), patience, |heard| !done(heard));
+        let (mut heard, _) = wait.unwrap_or_else(PoisonError::into_inner);
+        let done = done(&heard);
+        if asked && !done {
+            tracing::error!(
+                "{}: its device process {} has not ended within {} s; killing it",
+                self.name,
+                self.pid,
+                patience.as_secs()
+            );
         }
         heard.stored.clear();
-        drop(heard);
-        self.reap();
+        done
     }
 
     /// Kills it, waits until nothing of it is left, and takes what it had stored.
     pub fn take_over(&self) -> (String, BTreeMap<u64, Stored>) {
+        let ended = self.kill_and_hear();
+        (describe(ended), std::mem::take(&mut self.lock().stored))
+    }
+
+    /// Kills it, and waits until nothing of it is left and everything that it has sent was read.
+    fn kill_and_hear(&self) -> Option<ExitStatus> {
         let ended = self.reap();
         // By the time its end has been seen, everything that it sent has been read.
-        let mut heard = self.lock();
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !heard.over {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            (heard, _) = self.changed.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner);
+        self.wait(HEARD_WITHIN);
+        ended
+    }
+
+    /// Kills it without waiting, unless somebody does so already.
+    pub fn kill(&self) {
+        if let Ok(child) = self.child.try_lock()
+            && child.1.is_none()
+        {
+            child.0.handle().kill();
         }
-        (describe(ended), std::mem::take(&mut heard.stored))
     }
 
     /// Kills it, and waits for the end of the process and of everything that it has started.

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use handover::start_thread;
 use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -56,6 +57,9 @@ use crate::vm::REQUESTS_SIZE;
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 /// How long a device process has to end its sessions after its VMM has disconnected.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
+/// How long it may then stay to tell servers that have not heard of that. Servers usually keep a session for
+/// ten minutes.
+const LINGERS_WITHIN: Duration = Duration::from_secs(3600);
 /// A device process that ran longer than this has not failed at its start.
 const HEALTHY: Duration = Duration::from_secs(60);
 /// The VMM is disconnected after this many device processes in a row have failed soon after their start.
@@ -199,10 +203,25 @@ impl Server {
             Ok(()) => tracing::info!("vm {name}: the VMM has disconnected"),
             Err(e) => tracing::warn!("vm {name}: the VMM's connection ended: {e}"),
         }
-        let _stays = self.succession.stays();
-        let limit = if self.stopping.load(Ordering::SeqCst) { DRAIN } else { ENDS_WITHIN };
+        let stays = self.succession.stays();
         let process = relay.lock().device.process.clone();
-        process.end(limit);
+        if self.stopping.load(Ordering::SeqCst) {
+            return process.end(DRAIN);
+        }
+        if !process.let_go(ENDS_WITHIN) {
+            return;
+        }
+        drop(stays);
+        // It may take long, and the next VMM must not wait for that.
+        let told = process.clone();
+        let wait = move || {
+            told.wait(LINGERS_WITHIN);
+            told.reap();
+        };
+        if let Err(e) = start_thread("farewells", wait) {
+            tracing::error!("vm {name}: no thread to wait for its device process: {e}");
+            process.reap();
+        }
     }
 
     /// Passes the VMM's messages on until it disconnects or the daemon shuts down.

@@ -36,6 +36,11 @@ pub fn client_of(place: u64) -> u64 {
     place >> 33
 }
 
+/// Whether a [`place`] is that of one of this client's regions.
+pub fn is_region_of(place: u64, client: u64) -> bool {
+    client_of(place) == client && region_of(place).is_some()
+}
+
 fn region_of(place: u64) -> Option<u32> {
     // 0 is the channel's.
     u32::try_from((place & ((1 << 33) - 1)).checked_sub(1)?).ok()
