@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn};
+use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, SessionConfig, Turn};
 use nix::poll::{PollFd, PollFlags};
 use protocol::device::Extent;
 
@@ -151,9 +151,19 @@ impl Device {
         give_up: GiveUp,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
-        let memories = self.memories();
-        let mappings = self.budget.channel(memories.resolve(&extents, size)?.all().len())?;
-        self.open(channel, ChannelMemory::new(memories, extents, size)?, mappings, give_up, job)
+        let (memory, mappings, server) = {
+            // The header is read and written.
+            let _inside = self.inside(job.epoch)?;
+            let memories = self.memories();
+            let mappings = self.budget.channel(memories.resolve(&extents, size)?.all().len())?;
+            let memory = ChannelMemory::new(memories, extents, size)?;
+            if !memory.asked_server.is_empty() {
+                return Err(invalid("a guest cannot name servers; its host chooses them"));
+            }
+            let server = self.config.servers.choose(&memory)?;
+            (memory, mappings, server)
+        };
+        self.open(channel, memory, mappings, server, give_up, job)
     }
 
     fn open(
@@ -161,14 +171,11 @@ impl Device {
         channel: u32,
         memory: ChannelMemory,
         mappings: Charge,
+        (server, config): (usize, SessionConfig),
         give_up: GiveUp,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
         let epoch = job.epoch;
-        if !memory.asked_server.is_empty() {
-            return Err(invalid("a guest cannot name servers; its host chooses them"));
-        }
-        let (server, config) = self.config.servers.choose(&memory)?;
         let unknown = |e: io::Error| no_resources(format!("this host cannot remember the channel: {e}"));
         self.remember(epoch, channel, Known::new(server, &memory.extents, Stage::Waits).map_err(unknown)?)?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up, job };
@@ -374,16 +381,28 @@ impl Turn for Queued<'_, '_> {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::vm::fuzzing::with_channel_after_reset;
 
     #[test]
     fn a_request_from_before_a_reset_finds_no_channel_of_after_it() {
-        with_channel_after_reset(|device| {
+        with_channel_after_reset(|device, _| {
             let (before, now) = (0, 1);
             assert!(device.destroy(0, before).is_err(), "destroyed");
             assert!(device.session(0, before).is_err(), "found");
             device.session(0, now).expect("it is open");
             device.destroy(0, now).expect("its own request destroys it");
+        });
+    }
+
+    #[test]
+    fn a_request_from_before_a_reset_writes_no_channels_memory() {
+        with_channel_after_reset(|device, extent| {
+            let view = device.memories().view(&[extent], extent.len).expect("a channel");
+            view.header().set_servers(0);
+            let (mut job, give_up) = (Job::answered(device, 0), GiveUp::new().expect("a descriptor"));
+            assert!(device.open_in(1, vec![extent], extent.len, give_up, &mut job).is_err(), "opened");
+            assert_eq!(view.header().servers(), 0, "the guest was told of its servers");
         });
     }
 }
