@@ -203,6 +203,13 @@ pub struct Held {
     pub lease: Lease,
 }
 
+/// A server that is not asked, and why.
+struct LeftOut {
+    why: String,
+    /// For this round only: it could not be reached, and may be there later.
+    for_now: bool,
+}
+
 /// Leases the wanted number of GPUs, for this many seconds. The order of the servers and of their GPUs has no
 /// meaning.
 pub fn lease(
@@ -214,17 +221,16 @@ pub fn lease(
 ) -> Result<Vec<Held>> {
     let count = wanted.gpus.unwrap_or(1) as usize;
     let deadline = Instant::now() + Duration::from_secs(wanted.wait);
-    // Servers whose rules refuse, with their messages.
-    let mut refusing: Vec<Option<String>> = vec![None; members.len()];
+    let mut left_out: Vec<Option<LeftOut>> = members.iter().map(|_| None).collect();
     let mut tries = 0;
     loop {
         let inventories = asker.ask_all(members, &Question::Inventory {});
         let mut said = Vec::new();
         let gpus: Vec<Vec<Gpu>> = inventories
             .into_iter()
-            .zip(&refusing)
-            .map(|(inventory, refusing)| match (inventory, refusing) {
-                (_, Some(why)) => {
+            .zip(&left_out)
+            .map(|(inventory, left_out)| match (inventory, left_out) {
+                (_, Some(LeftOut { why, .. })) => {
                     said.push(why.clone());
                     Vec::new()
                 }
@@ -244,7 +250,8 @@ pub fn lease(
                 Err((place, error)) => {
                     let busy = matches!(error, ConnectError::Refused { answer: Refusal::NoResources, .. });
                     if !busy {
-                        refusing[place] = Some(with_causes(&error));
+                        let for_now = matches!(error, ConnectError::NoServer { .. });
+                        left_out[place] = Some(LeftOut { why: with_causes(&error), for_now });
                         continue;
                     }
                     tries += 1;
@@ -260,10 +267,12 @@ pub fn lease(
                 said.insert(0, why);
             }
         }
-        if refusing.iter().all(Option::is_some) || Instant::now() >= deadline {
+        let refused = |left_out: &Option<LeftOut>| left_out.as_ref().is_some_and(|out| !out.for_now);
+        if left_out.iter().all(refused) || Instant::now() >= deadline {
             bail!("there are no {count} such GPUs now: {}", said.join("; "));
         }
         tries = 0;
+        left_out.iter_mut().for_each(|left_out| drop(left_out.take_if(|out| out.for_now)));
         std::thread::sleep(AGAIN.min(deadline.saturating_duration_since(Instant::now())));
     }
 }
@@ -330,6 +339,13 @@ pub fn release<'s>(asker: &Asker, leases: impl Iterator<Item = &'s Server>) {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use protocol::link::{FrameHeader, Hello, frame};
+    use test_kit::link::welcome;
+    use zerocopy::{FromZeros, IntoBytes};
+
     use super::*;
 
     fn gpu(number: u32, sessions: u32, free_gib: u64) -> Gpu {
@@ -366,6 +382,42 @@ mod tests {
             Ok(vec![(1, vec![2, 1]), (0, vec![0]), (2, vec![0])])
         );
         assert_eq!(chosen(&servers, &wanted(false, 50, ""), 4), Err(3));
+    }
+
+    /// A server with one GPU. It closes the first connection that asks for a lease, and grants the second.
+    fn server() -> Server {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
+        let mut asked = 0;
+        let mut answer = move |question| match question {
+            Question::Inventory {} => Some(Answer::Inventory(vec![gpu(0, 0, 80)])),
+            _ => {
+                asked += 1;
+                let lease = Lease { id: "it".into(), ..Lease::default() };
+                (asked > 1).then(|| Answer::Lease { lease, key: "0".repeat(64) })
+            }
+        };
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (mut stream, mut hello) = (stream.unwrap(), Hello::new_zeroed());
+                stream.read_exact(hello.as_mut_bytes()).unwrap();
+                let mut question = vec![0; hello.index as usize];
+                stream.read_exact(&mut question).unwrap();
+                let Some(answer) = answer(Question::parse(&question).unwrap()) else { continue };
+                let text = serde_json::to_vec(&answer).unwrap();
+                let header = FrameHeader { kind: frame::ANSWER, len: text.len() as u32 };
+                let welcome = welcome(Refusal::Ok, "");
+                stream.write_all(&[welcome.as_bytes(), header.as_bytes(), &text].concat()).unwrap();
+            }
+        });
+        Server { address, devices: Vec::new(), lease: None }
+    }
+
+    #[test]
+    fn a_server_that_cannot_be_reached_for_a_moment_is_asked_again() {
+        let wanted = Wanted { gpus: Some(1), wait: 3600, ..wanted(false, 0, "") };
+        let held = lease(&Asker(Security::Insecure), &[server()], &wanted, "", 60).unwrap();
+        assert_eq!(held[0].lease.id, "it");
     }
 
     #[test]

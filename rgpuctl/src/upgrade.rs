@@ -1,7 +1,7 @@
 //! `rgpuctl upgrade`: replaces a running `rgpu-server` or `vhost-rgpu` with the program that is installed
 //! now.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -35,13 +35,13 @@ pub struct Arguments {
 /// Tells the daemon to be replaced, and waits for its successor.
 pub fn upgrade(arguments: &Arguments) -> Result<ExitCode> {
     let path = arguments.admin.socket.display();
-    let server = request(&arguments.admin.socket, &json!({ "upgrade": {} }))?;
+    let mut server = request(&arguments.admin.socket, &json!({ "upgrade": {} }))?;
     server.set_read_timeout(Some(WITHIN))?;
-    let mut line = String::new();
-    BufReader::new(server)
-        .read_line(&mut line)
-        .with_context(|| format!("listening to the daemon at {path}"))?;
-    let (before, sessions) = agreed(&line)?;
+    let mut text = String::new();
+    // To the end: executing the installed program closes the connection, and if that fails, another line says
+    // why.
+    server.read_to_string(&mut text).with_context(|| format!("listening to the daemon at {path}"))?;
+    let (before, sessions) = agreed(&text)?;
     let text = successor(|| ask(arguments), Instant::now() + WITHIN).with_context(|| {
         format!("the daemon at {path} was replaced, and its successor does not answer: see its log")
     })?;
@@ -72,18 +72,24 @@ fn successor(mut ask: impl FnMut() -> Result<String>, deadline: Instant) -> Resu
 }
 
 /// What the daemon reports right before it is replaced: its name and version, and the number of its sessions.
-fn agreed(line: &str) -> Result<(String, u64)> {
-    if line.is_empty() {
+/// The error is why it was not replaced, which may come on a line behind that.
+fn agreed(text: &str) -> Result<(String, u64)> {
+    if text.is_empty() {
         bail!("the daemon ended without an answer: see its log");
     }
-    let said: Value = serde_json::from_str(line).with_context(|| format!("the daemon said {line:?}"))?;
-    match (&said["error"], &said["upgrading"]) {
-        (Value::String(why), _) => bail!("not upgraded: {why}"),
-        (_, Value::Object(upgrading)) => {
-            Ok((name(&said["upgrading"]), upgrading.get("sessions").and_then(Value::as_u64).unwrap_or(0)))
+    let mut agreed = None;
+    for line in text.lines() {
+        let said: Value = serde_json::from_str(line).with_context(|| format!("the daemon said {line:?}"))?;
+        match (&said["error"], &said["upgrading"]) {
+            (Value::String(why), _) => bail!("not upgraded: {why}"),
+            (_, Value::Object(upgrading)) => {
+                let sessions = upgrading.get("sessions").and_then(Value::as_u64).unwrap_or(0);
+                agreed = Some((name(&said["upgrading"]), sessions));
+            }
+            _ => bail!("the daemon said {line:?}"),
         }
-        _ => bail!("the daemon said {line:?}"),
     }
+    agreed.with_context(|| format!("the daemon said {text:?}"))
 }
 
 /// The daemon and its version. rgpu-server does not send its name.
@@ -106,7 +112,28 @@ fn outcome(before: &str, sessions: u64, text: &str) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixListener;
+
     use super::*;
+
+    #[test]
+    fn a_daemon_that_announces_its_successor_and_then_fails_was_not_upgraded() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("admin");
+        let listener = UnixListener::bind(&socket).unwrap();
+        std::thread::spawn(move || {
+            let failed = "{\"upgrading\": {\"sessions\": 2}}\n{\"error\": \"cannot execute it\"}\n";
+            // It continues, and would say which version it is.
+            for (stream, answer) in listener.incoming().zip([failed, "{\"version\": \"0.1.0\"}\n"]) {
+                let mut stream = stream.unwrap();
+                stream.read_to_string(&mut String::new()).unwrap();
+                stream.write_all(answer.as_bytes()).unwrap();
+            }
+        });
+        let result = upgrade(&Arguments { admin: Admin { socket } });
+        assert_eq!(result.unwrap_err().to_string(), "not upgraded: cannot execute it");
+    }
 
     #[test]
     fn a_request_that_nobody_answers_is_repeated() {

@@ -408,24 +408,20 @@ impl Connection<'_> {
             };
             return lost(&leftover, why.into());
         };
-        let stopper = Stopper::for_connection(self.socket).map_err(|e| e.to_string())?;
-        // The channel is mapped once more, because the session has its own mapping.
-        let (memories, extents) = own_channel(&leftover.channel).map_err(|refusal| refusal.1)?;
-        let mut channel =
-            ChannelMemory::new(memories, extents, leftover.channel.size).map_err(|e| e.to_string())?;
-        channel.doorbell = leftover.channel.doorbell.clone();
-        let on_lost = Box::new(move |_: &str| stopper.stop());
-        let resumed = Session::resume(
-            &leftover.server,
-            saved,
-            channel,
-            Some(&leftover.regions),
-            Wakeup::Futex,
-            on_lost,
-        );
-        let session = match resumed {
+        let resumed = || -> Result<Session, String> {
+            let stopper = Stopper::for_connection(self.socket).map_err(|e| e.to_string())?;
+            // The channel is mapped once more, because the session has its own mapping.
+            let (memories, extents) = own_channel(&leftover.channel).map_err(|refusal| refusal.1)?;
+            let mut channel =
+                ChannelMemory::new(memories, extents, leftover.channel.size).map_err(|e| e.to_string())?;
+            channel.doorbell = leftover.channel.doorbell.clone();
+            let (own, on_lost) = (Some(&leftover.regions), Box::new(move |_: &str| stopper.stop()));
+            Session::resume(&leftover.server, saved, channel, own, Wakeup::Futex, on_lost)
+                .map_err(|e| e.to_string())
+        };
+        let session = match resumed() {
             Ok(session) => Arc::new(session),
-            Err(e) => return lost(&leftover, e.to_string()),
+            Err(why) => return lost(&leftover, why),
         };
         let listed = self.server.registry.list_resumed(&self.who, self.number, session.clone());
         // The predecessor may have consumed a doorbell, or been about to wake the client's threads.

@@ -323,6 +323,26 @@ fn a_channel_in_a_servers_queue_is_answered_immediately_and_can_be_destroyed() {
 }
 
 #[test]
+fn a_reset_takes_a_channel_out_of_a_servers_queue_that_was_not_told_to_wait_yet() {
+    let server = FakeServer::start(Behavior {
+        queue: &[7],
+        never_serves: true,
+        hold_queue: true,
+        ..Behavior::default()
+    });
+    let daemon = Daemon::serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let (extents, geometry) = guest.prepare(1);
+    guest.memories.view(&extents, geometry.size as u64).unwrap().header().set_wishes(wish::MAY_WAIT);
+    guest.send(&message(create(1, &extents), &extents));
+    eventually(|| server.programs().len() == 1);
+    guest.reset();
+    // Only now the server says that the channel has to wait.
+    server.release();
+    eventually(|| server.left() == 1);
+}
+
+#[test]
 fn a_channel_that_waited_learns_how_it_ended() {
     let server = FakeServer::start(Behavior { queue: &[2, 1], ..Behavior::default() });
     let daemon = Daemon::serving(&server);

@@ -2,7 +2,7 @@
 //! stream 0 and answers everything else with success.
 
 use std::collections::{HashMap, HashSet};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
@@ -35,7 +35,9 @@ pub struct Behavior {
     pub refuses_data: Option<&'static str>,
     /// It first tells a client that may wait these positions in its queue.
     pub queue: &'static [u32],
-    /// It never serves a client that waits in its queue.
+    /// It tells a client that may wait nothing until [`FakeServer::release`].
+    pub hold_queue: bool,
+    /// It never serves a client that waits in its queue, and keeps telling it the last position.
     pub never_serves: bool,
     /// It announces data before it sends it.
     pub data_after_sent: bool,
@@ -213,6 +215,9 @@ impl Shared {
         if hello.purpose == purpose::CONTROL && hello.wishes & wish::MAY_WAIT != 0 {
             // Decided before the client is told to wait, so that a test that sees it wait can rely on this.
             let holds = self.behavior.never_serves && !self.serves.load(Ordering::SeqCst);
+            if self.behavior.hold_queue {
+                self.await_release();
+            }
             for ahead in self.behavior.queue {
                 let place = Welcome { status: Answer::Waiting as u32, ahead: *ahead, ..welcome };
                 if stream.write_all(place.as_bytes()).is_err() {
@@ -220,8 +225,19 @@ impl Shared {
                 }
             }
             if holds {
-                // A client sends nothing before its session begins: it can only leave.
-                assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)));
+                stream.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+                loop {
+                    match stream.read(&mut [0; 1]) {
+                        Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                            let ahead = self.behavior.queue.last().copied().unwrap_or_default();
+                            let place = Welcome { status: Answer::Waiting as u32, ahead, ..welcome };
+                            let _ = stream.write_all(place.as_bytes());
+                        }
+                        // A client sends nothing before its session begins: it can only leave.
+                        Ok(1..) => panic!("a client that waits has sent something"),
+                        _ => break,
+                    }
+                }
                 self.left.fetch_add(1, Ordering::SeqCst);
                 return;
             }

@@ -41,6 +41,7 @@ use super::gate::Gate;
 use super::queue::{GuestMemory, Vring};
 use super::recovery::{Leftover, Requests, Store};
 use crate::config::Vm;
+use crate::refusal::{Refusal, no_resources};
 use crate::registry::{Listed, Registry};
 
 pub use predecessor::Predecessor;
@@ -55,10 +56,9 @@ const THREADS: [u64; 2] = [1 << CONTROL_QUEUE | 1 << EVENT_QUEUE, 1 << DOORBELL_
 /// A channel of the guest.
 enum Channel {
     /// A job is opening it.
-    Opening,
-    /// Its session waits in a server's queue, and the guest knows. Writing to the eventfd makes the job that
-    /// opens it give up.
-    Waiting(Arc<EventFd>),
+    Opening(GiveUp),
+    /// The same, and its session waits in a server's queue, which the guest knows.
+    Waiting(GiveUp),
     /// Its session was refused after the guest was told to wait. Nothing touches its memory.
     Over,
     /// Its session is over because the device process that served it has ended. A worker may still have its
@@ -93,8 +93,25 @@ impl Channel {
         match self {
             Channel::Open(session, _) | Channel::Closing(session) => session.close(reason, patience),
             Channel::Left(leftover) => leftover.close(patience),
-            Channel::Opening | Channel::Waiting(_) | Channel::Over => Closed::Released,
+            Channel::Opening(_) | Channel::Waiting(_) | Channel::Over => Closed::Released,
         }
+    }
+}
+
+/// Makes the job give up that opens a channel: an eventfd that the job watches while it waits for a server.
+#[derive(Clone)]
+struct GiveUp(Arc<EventFd>);
+
+impl GiveUp {
+    fn new() -> Result<GiveUp, Refusal> {
+        EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map(|eventfd| GiveUp(Arc::new(eventfd)))
+            .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))
+    }
+
+    fn now(&self) {
+        // Writing fails only if the counter is at its maximum. The eventfd is then readable, too.
+        let _ = self.0.write(1);
     }
 }
 
@@ -197,7 +214,7 @@ impl Device {
                 Channel::Open(session, _) => open.push((*id, session.clone())),
                 Channel::Closing(session) => ending.push(Channel::Closing(session.clone())),
                 Channel::Left(leftover) => ending.push(Channel::Left(leftover.clone())),
-                Channel::Opening | Channel::Waiting(_) | Channel::Over => {}
+                Channel::Opening(_) | Channel::Waiting(_) | Channel::Over => {}
             }
         }
         // All sessions are told first, so that they pause at the same time.
@@ -257,12 +274,11 @@ impl Device {
             let ids: Vec<u32> = channels.keys().copied().collect();
             let ended = channels.drain().filter_map(|(_, channel)| match &channel {
                 Channel::Open(..) | Channel::Closing(_) | Channel::Left(_) => Some(channel),
-                Channel::Waiting(give_up) => {
-                    // Writing fails only if the counter is at its maximum. The eventfd is then readable, too.
-                    let _ = give_up.write(1);
+                Channel::Opening(give_up) | Channel::Waiting(give_up) => {
+                    give_up.now();
                     None
                 }
-                Channel::Opening | Channel::Over => None,
+                Channel::Over => None,
             });
             (ids, ended.collect::<Vec<_>>())
         };

@@ -213,9 +213,9 @@ fn with_guest(run: impl FnOnce(&mut Guest<'_>)) -> u64 {
     })
 }
 
-/// A device that was reset once, and on which channel 0 was opened since.
+/// A device that was reset once, and on which channel 0 was opened since, with the channel's memory.
 #[cfg(test)]
-pub(super) fn with_channel_after_reset(run: impl FnOnce(&Device)) {
+pub(super) fn with_channel_after_reset(run: impl FnOnce(&Device, Extent)) {
     let opened = with_guest(|guest| {
         guest.device.end_all("the guest starts again");
         let geometry = geometry();
@@ -235,7 +235,7 @@ pub(super) fn with_channel_after_reset(run: impl FnOnce(&Device)) {
         guest.chain(0, &[Descriptor::new(at, bytes.len() as u32, 0, 0), Descriptor::new(answer, 264, 2, 0)]);
         guest.event(0, 0);
         guest.wait_until(Device::is_settled);
-        run(&guest.device);
+        run(&guest.device, extent);
     });
     assert_eq!(opened, 1, "sessions");
 }

@@ -71,9 +71,10 @@ impl TcpCarrier {
     pub(super) fn new(
         session: &Arc<SessionState>,
         mailbox: &Mailbox<SocketMemory>,
-        links: Links,
+        mut links: Links,
         config: &SessionConfig,
     ) -> Result<TcpCarrier, EndReason> {
+        let unbegun = links.unbegun.take();
         let (lanes, takes) = (links.lanes, links.ticket.takes_compressed());
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         session.link.stands(&carrier.control);
@@ -82,6 +83,10 @@ impl TcpCarrier {
         carrier.data = data.map_err(|e| EndReason::Here(e.to_string()))?;
         if let Some(opening) = &carrier.opening {
             carrier.wakeups.add(opening.done(), OPENED)?;
+        }
+        // From now on the carrier ends the session.
+        if let Some(unbegun) = unbegun {
+            unbegun.begun();
         }
         Ok(carrier)
     }
@@ -132,10 +137,6 @@ impl TcpCarrier {
                 Some(IoThread::start(thread_name("hash"), work, waker(mailbox.wake())).map_err(here)?)
             }
         };
-        // From now on the carrier ends the session.
-        if let Some(unbegun) = links.unbegun {
-            unbegun.begun();
-        }
         Ok(TcpCarrier {
             session: Arc::clone(session),
             config: config.clone(),

@@ -9,14 +9,13 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn};
+use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, SessionConfig, Turn};
 use nix::poll::{PollFd, PollFlags};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::Extent;
 
 use super::predecessor::bytes_of;
 use super::requests::Job;
-use super::{Channel, Device, Held, PATIENCE};
+use super::{Channel, Device, GiveUp, Held, PATIENCE};
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::stage::Stage;
 use crate::vm::budget::Charge;
@@ -81,6 +80,7 @@ impl Device {
         if let Some(leftover) = before {
             self.wait_for_release(channel, &leftover, epoch);
         }
+        let give_up = GiveUp::new()?;
         {
             let inside = self.gate.enter(epoch);
             let mut channels = self.channels();
@@ -88,20 +88,20 @@ impl Device {
                 return Err(invalid(format!("channel {channel} exists already")));
             }
             if inside.is_some() {
-                channels.insert(channel, Channel::Opening);
+                channels.insert(channel, Channel::Opening(give_up.clone()));
             }
         }
-        self.open_or_forget(channel, extents, size, job)
+        self.open_or_forget(channel, extents, size, give_up, job)
     }
 
     /// Asks a server for the session of a predecessor's channel, whose program was told to wait for it. The
     /// channel is [opening](Channel::Opening). Its place in the server's queue is a new one.
-    pub(super) fn ask_again(&self, channel: u32, extents: Vec<Extent>, epoch: u64) {
+    pub(super) fn ask_again(&self, channel: u32, extents: Vec<Extent>, give_up: GiveUp, epoch: u64) {
         let Some(device) = self.me.upgrade() else { return };
         let ask = move || {
             let size = bytes_of(&extents);
             let mut job = Job::answered(&device, epoch);
-            let result = device.open_or_forget(channel, extents.clone(), size, &mut job);
+            let result = device.open_or_forget(channel, extents.clone(), size, give_up, &mut job);
             if let (Err(Refusal(_, why)), Some(_inside)) = (&result, device.gate.enter(epoch)) {
                 device.tell_lost(channel, &extents, why);
             }
@@ -123,9 +123,10 @@ impl Device {
         channel: u32,
         extents: Vec<Extent>,
         size: u64,
+        give_up: GiveUp,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
-        let result = self.open_in(channel, extents, size, job);
+        let result = self.open_in(channel, extents, size, give_up, job);
         let inside = self.gate.enter(job.epoch);
         if let (Some(_), Err(Refusal(answer, _))) = (&inside, &result) {
             let mut channels = self.channels();
@@ -147,11 +148,22 @@ impl Device {
         channel: u32,
         extents: Vec<Extent>,
         size: u64,
+        give_up: GiveUp,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
-        let memories = self.memories();
-        let mappings = self.budget.channel(memories.resolve(&extents, size)?.all().len())?;
-        self.open(channel, ChannelMemory::new(memories, extents, size)?, mappings, job)
+        let (memory, mappings, server) = {
+            // The header is read and written.
+            let _inside = self.inside(job.epoch)?;
+            let memories = self.memories();
+            let mappings = self.budget.channel(memories.resolve(&extents, size)?.all().len())?;
+            let memory = ChannelMemory::new(memories, extents, size)?;
+            if !memory.asked_server.is_empty() {
+                return Err(invalid("a guest cannot name servers; its host chooses them"));
+            }
+            let server = self.config.servers.choose(&memory)?;
+            (memory, mappings, server)
+        };
+        self.open(channel, memory, mappings, server, give_up, job)
     }
 
     fn open(
@@ -159,18 +171,14 @@ impl Device {
         channel: u32,
         memory: ChannelMemory,
         mappings: Charge,
+        (server, config): (usize, SessionConfig),
+        give_up: GiveUp,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
         let epoch = job.epoch;
-        if !memory.asked_server.is_empty() {
-            return Err(invalid("a guest cannot name servers; its host chooses them"));
-        }
-        let (server, config) = self.config.servers.choose(&memory)?;
         let unknown = |e: io::Error| no_resources(format!("this host cannot remember the channel: {e}"));
         self.remember(epoch, channel, Known::new(server, &memory.extents, Stage::Waits).map_err(unknown)?)?;
-        let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-            .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
-        let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
+        let mut turn = Queued { device: self, channel, memory: &memory, give_up, job };
         let mut prepared = Prepared::connect(&config, &memory, &mut turn)
             .inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
         let saved = prepared.save(&memory).map_err(unknown)?;
@@ -206,11 +214,9 @@ impl Device {
                         channels.remove(&channel);
                         return Ok(());
                     }
-                    Some(waits @ (Channel::Opening | Channel::Waiting(_) | Channel::Closing(_))) => {
+                    Some(waits @ (Channel::Opening(_) | Channel::Waiting(_) | Channel::Closing(_))) => {
                         if let Channel::Waiting(give_up) = waits {
-                            // Writing fails only if the counter is at its maximum. The eventfd is then
-                            // readable, too.
-                            let _ = give_up.write(1);
+                            give_up.now();
                         }
                         channels = self.settled.wait(channels).unwrap_or_else(PoisonError::into_inner);
                     }
@@ -303,7 +309,7 @@ impl Device {
         match self.channels_at(epoch)?.get(&channel) {
             Some(Channel::Open(session, _)) => Ok(session.clone()),
             Some(
-                Channel::Opening
+                Channel::Opening(_)
                 | Channel::Waiting(_)
                 | Channel::Over
                 | Channel::Closing(_)
@@ -324,7 +330,7 @@ struct Queued<'a, 'd> {
     device: &'a Device,
     channel: u32,
     memory: &'a ChannelMemory,
-    give_up: Arc<EventFd>,
+    give_up: GiveUp,
     job: &'a mut Job<'d>,
 }
 
@@ -355,7 +361,7 @@ impl Turn for Queued<'_, '_> {
             // While it waits, the guest expects this counter to rise.
             memory.view.header().raise_alive();
             let mut channels = self.device.channels();
-            if let Some(opening @ Channel::Opening) = channels.get_mut(&self.channel) {
+            if let Some(opening @ Channel::Opening(_)) = channels.get_mut(&self.channel) {
                 *opening = Channel::Waiting(self.give_up.clone());
                 // A successor's channel may be about to be destroyed already.
                 self.device.settled.notify_all();
@@ -369,22 +375,34 @@ impl Turn for Queued<'_, '_> {
     }
 
     fn given_up(&self) -> Option<PollFd<'_>> {
-        Some(PollFd::new(self.give_up.as_fd(), PollFlags::POLLIN))
+        Some(PollFd::new(self.give_up.0.as_fd(), PollFlags::POLLIN))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::vm::fuzzing::with_channel_after_reset;
 
     #[test]
     fn a_request_from_before_a_reset_finds_no_channel_of_after_it() {
-        with_channel_after_reset(|device| {
+        with_channel_after_reset(|device, _| {
             let (before, now) = (0, 1);
             assert!(device.destroy(0, before).is_err(), "destroyed");
             assert!(device.session(0, before).is_err(), "found");
             device.session(0, now).expect("it is open");
             device.destroy(0, now).expect("its own request destroys it");
+        });
+    }
+
+    #[test]
+    fn a_request_from_before_a_reset_writes_no_channels_memory() {
+        with_channel_after_reset(|device, extent| {
+            let view = device.memories().view(&[extent], extent.len).expect("a channel");
+            view.header().set_servers(0);
+            let (mut job, give_up) = (Job::answered(device, 0), GiveUp::new().expect("a descriptor"));
+            assert!(device.open_in(1, vec![extent], extent.len, give_up, &mut job).is_err(), "opened");
+            assert_eq!(view.header().servers(), 0, "the guest was told of its servers");
         });
     }
 }

@@ -15,7 +15,7 @@ use virtio_queue::QueueT;
 use vm_memory::GuestAddressSpace;
 
 use super::requests::Fetched;
-use super::{Channel, Device, Held, PATIENCE};
+use super::{Channel, Device, GiveUp, Held, PATIENCE};
 use crate::link::Stored;
 use crate::refusal::{Refusal, no_resources};
 use crate::vm::control::Order;
@@ -123,9 +123,16 @@ impl Device {
             }
             let ends = destroyed.contains(&channel);
             if leftover.waits && !ends {
-                self.channels().insert(channel, Channel::Opening);
-                waiting.push((channel, leftover.extents));
-                continue;
+                match GiveUp::new() {
+                    Ok(give_up) => {
+                        self.channels().insert(channel, Channel::Opening(give_up.clone()));
+                        waiting.push((channel, leftover.extents, give_up));
+                        continue;
+                    }
+                    Err(Refusal(_, why)) => {
+                        tracing::warn!("{}: channel {channel} of the predecessor: {why}", self.who);
+                    }
+                }
             }
             if let (Some(saved), false) = (&leftover.saved, ends) {
                 match self.resume_session(channel, &leftover, saved) {
@@ -151,7 +158,9 @@ impl Device {
             waiting.len(),
             fetched.len()
         );
-        waiting.into_iter().for_each(|(channel, extents)| self.ask_again(channel, extents, epoch));
+        for (channel, extents, give_up) in waiting {
+            self.ask_again(channel, extents, give_up, epoch);
+        }
         fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
     }
 
