@@ -368,13 +368,13 @@ fn a_killed_slurmctld_leaves_no_lease() -> Result<()> {
             "pid=$(cat /run/slurmctld.pid); kill -KILL $pid; while kill -0 $pid; do sleep 0.1; done 2>/dev/null",
         )?;
         cluster.run("slurmctld")?;
-        // It may have forgotten the job, which ends then, or that the job has begun, which it does again
-        // then. Either way a lease is of a job that runs.
+        // It may have forgotten the job, which ends then; that the job has begun, which it does again then; or
+        // that the job has ended, which then seems to run. Either way a lease is of a job that runs.
         eventually(|| {
             let jobs = cluster.run("squeue -h -o %T")?;
             let leases = cluster.leases()?;
             ensure!(jobs.lines().all(|state| state == "RUNNING"), "jobs: {jobs}");
-            ensure!(jobs.lines().count() == leases.len(), "jobs: {jobs}; leases: {leases:?}");
+            ensure!(leases.len() <= jobs.lines().count(), "jobs: {jobs}; leases: {leases:?}");
             Ok(())
         })
         .with_context(|| format!("{moment}: {}", cluster.logs()))?;
