@@ -507,8 +507,8 @@ impl GpuModules for Cuda {
     }
 }
 
-/// Attributes that are passed on unchanged because their values contain no handle. (An access policy's window
-/// is an address on this session's device, and only a hint.)
+/// The attributes that [`PASSED_ON`](protocol::ops::launch::PASSED_ON) lists, in the driver's form. (An access
+/// policy's window is an address on this session's device, and only a hint.)
 fn known(id: u32) -> Option<CUlaunchAttributeID> {
     Some(match id {
         0 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
@@ -568,6 +568,13 @@ fn config(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_launch_attributes_of_the_protocol_are_those_passed_on() {
+        for id in 0..64 {
+            assert_eq!(known(id).map(|id| id as u32), PASSED_ON.contains(&id).then_some(id), "{id}");
+        }
+    }
 
     #[test]
     fn options_that_point_to_memory_or_count_what_others_point_to_are_refused() {

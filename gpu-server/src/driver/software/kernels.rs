@@ -513,6 +513,14 @@ mod tests {
     }
 
     #[test]
+    fn the_launch_attributes_of_the_protocol_are_those_taken() {
+        for id in 0..64 {
+            let taken = asked(&[LaunchAttribute { id, value: [0; 64] }]).is_ok();
+            assert_eq!(taken, PASSED_ON.contains(&id), "{id}");
+        }
+    }
+
+    #[test]
     fn parameters_move_from_machine_codes_layout_to_ptxs() {
         let function = read_at([(0, 4), (48, 64)]);
         let of_ptx: Vec<(u32, u32)> =

@@ -86,7 +86,7 @@ pub(crate) unsafe fn launch(
             grid: shape.grid,
             block: shape.block,
             dynamic_shared: shape.shared,
-            attributes: attributes.clone(),
+            attributes: launch::sent(&attributes),
             params: block,
         };
         let seq = stream.work(&op)?;

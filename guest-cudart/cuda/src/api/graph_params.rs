@@ -33,9 +33,10 @@ fn kernel(handle: usize) -> Result<Arc<Kernel>> {
 }
 
 /// Whether nodes have this `CUlaunchAttributeID`: access policy, cooperative, cluster dimension, cluster
-/// scheduling, priority, the memory synchronization domains, preferred cluster, and shared memory carveout.
+/// scheduling, programmatic serialization, priority, the memory synchronization domains, preferred cluster,
+/// shared memory carveout, and scheduling for NVLink.
 fn is_known(attribute: u32) -> bool {
-    matches!(attribute, 1 | 2 | 4 | 5 | 6 | 8 | 9 | 10 | 11 | 14)
+    matches!(attribute, 1 | 2 | 4 | 5 | 6 | 8 | 9 | 10 | 11 | 14 | 16)
 }
 
 fn set_attributes(handle: usize, change: impl FnOnce(&Kernel) -> Vec<LaunchAttribute>) -> Result {

@@ -177,7 +177,7 @@ impl Kernel {
             grid: self.grid,
             block: self.block,
             dynamic_shared: self.shared,
-            attributes: self.attributes.clone(),
+            attributes: launch::sent(&self.attributes),
             params: &self.params,
         }
     }
