@@ -6,6 +6,10 @@
 //! None of this may touch the driver: the program may never use a GPU, or may fork first. The driver loads a
 //! fat binary, as a library, when one of its names is first used. Libraries and their kernels are valid in
 //! all contexts, so each kernel is looked up once per process.
+//!
+//! Two objects may register the same host stub or variable: code of a header whose symbol the dynamic linker
+//! shares among them. The first one counts, which has the symbol as a rule, and whose data so stays until the
+//! others are closed.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -315,7 +319,7 @@ pub extern "C" fn __cudaRegisterFunction(
         binary: Some(binary),
         handle: AtomicPtr::new(ptr::null_mut()),
     }));
-    KERNELS.insert(kernel.host, kernel);
+    KERNELS.claim(kernel.host, kernel);
     binary.state().kernels.push(kernel);
 }
 
@@ -328,7 +332,7 @@ fn register_variable(
 ) {
     let Some(binary) = binary(handle) else { return };
     let variable: &'static Variable = Box::leak(Box::new(Variable { host, name, binary, size, managed }));
-    VARIABLES.insert(host, variable);
+    VARIABLES.claim(host, variable);
     binary.state().variables.push(variable);
 }
 
