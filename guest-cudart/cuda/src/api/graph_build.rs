@@ -62,7 +62,8 @@ api! {
     }
 
     fn cuGraphDestroy(handle: usize) {
-        if of(handle)?.part {
+        let graph = of(handle)?;
+        if graph.part || graph.is_moved() {
             return Err(Status::INVALID_VALUE);
         }
         GRAPHS.remove(handle).ok_or(Status::INVALID_VALUE)?.clear();

@@ -55,8 +55,10 @@ pub(crate) struct Graph {
     pub unique: u64,
     /// The handle of the graph that it was cloned from.
     pub origin: Option<u64>,
-    /// Whether it belongs to a node of another graph, so that the program cannot destroy it.
+    /// Whether it was made for a node of another graph, so that the program cannot destroy it.
     pub part: bool,
+    /// Whether it was moved into a node of another graph.
+    moved: AtomicBool,
     inner: Mutex<Inner>,
     handle: OnceLock<usize>,
     pub held: Mutex<Vec<Held>>,
@@ -108,6 +110,7 @@ impl Graph {
             unique: unique_id(),
             origin,
             part,
+            moved: AtomicBool::new(false),
             inner: Mutex::new(inner),
             handle: OnceLock::new(),
             held: Mutex::new(held),
@@ -138,6 +141,36 @@ impl Graph {
         Ok(Graph::with_parts(self.context, Some(self.unique), part, inner, held))
     }
 
+    /// Checks that it can be moved into a node of another graph: [`add`](Self::add) moves it.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if it belongs to a node already, or if the other graph is it or inside of it;
+    /// `NOT_SUPPORTED` if it has a conditional node, as in CUDA, or an instance.
+    pub fn may_move_into(self: &Arc<Self>, other: &Arc<Graph>) -> Result {
+        if self.part || self.is_moved() || self.has(other) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let is_conditional = |work: &Work| matches!(work, Work::Conditional(_));
+        if self.any(&is_conditional) || self.instantiated.load(Ordering::Acquire) {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        Ok(())
+    }
+
+    /// Whether it was moved into a node of another graph, which owns it then. The program keeps its handles.
+    pub fn is_moved(&self) -> bool {
+        self.moved.load(Ordering::Acquire)
+    }
+
+    /// Whether another graph is this one or inside of it.
+    fn has(self: &Arc<Self>, other: &Arc<Graph>) -> bool {
+        Arc::ptr_eq(self, other)
+            || lock(&self.inner)
+                .nodes
+                .values()
+                .any(|node| matches!(&node.work, Work::Child(child) if child.has(other)))
+    }
+
     /// Finds memory for an allocation that will depend on other nodes.
     pub fn allocate(
         &self,
@@ -153,12 +186,15 @@ impl Graph {
     /// Adds a node that depends on others of the graph. Returns its number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, or if another node of the
-    /// graph frees the same memory.
+    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, if another node of the graph
+    /// frees the same memory, for a memory node in a moved graph, or if a child graph was moved meanwhile.
     pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
         let mut inner = lock(&self.inner);
         let mut seen = HashSet::new();
         if before.iter().any(|edge| !inner.nodes.contains_key(&edge.from) || !seen.insert(edge.from)) {
+            return Err(Status::INVALID_VALUE);
+        }
+        if self.is_moved() && matches!(work, Work::Alloc(_) | Work::Free(_)) {
             return Err(Status::INVALID_VALUE);
         }
         let id = inner.next;
@@ -168,6 +204,12 @@ impl Graph {
             if !self.allocations.is_freed_by(*address, id).unwrap_or(!of_another) {
                 return Err(Status::INVALID_VALUE);
             }
+        }
+        if let Work::Child(child) = &work
+            && !child.part
+            && child.moved.swap(true, Ordering::AcqRel)
+        {
+            return Err(Status::INVALID_VALUE);
         }
         inner.next += 1;
         inner.nodes.insert(id, Node { work, before, handle: OnceLock::new() });
