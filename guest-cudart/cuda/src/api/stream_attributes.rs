@@ -1,5 +1,5 @@
-//! Attributes of streams. The server's driver keeps them, except hints that servers don't know. The stream also
-//! keeps a copy of those that its captured kernels inherit.
+//! Attributes of streams. The server's driver keeps them, except hints that servers don't know. The stream
+//! also keeps a copy of those that its captured kernels inherit.
 
 use std::sync::Arc;
 

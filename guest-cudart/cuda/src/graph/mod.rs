@@ -186,8 +186,9 @@ impl Graph {
     /// Adds a node that depends on others of the graph. Returns its number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, if another node of the graph
-    /// frees the same memory, for a memory node in a moved graph, or if a child graph was moved meanwhile.
+    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, if another node of the
+    /// graph frees the same memory, for a memory node in a moved graph, or if a child graph was moved
+    /// meanwhile.
     pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
         let mut inner = lock(&self.inner);
         let mut seen = HashSet::new();
