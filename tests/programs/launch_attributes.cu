@@ -83,8 +83,7 @@ int main(int argc, char **argv) {
     RETURNS(cudaSuccess, cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
     IS(N - 1 + 100, host[0]);
 
-    // A hint for kernels that use NVLink, which changes nothing of what the kernel does. Streams, launches and nodes have it;
-    // a captured kernel has its launch's, or else its stream's.
+    // A hint for kernels that use NVLink, which changes nothing of what the kernel does.
     cudaLaunchAttribute hint = {};
     hint.id = cudaLaunchAttributeNvlinkUtilCentricScheduling;
     hint.val.nvlinkUtilCentricScheduling = 1;
@@ -93,46 +92,25 @@ int main(int argc, char **argv) {
     RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
     RETURNS(cudaSuccess, cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
     IS(5, host[0]);
-    cudaLaunchAttributeValue told = {};
-    cudaStream_t copied;
-    RETURNS(cudaSuccess, cudaStreamCreateWithFlags(&copied, cudaStreamNonBlocking));
-    RETURNS(cudaSuccess, cudaStreamSetAttribute(stream, cudaLaunchAttributeNvlinkUtilCentricScheduling, &hint.val));
-    RETURNS(cudaSuccess, cudaStreamCopyAttributes(copied, stream));
-    for (cudaStream_t each : {stream, copied}) {
-        told.nvlinkUtilCentricScheduling = 9;
-        RETURNS(cudaSuccess, cudaStreamGetAttribute(each, cudaLaunchAttributeNvlinkUtilCentricScheduling, &told));
-        IS(1, told.nvlinkUtilCentricScheduling);
-    }
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     RETURNS(cudaSuccess, cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    RETURNS(cudaSuccess, cudaLaunchKernelEx(&none, step, p, 3, 2));
-    hint.val.nvlinkUtilCentricScheduling = 0;
-    RETURNS(cudaSuccess, cudaLaunchKernelEx(&hinted, step, p, 3, 1));
+    RETURNS(cudaSuccess, cudaLaunchKernelEx(&hinted, step, p, 3, 2));
     RETURNS(cudaSuccess, cudaStreamEndCapture(stream, &graph));
-    cudaGraphNode_t nodes[2], root;
-    size_t count = 2, roots = 1;
-    RETURNS(cudaSuccess, cudaGraphGetNodes(graph, nodes, &count));
-    RETURNS(cudaSuccess, cudaGraphGetRootNodes(graph, &root, &roots));
-    IS(2, count);
-    for (cudaGraphNode_t node : nodes) {
-        told.nvlinkUtilCentricScheduling = 9;
-        RETURNS(cudaSuccess, cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeNvlinkUtilCentricScheduling, &told));
-        IS(node == root ? 1 : 0, told.nvlinkUtilCentricScheduling);
-        told.nvlinkUtilCentricScheduling = 1;
-        RETURNS(cudaSuccess, cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeNvlinkUtilCentricScheduling, &told));
-        told.nvlinkUtilCentricScheduling = 9;
-        RETURNS(cudaSuccess, cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeNvlinkUtilCentricScheduling, &told));
-        IS(1, told.nvlinkUtilCentricScheduling);
-    }
+    cudaGraphNode_t node;
+    size_t count = 1;
+    RETURNS(cudaSuccess, cudaGraphGetNodes(graph, &node, &count));
+    RETURNS(cudaSuccess, cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeNvlinkUtilCentricScheduling, &hint.val));
     RETURNS(cudaSuccess, cudaGraphInstantiate(&exec, graph, 0));
     RETURNS(cudaSuccess, cudaGraphLaunch(exec, stream));
     RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
     RETURNS(cudaSuccess, cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
-    IS((5 * 3 + 2) * 3 + 1, host[0]);
+    IS(5 * 3 + 2, host[0]);
+    hint.val.nvlinkUtilCentricScheduling = 2;
+    RETURNS(cudaErrorInvalidValue, cudaLaunchKernelEx(&hinted, step, p, 0, 5));
+    RETURNS(cudaErrorInvalidValue, cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeNvlinkUtilCentricScheduling, &hint.val));
     RETURNS(cudaSuccess, cudaGraphExecDestroy(exec));
     RETURNS(cudaSuccess, cudaGraphDestroy(graph));
-    RETURNS(cudaSuccess, cudaStreamDestroy(copied));
 
     // What a launch cannot have.
     cudaLaunchConfig_t wrong = none;
@@ -145,7 +123,7 @@ int main(int argc, char **argv) {
     wrong.dynamicSmemBytes = 1 << 20;
     RETURNS(cudaErrorInvalidValue, cudaLaunchKernelExC(&wrong, (const void *)step, arguments));
     cudaLaunchAttribute unknown = {};
-    for (int id : {15, 60}) {
+    for (int id : {(int)cudaLaunchAttributeSynchronizationPolicy, 15, 60}) {
         unknown.id = (cudaLaunchAttributeID)id;
         wrong = config(stream, &unknown, 1);
         RETURNS(cudaErrorInvalidValue, cudaLaunchKernelExC(&wrong, (const void *)step, arguments));

@@ -86,7 +86,7 @@ pub(crate) unsafe fn launch(
             grid: shape.grid,
             block: shape.block,
             dynamic_shared: shape.shared,
-            attributes: launch::sent(&attributes),
+            attributes: attributes.clone(),
             params: block,
         };
         let seq = stream.work(&op)?;

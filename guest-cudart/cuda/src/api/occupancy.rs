@@ -186,7 +186,7 @@ api! {
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
             // SAFETY: the program passes as many attributes as it says.
-            attributes: launch::sent(&unsafe { launch::attributes(&c) }?),
+            attributes: unsafe { launch::attributes(&c) }?,
             shapes: Vec::new(),
         };
         count.put(clusters(&function, request)?)
@@ -203,7 +203,7 @@ api! {
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
             // SAFETY: the program passes as many attributes as it says.
-            attributes: launch::sent(&unsafe { launch::attributes(&c) }?),
+            attributes: unsafe { launch::attributes(&c) }?,
         };
         size.put(function.ask(&request, |reply| reply.size as u64)? as i32)
     }

@@ -1,5 +1,5 @@
-//! Attributes of streams. The server's driver keeps them, except hints that servers don't know. The stream
-//! also keeps a copy of those that its captured kernels inherit.
+//! Attributes of streams. The server's driver keeps them. The stream also keeps a copy of those that its
+//! captured kernels inherit.
 
 use std::sync::Arc;
 
@@ -8,7 +8,6 @@ use crate::abi::result::Result;
 use crate::abi::types::AttrValue;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
-use crate::work::launch;
 use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamCopyAttributes, StreamGetAttribute, StreamSetAttribute, attribute};
 use client::{Status, lock};
@@ -19,11 +18,6 @@ fn is_of_kernels(id: u32) -> bool {
 }
 
 fn get(stream: &Stream, attribute: u32) -> Result<[u8; 64]> {
-    if launch::is_local(attribute) {
-        stream.session().check()?;
-        let all = lock(stream.attributes());
-        return Ok(all.iter().find(|found| found.id == attribute).map_or([0; 64], |found| found.value));
-    }
     Ok(stream.session().call(&StreamGetAttribute { stream: stream.id, attribute })?.value)
 }
 
@@ -36,11 +30,7 @@ fn follow_priority(stream: &Stream) -> Result {
 
 fn set(stream: &Arc<Stream>, id: u32, value: [u8; 64]) -> Result {
     let new = LaunchAttribute { id, value };
-    if launch::is_local(id) {
-        stream.session().check()?;
-    } else {
-        stream.session().call(&StreamSetAttribute { stream: stream.id, attribute: new.clone() })?;
-    }
+    stream.session().call(&StreamSetAttribute { stream: stream.id, attribute: new.clone() })?;
     if is_of_kernels(id) {
         let mut all = lock(stream.attributes());
         all.retain(|other| other.id != id);

@@ -177,7 +177,7 @@ impl Kernel {
             grid: self.grid,
             block: self.block,
             dynamic_shared: self.shared,
-            attributes: launch::sent(&self.attributes),
+            attributes: self.attributes.clone(),
             params: &self.params,
         }
     }

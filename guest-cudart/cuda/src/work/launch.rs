@@ -141,7 +141,8 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
             launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
                 return refuse_form!("a launch attribute that names a graph node");
             }
-            _ if PASSED_ON.contains(&id) || is_local(id) => out.push(LaunchAttribute { id, value: value.0 }),
+            launch_attr::NVLINK_UTIL_CENTRIC_SCHEDULING => check_nvlink_hint(&value.0)?,
+            _ if PASSED_ON.contains(&id) => out.push(LaunchAttribute { id, value: value.0 }),
             // A launch that the server refuses would only be told by a later call.
             _ => return Err(Status::INVALID_VALUE),
         }
@@ -149,14 +150,10 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
     Ok(out)
 }
 
-/// Whether an attribute is a hint that nodes and streams keep and return, but servers don't know.
-pub(crate) fn is_local(attribute: u32) -> bool {
-    attribute == launch_attr::NVLINK_UTIL_CENTRIC_SCHEDULING
-}
-
-/// The attributes that the server gets.
-pub(crate) fn sent(attributes: &[LaunchAttribute]) -> Vec<LaunchAttribute> {
-    attributes.iter().filter(|attribute| !is_local(attribute.id)).cloned().collect()
+/// Checks the hint about NVLink, which is only that, and is not sent.
+pub(crate) fn check_nvlink_hint(value: &[u8; 64]) -> Result {
+    let hint = value.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+    if hint > 1 { Err(Status::INVALID_VALUE) } else { Ok(()) }
 }
 
 /// A grid must consist of whole clusters, of the size that the function was compiled for, if any. More than
