@@ -124,7 +124,7 @@ api! {
     }
 
     fn cuGraphAddChildGraphNode(node: Out<usize>, graph: usize, before: Array<usize>, count: Count, part: usize) {
-        add(node, graph, before, Array::NULL, count, |_, _| node_description::child(part))
+        add(node, graph, before, Array::NULL, count, |_, _| node_description::copied_child(part))
     }
 
     unsafe fn cuGraphAddBatchMemOpNode(

@@ -34,7 +34,7 @@ fn exec(handle: usize) -> Result<(&'static Driver, Arc<Exec>)> {
 /// moved into another.
 fn whole(handle: usize) -> Result<Arc<Graph>> {
     let graph = of(handle)?;
-    if graph.is_moved() { Err(Status::INVALID_VALUE) } else { Ok(graph) }
+    graph.not_moved().map(|()| graph)
 }
 
 fn instantiate(graph: usize, flags: u64) -> Result<usize> {

@@ -144,10 +144,11 @@ impl Graph {
     /// Checks that it can be moved into a node of another graph: [`add`](Self::add) moves it.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if it belongs to a node already, or if the other graph is it or inside of it;
-    /// `NOT_SUPPORTED` if it has a conditional node, as in CUDA, or an instance.
+    /// `INVALID_VALUE` if it was made for a node, or if the other graph is it or inside of it;
+    /// `NOT_SUPPORTED` if it was moved already or has a conditional node, as in CUDA, or an instance.
     pub fn may_move_into(self: &Arc<Self>, other: &Arc<Graph>) -> Result {
-        if self.part || self.is_moved() || self.has(other) {
+        self.not_moved()?;
+        if self.part || self.has(other) {
             return Err(Status::INVALID_VALUE);
         }
         let is_conditional = |work: &Work| matches!(work, Work::Conditional(_));
@@ -155,6 +156,11 @@ impl Graph {
             return Err(Status::NOT_SUPPORTED);
         }
         Ok(())
+    }
+
+    /// Fails with NVIDIA's error for what cannot be done with a graph that was moved.
+    pub fn not_moved(&self) -> Result {
+        if self.is_moved() { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
     }
 
     /// Whether it was moved into a node of another graph, which owns it then. The program keeps its handles.
@@ -187,16 +193,16 @@ impl Graph {
     ///
     /// # Errors
     /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, if another node of the
-    /// graph frees the same memory, for a memory node in a moved graph, or if a child graph was moved
-    /// meanwhile.
+    /// graph frees the same memory; `NOT_SUPPORTED` for a memory node in a moved graph, or if a child graph
+    /// was moved meanwhile.
     pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
         let mut inner = lock(&self.inner);
         let mut seen = HashSet::new();
         if before.iter().any(|edge| !inner.nodes.contains_key(&edge.from) || !seen.insert(edge.from)) {
             return Err(Status::INVALID_VALUE);
         }
-        if self.is_moved() && matches!(work, Work::Alloc(_) | Work::Free(_)) {
-            return Err(Status::INVALID_VALUE);
+        if matches!(work, Work::Alloc(_) | Work::Free(_)) {
+            self.not_moved()?;
         }
         let id = inner.next;
         if let Work::Free(address) = &work {
@@ -210,7 +216,7 @@ impl Graph {
             && !child.part
             && child.moved.swap(true, Ordering::AcqRel)
         {
-            return Err(Status::INVALID_VALUE);
+            return Err(Status::NOT_SUPPORTED);
         }
         inner.next += 1;
         inner.nodes.insert(id, Node { work, before, handle: OnceLock::new() });

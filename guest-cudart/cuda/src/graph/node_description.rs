@@ -32,21 +32,23 @@ pub(crate) fn host(p: In<HostNodeParams>) -> Result<Work> {
     Ok(Work::Host(p.function.ok_or(Status::INVALID_VALUE)?, UserData(p.userData)))
 }
 
-/// `CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE` and `…_MOVE`.
-const CLONE: u32 = 0;
+/// `CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE`. NVIDIA's driver takes all other values for `…_CLONE`.
 const MOVE: u32 = 1;
 
 /// A child graph of a new node, which has a copy of the graph or takes the graph itself.
 fn new_child(graph: &Arc<Graph>, handle: usize, ownership: u32) -> Result<Work> {
-    match ownership {
-        CLONE => child(handle),
-        MOVE => {
-            let moved = of(handle)?;
-            moved.may_move_into(graph)?;
-            Ok(Work::Child(moved))
-        }
-        _ => Err(Status::INVALID_VALUE),
+    if ownership != MOVE {
+        return copied_child(handle);
     }
+    let moved = of(handle)?;
+    moved.may_move_into(graph)?;
+    Ok(Work::Child(moved))
+}
+
+/// A child graph of a new node, with a copy of a graph.
+pub(crate) fn copied_child(handle: usize) -> Result<Work> {
+    of(handle)?.not_moved()?;
+    child(handle)
 }
 
 /// A child graph with a copy of a graph.
