@@ -134,6 +134,28 @@ int main(int argc, char **argv) {
     cudaError_t ended = cudaStreamEndCapture(free_stream, &graph);
     printf("not joined: %s\n", name(ended));
 
+    // A stream that is destroyed takes along the capture that began there: nothing is captured then.
+    for (cudaStreamCaptureMode mode : modes) {
+        cudaStream_t destroyed;
+        cudaEvent_t point;
+        void *memory;
+        CHECK(cudaStreamCreate(&destroyed));
+        CHECK(cudaEventCreateWithFlags(&point, cudaEventDisableTiming));
+        CHECK(cudaStreamBeginCapture(destroyed, mode));
+        bump<<<1, 1, 0, destroyed>>>(value);
+        LAUNCHED();
+        // The event keeps what it was recorded in.
+        CHECK(cudaEventRecord(point, destroyed));
+        CHECK(cudaStreamDestroy(destroyed));
+        CHECK(cudaMalloc(&memory, 256));
+        CHECK(cudaMemset(memory, 0, 256));
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaEventRecord(point, stream));
+        CHECK(cudaEventSynchronize(point));
+        CHECK(cudaEventDestroy(point));
+        CHECK(cudaFree(memory));
+    }
+
     // Into a graph that is there, behind one of its nodes.
     CHECK(cudaGraphCreate(&graph, 0));
     cudaMemsetParams set = {};

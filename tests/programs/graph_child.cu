@@ -1,8 +1,10 @@
-// Graphs inside graphs, clones, and child graphs of instances that change.
+// Graphs inside graphs, copied or moved there, clones, and child graphs of instances that change.
 #define PROGRAM "graph_child"
 #include "common.h"
 
 __global__ void step(int *value, int factor, int addend) { *value = *value * factor + addend; }
+
+__global__ void take(int *value, const int *from) { *value += *from; }
 
 static cudaGraphNode_t add(cudaGraph_t graph, cudaGraphNode_t *after, int *value, int factor, int addend) {
     void *arguments[] = {&value, &factor, &addend};
@@ -27,10 +29,80 @@ static int run(cudaGraph_t graph, int *value, int from) {
     return result;
 }
 
+static cudaError_t add_child(cudaGraphNode_t *node, cudaGraph_t graph, cudaGraph_t child, int ownership) {
+    cudaGraphNodeParams params = {};
+    params.type = cudaGraphNodeTypeGraph;
+    params.graph.graph = child;
+    params.graph.ownership = (cudaGraphChildGraphNodeOwnership)ownership;
+    return cudaGraphAddNode(node, graph, nullptr, nullptr, 0, &params);
+}
+
+// A child graph that is moved into its node: it is the parent's then, under the handles that it has.
+static void move(int *value) {
+    cudaGraph_t parent, child, other, part;
+    cudaGraphNode_t node, refused;
+    for (cudaGraph_t *each : {&parent, &child, &other}) CHECK(cudaGraphCreate(each, 0));
+    cudaGraphNode_t first = add(child, nullptr, value, 2, 1);
+    CHECK(add_child(&node, parent, child, cudaGraphChildGraphOwnershipMove));
+    CHECK(cudaGraphChildGraphNodeGetGraph(node, &part));
+    REQUIRE(part == child, "a moved graph has another handle");
+    // What it is not any more: a graph of its own.
+    cudaGraphExec_t exec;
+    EXPECT(cudaErrorNotSupported, add_child(&refused, other, child, cudaGraphChildGraphOwnershipMove));
+    EXPECT(cudaErrorNotSupported, add_child(&refused, other, child, cudaGraphChildGraphOwnershipClone));
+    EXPECT(cudaErrorNotSupported, cudaGraphInstantiate(&exec, child, 0));
+    EXPECT(cudaErrorInvalidValue, cudaGraphDestroy(child));
+    // It changes by its old handles.
+    add(child, &first, value, 10, 3);
+    int result = run(parent, value, 1);
+    REQUIRE(result == (1 * 2 + 1) * 10 + 3, "a moved graph comes to %d", result);
+    cudaKernelNodeParams params;
+    CHECK(cudaGraphKernelNodeGetParams(first, &params));
+    int factor = 1, addend = 4;
+    void *arguments[] = {&value, &factor, &addend};
+    params.kernelParams = arguments;
+    CHECK(cudaGraphInstantiate(&exec, parent, 0));
+    CHECK(cudaGraphExecKernelNodeSetParams(exec, first, &params));
+    CHECK(cudaGraphLaunch(exec, 0));
+    CHECK(cudaGraphKernelNodeSetParams(first, &params));
+    CHECK(cudaStreamSynchronize(0));
+    CHECK(cudaMemcpy(&result, value, sizeof result, cudaMemcpyDeviceToHost));
+    REQUIRE(result == (33 + 4) * 10 + 3, "an instance whose moved graph changes comes to %d", result);
+    result = run(parent, value, 1);
+    REQUIRE(result == (1 + 4) * 10 + 3, "a moved graph that changes comes to %d", result);
+    CHECK(cudaGraphExecDestroy(exec));
+
+    // Memory nodes are moved, too.
+    cudaMemAllocNodeParams memory = {};
+    memory.poolProps.allocType = cudaMemAllocationTypePinned;
+    memory.poolProps.location.type = cudaMemLocationTypeDevice;
+    memory.bytesize = sizeof(int);
+    cudaGraph_t with_memory, around;
+    cudaGraphNode_t made, freed;
+    CHECK(cudaGraphCreate(&with_memory, 0));
+    CHECK(cudaGraphCreate(&around, 0));
+    CHECK(cudaGraphAddMemAllocNode(&made, with_memory, nullptr, 0, &memory));
+    cudaGraphNode_t used = add(with_memory, &made, (int *)memory.dptr, 0, 5);
+    void *copy_arguments[] = {&value, &memory.dptr};
+    params.func = (void *)take;
+    params.kernelParams = copy_arguments;
+    cudaGraphNode_t taken;
+    CHECK(cudaGraphAddKernelNode(&taken, with_memory, &used, 1, &params));
+    CHECK(cudaGraphAddMemFreeNode(&freed, with_memory, &taken, 1, memory.dptr));
+    EXPECT(cudaErrorNotSupported, cudaGraphAddChildGraphNode(&node, around, nullptr, 0, with_memory));
+    CHECK(add_child(&node, around, with_memory, cudaGraphChildGraphOwnershipMove));
+    for (int round = 0; round < 2; round++) {
+        result = run(around, value, 1);
+        REQUIRE(result == 6, "a moved graph with memory comes to %d", result);
+    }
+    for (cudaGraph_t graph : {parent, other, around}) CHECK(cudaGraphDestroy(graph));
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     int *value;
     CHECK(cudaMalloc(&value, sizeof *value));
+    move(value);
 
     cudaGraph_t inner;
     CHECK(cudaGraphCreate(&inner, 0));

@@ -83,6 +83,35 @@ int main(int argc, char **argv) {
     RETURNS(cudaSuccess, cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
     IS(N - 1 + 100, host[0]);
 
+    // A hint for kernels that use NVLink, which changes nothing of what the kernel does.
+    cudaLaunchAttribute hint = {};
+    hint.id = cudaLaunchAttributeNvlinkUtilCentricScheduling;
+    hint.val.nvlinkUtilCentricScheduling = 1;
+    cudaLaunchConfig_t hinted = config(stream, &hint, 1);
+    RETURNS(cudaSuccess, cudaLaunchKernelEx(&hinted, step, p, 0, 5));
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
+    RETURNS(cudaSuccess, cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
+    IS(5, host[0]);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    RETURNS(cudaSuccess, cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    RETURNS(cudaSuccess, cudaLaunchKernelEx(&hinted, step, p, 3, 2));
+    RETURNS(cudaSuccess, cudaStreamEndCapture(stream, &graph));
+    cudaGraphNode_t node;
+    size_t count = 1;
+    RETURNS(cudaSuccess, cudaGraphGetNodes(graph, &node, &count));
+    RETURNS(cudaSuccess, cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeNvlinkUtilCentricScheduling, &hint.val));
+    RETURNS(cudaSuccess, cudaGraphInstantiate(&exec, graph, 0));
+    RETURNS(cudaSuccess, cudaGraphLaunch(exec, stream));
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
+    RETURNS(cudaSuccess, cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
+    IS(5 * 3 + 2, host[0]);
+    hint.val.nvlinkUtilCentricScheduling = 2;
+    RETURNS(cudaErrorInvalidValue, cudaLaunchKernelEx(&hinted, step, p, 0, 5));
+    RETURNS(cudaErrorInvalidValue, cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeNvlinkUtilCentricScheduling, &hint.val));
+    RETURNS(cudaSuccess, cudaGraphExecDestroy(exec));
+    RETURNS(cudaSuccess, cudaGraphDestroy(graph));
+
     // What a launch cannot have.
     cudaLaunchConfig_t wrong = none;
     wrong.blockDim = 2000;
@@ -94,9 +123,11 @@ int main(int argc, char **argv) {
     wrong.dynamicSmemBytes = 1 << 20;
     RETURNS(cudaErrorInvalidValue, cudaLaunchKernelExC(&wrong, (const void *)step, arguments));
     cudaLaunchAttribute unknown = {};
-    unknown.id = (cudaLaunchAttributeID)60;
-    wrong = config(stream, &unknown, 1);
-    RETURNS(cudaErrorInvalidValue, cudaLaunchKernelExC(&wrong, (const void *)step, arguments));
+    for (int id : {(int)cudaLaunchAttributeSynchronizationPolicy, 15, 60}) {
+        unknown.id = (cudaLaunchAttributeID)id;
+        wrong = config(stream, &unknown, 1);
+        RETURNS(cudaErrorInvalidValue, cudaLaunchKernelExC(&wrong, (const void *)step, arguments));
+    }
     // More blocks at once than the device holds.
     wrong = config(stream, &together, 1);
     wrong.gridDim = 1 << 20;

@@ -54,5 +54,16 @@ int main(int argc, char **argv) {
     CHECK(cudaPointerGetAttributes(&attributes, &counter));
     REQUIRE(attributes.type == cudaMemoryTypeManaged && attributes.devicePointer == &counter, "its type is %d", attributes.type);
     CHECK(cudaFree(link));
-    return pass("scalars, an array, a structure, a pointer, symbols");
+
+    // After a reset they are new, with what they begin with.
+    CHECK(cudaDeviceReset());
+    CHECK(cudaFree(nullptr));
+    REQUIRE(counter == 40 && pair.b[1] == 2 && table[4999] == 0 && link == nullptr, "after a reset: %d %d %f", counter, pair.b[1], table[4999]);
+    table[10] = 4;
+    work<<<20, 256>>>();
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(counter == 47 && pair.b[1] == 150 && table[10] == 18, "a kernel after a reset: %d %d %f", counter, pair.b[1], table[10]);
+    CHECK(cudaGetSymbolAddress((void **)&address, counter));
+    REQUIRE(address == &counter, "a symbol after a reset");
+    return pass("scalars, an array, a structure, a pointer, symbols, a reset");
 }

@@ -112,6 +112,22 @@ int main(int argc, char **argv) {
     CHECK(cudaStreamSynchronize(stream));
     for (int i = 0; i < 2; i++) use_from_second(data[i], i, "an allocation");
 
+    // One that a stream of the other device asks for is the pool's device's all the same.
+    unsigned *asked;
+    cudaStream_t theirs;
+    cudaPointerAttributes attributes;
+    CHECK(cudaSetDevice(1));
+    CHECK(cudaStreamCreate(&theirs));
+    CHECK(cudaMallocFromPoolAsync((void **)&asked, N * 4, pool, theirs));
+    CHECK(cudaStreamSynchronize(theirs));
+    CHECK(cudaPointerGetAttributes(&attributes, asked));
+    REQUIRE(attributes.type == cudaMemoryTypeDevice && attributes.device == 0, "it is told as device %d's", attributes.device);
+    use_from_second(asked, 2, "an allocation by its own stream");
+    CHECK(cudaFreeAsync(asked, theirs));
+    CHECK(cudaStreamSynchronize(theirs));
+    CHECK(cudaStreamDestroy(theirs));
+    CHECK(cudaSetDevice(0));
+
     int fd;
     cudaMemPoolPtrExportData named[2];
     CHECK(cudaMemPoolExportToShareableHandle(&fd, pool, cudaMemHandleTypePosixFileDescriptor, 0));

@@ -17,6 +17,8 @@ __global__ void stage(int *p, int factor, int addend) {
 #endif
 }
 
+__global__ void put_number(int *p, int number) { *p = number; }
+
 static void put(cudaStream_t stream, int *p, int factor, int addend) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -40,7 +42,8 @@ static void check(cudaStream_t stream, int *p, unsigned want, const char *what) 
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     cudaStream_t stream;
-    int *p;
+    int *p, *beside;
+    CHECK(cudaMalloc(&beside, 4));
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CHECK(cudaMalloc(&p, N * 4));
     CHECK(cudaMemsetAsync(p, 0, N * 4, stream));
@@ -84,5 +87,45 @@ int main(int argc, char **argv) {
     CHECK(cudaStreamSynchronize(other));
     CHECK(cudaEventQuery(fired));
     check(stream, p, want + 1, "a launch with an event");
-    return pass("a chain, a graph, an event");
+    want += 1;
+
+    // Captured, such an event takes the other stream into the graph.
+    cudaEvent_t joined;
+    CHECK(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
+    for (cudaLaunchAttributeID id : {cudaLaunchAttributeLaunchCompletionEvent, cudaLaunchAttributeProgrammaticEvent}) {
+        attribute = {};
+        attribute.id = id;
+        if (id == cudaLaunchAttributeProgrammaticEvent)
+            attribute.val.programmaticEvent.event = fired;
+        else
+            attribute.val.launchCompletionEvent.event = fired;
+        CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        CHECK(cudaLaunchKernelEx(&config, stage, p, 1, 1));
+        CHECK(cudaStreamWaitEvent(other, fired, 0));
+        cudaStreamCaptureStatus status;
+        CHECK(cudaStreamIsCapturing(other, &status));
+        REQUIRE(status == cudaStreamCaptureStatusActive, "the other stream's capture is %d", (int)status);
+        // It uses no data of the first kernel, which need not be done.
+        put_number<<<1, 1, 0, other>>>(beside, 5);
+        LAUNCHED();
+        CHECK(cudaEventRecord(joined, other));
+        CHECK(cudaStreamWaitEvent(stream, joined, 0));
+        CHECK(cudaLaunchKernelEx(&config, stage, p, 3, 2));
+        CHECK(cudaStreamEndCapture(stream, &graph));
+        size_t nodes = 0;
+        CHECK(cudaGraphGetNodes(graph, nullptr, &nodes));
+        REQUIRE(nodes == 3, "a graph of %zu nodes", nodes);
+        CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CHECK(cudaGraphLaunch(exec, stream));
+        want = (want + 1) * 3 + 2;
+        check(stream, p, want, "a graph with an event of a launch");
+        int got = 0;
+        CHECK(cudaMemcpy(&got, beside, 4, cudaMemcpyDeviceToHost));
+        REQUIRE(got == 5, "the other stream's node left %d", got);
+        CHECK(cudaMemset(beside, 0, 4));
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaGraphExecDestroy(exec));
+        CHECK(cudaGraphDestroy(graph));
+    }
+    return pass("a chain, a graph, events");
 }

@@ -25,6 +25,36 @@ static void unmap(CUdeviceptr at, size_t size) {
     DRIVER(cuMemAddressFree(at, size));
 }
 
+static unsigned long long handle_types(CUdeviceptr at) {
+    unsigned long long types = 99;
+    DRIVER(cuPointerGetAttribute(&types, CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, at));
+    return types;
+}
+
+// What memory says of how it can be exported: that which is mapped, and that of pools.
+static void tell_handle_types(CUmemAllocationProp prop, size_t size) {
+    for (CUmemAllocationHandleType types : {CU_MEM_HANDLE_TYPE_NONE, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR}) {
+        prop.requestedHandleTypes = types;
+        CUmemGenericAllocationHandle memory;
+        DRIVER(cuMemCreate(&memory, size, &prop, 0));
+        CUdeviceptr at = map(memory, size);
+        REQUIRE(handle_types(at + size / 2) == types, "mapped memory has handles %llu, and not %d", handle_types(at), types);
+        unmap(at, size);
+        DRIVER(cuMemRelease(memory));
+        CUmemPoolProps properties = {};
+        properties.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location = prop.location;
+        properties.handleTypes = types;
+        CUmemoryPool pool;
+        DRIVER(cuMemPoolCreate(&pool, &properties));
+        DRIVER(cuMemAllocFromPoolAsync(&at, 4096, pool, nullptr));
+        REQUIRE(handle_types(at + 100) == types, "a pool's memory has handles %llu, and not %d", handle_types(at), types);
+        DRIVER(cuMemFreeAsync(at, nullptr));
+        DRIVER(cuStreamSynchronize(nullptr));
+        DRIVER(cuMemPoolDestroy(pool));
+    }
+}
+
 static int other(int socket) {
     CHECK(cudaFree(nullptr));
     size_t size = 0;
@@ -64,6 +94,7 @@ int main(int argc, char **argv) {
     size_t granule = 0;
     DRIVER(cuMemGetAllocationGranularity(&granule, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
     const size_t size = 2 * granule, n = size / 4;
+    tell_handle_types(prop, size);
     CUmemGenericAllocationHandle memory;
     DRIVER(cuMemCreate(&memory, size, &prop, 0));
     CUdeviceptr at = map(memory, size);

@@ -73,6 +73,15 @@ fn decoded<'a, T: Op<'a>>(opcode: u16, body: &'a [u8]) -> Option<T> {
     (opcode == T::INFO.opcode).then(|| T::get(&mut Reader::new(body)).ok()).flatten()
 }
 
+/// The function whose dynamic shared memory a command sets, and its maximum in bytes.
+fn resize(opcode: u16, body: &[u8]) -> Option<(FunctionId, i32)> {
+    let op = decoded::<FunctionPreset>(opcode, body).map(|op| (op.function, op.attribute, op.value));
+    let set = || decoded::<FunctionSetAttribute>(opcode, body);
+    let (function, attribute, value) =
+        op.or_else(|| set().map(|op| (op.function, op.attribute, op.value)))?;
+    (attribute == MAX_DYNAMIC_SHARED).then_some((function, value))
+}
+
 /// The body of a command that records an event or uses its last record, with another ID for the event.
 fn renamed(opcode: u16, body: &[u8], from: EventId, to: EventId) -> Option<Vec<u8>> {
     let of = |event: EventId| if event == from { to } else { event };
@@ -251,6 +260,8 @@ pub(super) struct HostWaits {
     devices: HashMap<ContextId, u32>,
     /// The most dynamic shared memory that each function was ever given.
     dynamic_shared: HashMap<FunctionId, i32>,
+    /// The held changes of it.
+    resizes: HashMap<FunctionId, BTreeSet<u64>>,
     held: HashMap<u64, Held>,
     ends: Ends,
     of_event: HashMap<EventId, EventUses>,
@@ -351,14 +362,11 @@ impl HostWaits {
     }
 
     /// Whether a command only gives a function more dynamic shared memory than it ever had. What held
-    /// launches of the function do does not depend on that, so it need not come after them. A change that is
-    /// held itself is not overtaken.
+    /// launches of the function do does not depend on that, so it need not come after them, nor after held
+    /// changes of something else: a graph that is instantiated next, which follows no change, may need it. A
+    /// held change of the dynamic shared memory is not overtaken.
     fn only_permits(&mut self, record: &Record, body: &[u8]) -> bool {
-        let op =
-            decoded::<FunctionPreset>(record.opcode, body).map(|op| (op.function, op.attribute, op.value));
-        let set = || decoded::<FunctionSetAttribute>(record.opcode, body);
-        let op = op.or_else(|| set().map(|op| (op.function, op.attribute, op.value)));
-        let Some((function, MAX_DYNAMIC_SHARED, value)) = op else { return false };
+        let Some((function, value)) = resize(record.opcode, body) else { return false };
         let known = self.dynamic_shared.len();
         let most = match self.dynamic_shared.entry(function) {
             Entry::Occupied(most) => most.into_mut(),
@@ -367,7 +375,7 @@ impl HostWaits {
         };
         let is_more = value >= *most;
         *most = value.max(*most);
-        let is_changing = self.ends.of.contains_key(&Handle::Function(function));
+        let is_changing = self.resizes.contains_key(&function);
         is_more && !is_changing && self.ends.session.is_none()
     }
 
@@ -428,6 +436,9 @@ impl HostWaits {
             if uses.held.insert(record.seq) && is_other {
                 uses.others += 1;
             }
+        }
+        if let Some((function, _)) = resize(record.opcode, &body) {
+            self.resizes.entry(function).or_default().insert(record.seq);
         }
         let Ties { named, .. } = ties;
         let cost = size_of::<Held>() + missing * size_of::<u64>();
@@ -551,6 +562,14 @@ impl HostWaits {
         self.with_data.remove(&seq);
         self.ends.remove(seq, &held.named);
         for handle in &held.named {
+            if let Handle::Function(function) = handle
+                && let Entry::Occupied(mut resizes) = self.resizes.entry(*function)
+            {
+                resizes.get_mut().remove(&seq);
+                if resizes.get().is_empty() {
+                    resizes.remove();
+                }
+            }
             let Handle::Event(event) = handle else { continue };
             let Some(uses) = self.of_event.get_mut(event) else { continue };
             if uses.held.remove(&seq) && EventUses::is_other(held.record.opcode) {

@@ -7,7 +7,7 @@
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 struct Slot<T> {
     key: AtomicUsize,
@@ -44,13 +44,20 @@ impl<T> Slots<T> {
 /// See the module's documentation.
 pub(crate) struct AddressMap<T: 'static> {
     slots: AtomicPtr<Slots<T>>,
+    writer: Mutex<Writer<T>>,
+}
+
+struct Writer<T: 'static> {
     /// The number of keys in the array, including removed ones.
-    used: Mutex<usize>,
+    used: usize,
+    /// Values that claimed a key that had one, in order.
+    waiting: Vec<(usize, &'static T)>,
 }
 
 impl<T: Sync> AddressMap<T> {
     pub(crate) const fn new() -> Self {
-        AddressMap { slots: AtomicPtr::new(ptr::null_mut()), used: Mutex::new(0) }
+        let writer = Writer { used: 0, waiting: Vec::new() };
+        AddressMap { slots: AtomicPtr::new(ptr::null_mut()), writer: Mutex::new(writer) }
     }
 
     /// The entry of `key`, which must not be zero.
@@ -66,12 +73,30 @@ impl<T: Sync> AddressMap<T> {
         unsafe { slot.value.load(Ordering::Acquire).as_ref() }
     }
 
+    fn writer(&self) -> MutexGuard<'_, Writer<T>> {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Sets the entry of `key`. A key of zero is ignored.
     pub(crate) fn insert(&self, key: usize, value: &'static T) {
+        self.set(&mut self.writer(), key, value);
+    }
+
+    /// The same, unless the key has an entry: then `value` takes its place when that is removed.
+    pub(crate) fn claim(&self, key: usize, value: &'static T) {
+        let mut writer = self.writer();
+        if self.get(key).is_some() {
+            writer.waiting.push((key, value));
+        } else {
+            self.set(&mut writer, key, value);
+        }
+    }
+
+    fn set(&self, writer: &mut Writer<T>, key: usize, value: &'static T) {
         if key == 0 {
             return;
         }
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let used = &mut writer.used;
         let mut current = self.slots.load(Ordering::Acquire);
         // SAFETY: `insert` publishes an array only once it is complete, and never frees it.
         let capacity = unsafe { current.as_ref() }.map_or(0, |slots| slots.slots.len());
@@ -103,17 +128,22 @@ impl<T: Sync> AddressMap<T> {
         slot.key.store(key, Ordering::Release);
     }
 
-    /// Removes the entry of `key` if it is still `value`: a new owner may have taken the key since.
+    /// Removes the entry of `key` if it is still `value`: a new owner may have taken the key since. The next
+    /// that has claimed the key gets it.
     pub(crate) fn remove(&self, key: usize, value: &'static T) {
-        let _turn = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = self.writer();
         // SAFETY: `insert` publishes an array only once it is complete, and never frees it.
         if let Some(slots) = unsafe { self.slots.load(Ordering::Acquire).as_ref() } {
             let slot = slots.find(key);
             let is_same = ptr::eq(slot.value.load(Ordering::Acquire), value);
             if slot.key.load(Ordering::Acquire) == key && is_same {
-                slot.value.store(ptr::null_mut(), Ordering::Release);
+                let next = writer.waiting.iter().position(|(waiting, _)| *waiting == key);
+                let next = next.map(|at| ptr::from_ref(writer.waiting.remove(at).1).cast_mut());
+                slot.value.store(next.unwrap_or(ptr::null_mut()), Ordering::Release);
+                return;
             }
         }
+        writer.waiting.retain(|(waiting, other)| *waiting != key || !ptr::eq(*other, value));
     }
 
     /// Every entry. This reads the whole array.
@@ -164,6 +194,23 @@ mod tests {
         map.insert(32, first);
         map.insert(32, entry(2));
         map.remove(32, first);
+        assert_eq!(map.get(32), Some(&2));
+    }
+
+    #[test]
+    fn a_key_goes_to_the_first_that_claims_it_and_then_to_the_next() {
+        let map = AddressMap::new();
+        let [first, second, third] = [1, 2, 3].map(entry);
+        for value in [first, second, third] {
+            map.claim(32, value);
+        }
+        assert_eq!(map.get(32), Some(&1));
+        map.remove(32, second);
+        map.remove(32, first);
+        assert_eq!(map.get(32), Some(&3));
+        map.remove(32, third);
+        assert_eq!(map.get(32), None);
+        map.claim(32, second);
         assert_eq!(map.get(32), Some(&2));
     }
 

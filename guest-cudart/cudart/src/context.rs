@@ -34,6 +34,12 @@ static PRIMARY: [Primary; MAX_DEVICES] =
 /// Counts `cudaDeviceReset`s. A thread that was bound before the latest one binds again.
 static GENERATION: AtomicU32 = AtomicU32::new(1);
 
+/// The [`GENERATION`] in which [`AFTER_RESET`] was last done.
+static RENEWED: AtomicU32 = AtomicU32::new(1);
+
+/// Makes again what a reset has destroyed, on the current device, and returns whether all is made.
+static AFTER_RESET: OnceLock<fn(&Driver) -> Result<bool>> = OnceLock::new();
+
 /// Serializes retaining and resetting primary contexts.
 static CHANGING: Mutex<()> = Mutex::new(());
 
@@ -101,8 +107,32 @@ fn rebind(driver: &'static Driver) -> Result<bool> {
     if unbound {
         bind(driver, default_device())?;
     }
+    renew(driver)?;
     BOUND.set(generation);
     Ok(unbound)
+}
+
+/// Counts resets.
+pub(crate) fn generation() -> u32 {
+    GENERATION.load(Ordering::Acquire)
+}
+
+/// Has `make` called when a thread uses a device again after a reset. Its context is current then. The call
+/// returns whether it need not be called again, for another device, before the next reset.
+pub(crate) fn after_reset(make: fn(&Driver) -> Result<bool>) {
+    // There is one such function.
+    let _ = AFTER_RESET.set(make);
+}
+
+fn renew(driver: &Driver) -> Result {
+    let generation = generation();
+    if RENEWED.load(Ordering::Acquire) == generation {
+        return Ok(());
+    }
+    if AFTER_RESET.get().map_or(Ok(true), |make| make(driver))? {
+        RENEWED.store(generation, Ordering::Release);
+    }
+    Ok(())
 }
 
 /// The thread's current context, or NULL.
@@ -198,6 +228,7 @@ pub(crate) fn set_device(driver: &'static Driver, device: c_int) -> Result {
     let generation = GENERATION.load(Ordering::Acquire);
     DEVICE.set(device);
     bind(driver, device)?;
+    renew(driver)?;
     BOUND.set(generation);
     Ok(())
 }
@@ -255,7 +286,8 @@ pub(crate) fn reset_for_test() {
         slot.context.store(ptr::null_mut(), Ordering::Release);
         slot.retained.store(false, Ordering::Release);
     }
-    GENERATION.fetch_add(1, Ordering::AcqRel);
+    let before = GENERATION.fetch_add(1, Ordering::AcqRel);
+    RENEWED.store(before + 1, Ordering::Release);
     DEVICE.set(UNSET);
     lock(&VALID).clear();
 }

@@ -41,6 +41,8 @@ pub(crate) struct State {
     pub(crate) init: u32,
     /// The result of `cuLibraryLoadData`.
     pub(crate) load: u32,
+    /// How far from [`MANAGED`] the managed variable is now, in bytes.
+    pub(crate) managed_moves: usize,
 }
 
 // SAFETY: the pointers in node parameters are only compared.
@@ -287,7 +289,7 @@ unsafe extern "C" fn library_managed(
         if CStr::from_ptr(name) != c"managed" {
             return NOT_FOUND;
         }
-        out.write(ptr::without_provenance_mut(MANAGED));
+        out.write(ptr::without_provenance_mut(MANAGED + with(|state| state.managed_moves)));
         size.write(4);
     }
     SUCCESS

@@ -6,6 +6,10 @@
 //! None of this may touch the driver: the program may never use a GPU, or may fork first. The driver loads a
 //! fat binary, as a library, when one of its names is first used. Libraries and their kernels are valid in
 //! all contexts, so each kernel is looked up once per process.
+//!
+//! Two objects may register the same host stub or variable: code of a header whose symbol the dynamic linker
+//! shares among them. The first one counts, which has the symbol as a rule, and whose data so stays until the
+//! others are closed.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -39,6 +43,8 @@ struct State {
     unregistered: bool,
     /// The process that loaded the library.
     loaded_by: u32,
+    /// When the program's pointers to managed variables were last set, and for which device.
+    placed: (u32, c_int),
 }
 
 // SAFETY: the wrapper is constant data of the program, read by the driver only while the program has it
@@ -82,13 +88,26 @@ static KERNELS: AddressMap<Kernel> = AddressMap::new();
 static HANDLES: AddressMap<Kernel> = AddressMap::new();
 static VARIABLES: AddressMap<Variable> = AddressMap::new();
 
+/// Loaded fat binaries with managed variables.
+static WITH_MANAGED: Mutex<Vec<&'static FatBinary>> = Mutex::new(Vec::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl State {
+    fn has_managed(&self) -> bool {
+        self.variables.iter().any(|variable| variable.managed.is_some())
+    }
+}
+
 impl FatBinary {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The driver's library, loaded on first use.
-    fn library(&self, driver: &Driver) -> Result<CUlibrary> {
+    fn library(&'static self, driver: &Driver) -> Result<CUlibrary> {
         let loaded = self.library.load(Ordering::Acquire);
         if !loaded.is_null() {
             return Ok(loaded);
@@ -122,6 +141,11 @@ impl FatBinary {
             let _ = unsafe { driver.cuLibraryUnload(library) };
             return Err(error);
         }
+        if state.has_managed() {
+            state.placed = (context::generation(), context::device(driver)?);
+            lock(&WITH_MANAGED).push(self);
+            context::after_reset(place_managed_again);
+        }
         state.loaded_by = std::process::id();
         self.library.store(library, Ordering::Release);
         log::debug(format_args!("libcudart: loaded the fat binary at {:p}", self.wrapper));
@@ -136,15 +160,38 @@ fn place_managed(driver: &Driver, library: CUlibrary, variables: &[&'static Vari
         let (mut address, mut size) = (ptr::null_mut(), 0);
         // SAFETY: outputs are live local variables and the name ends with NUL. `place` is the program's own
         // pointer variable, which nvcc's code reads only after the module is initialized.
-        unsafe {
+        let before = unsafe {
             driver.cuLibraryGetManaged(&mut address, &mut size, library, variable.name)?;
-            place.write(address);
-        }
+            place.replace(address)
+        };
+        VARIABLES.remove(before.addr(), variable);
         // nvcc replaces a managed variable by the address it points to, so that address also acts as its
         // symbol.
         VARIABLES.insert(address.addr(), variable);
     }
     Ok(())
+}
+
+/// Called when a device is used again after a reset, which has freed the managed variables there. As CUDA
+/// does, gives the program new ones. Returns whether this is done for all devices.
+fn place_managed_again(driver: &Driver) -> Result<bool> {
+    let (generation, device) = (context::generation(), context::device(driver)?);
+    let mut is_done = true;
+    let binaries = lock(&WITH_MANAGED).clone();
+    for binary in binaries {
+        let mut state = binary.state();
+        let library = binary.library.load(Ordering::Acquire);
+        if library.is_null() || state.placed.0 == generation {
+            continue;
+        }
+        if state.placed.1 == device {
+            place_managed(driver, library, &state.variables)?;
+            state.placed.0 = generation;
+        } else {
+            is_done = false;
+        }
+    }
+    Ok(is_done)
 }
 
 impl Kernel {
@@ -315,7 +362,7 @@ pub extern "C" fn __cudaRegisterFunction(
         binary: Some(binary),
         handle: AtomicPtr::new(ptr::null_mut()),
     }));
-    KERNELS.insert(kernel.host, kernel);
+    KERNELS.claim(kernel.host, kernel);
     binary.state().kernels.push(kernel);
 }
 
@@ -328,7 +375,7 @@ fn register_variable(
 ) {
     let Some(binary) = binary(handle) else { return };
     let variable: &'static Variable = Box::leak(Box::new(Variable { host, name, binary, size, managed }));
-    VARIABLES.insert(host, variable);
+    VARIABLES.claim(host, variable);
     binary.state().variables.push(variable);
 }
 
@@ -390,6 +437,7 @@ pub extern "C" fn __cudaInitModule(handle: *mut *mut c_void) -> c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn __cudaUnregisterFatBinary(handle: *mut *mut c_void) {
     let Some(binary) = binary(handle) else { return };
+    lock(&WITH_MANAGED).retain(|other| !ptr::eq(*other, binary));
     let mut state = binary.state();
     state.unregistered = true;
     for kernel in state.kernels.drain(..) {
@@ -442,6 +490,7 @@ mod tests {
     use std::ffi::CStr;
 
     use super::*;
+    use crate::device::{cudaDeviceReset, cudaSetDevice};
     use crate::fake_driver::{self, Fake};
     use crate::function::{cudaGetFuncBySymbol, cudaGetKernel};
     use crate::graph_nodes::{cudaGraphAddKernelNode, cudaGraphKernelNodeGetParams};
@@ -460,7 +509,13 @@ mod tests {
     }
 
     fn kernel_of(handle: *mut *mut c_void, name: &'static CStr) -> *const c_void {
-        let (stub, null) = (stub(), ptr::null_mut());
+        let stub = stub();
+        register(handle, stub, name);
+        stub
+    }
+
+    fn register(handle: *mut *mut c_void, stub: *const c_void, name: &'static CStr) {
+        let null = ptr::null_mut();
         __cudaRegisterFunction(
             handle,
             stub.cast(),
@@ -473,7 +528,6 @@ mod tests {
             null.cast(),
             null.cast(),
         );
-        stub
     }
 
     fn launch(function: *const c_void) -> c_int {
@@ -633,6 +687,60 @@ mod tests {
             assert_eq!(cudaGetSymbolAddress((&mut by_memory).into(), place.read()), 0);
         }
         assert_eq!((by_place.addr(), by_memory.addr()), (fake_driver::MANAGED, fake_driver::MANAGED));
+    }
+
+    #[test]
+    fn managed_variables_are_placed_again_when_their_device_is_used_after_a_reset() {
+        let fake = Fake::new();
+        let place: &'static mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
+        let place = ptr::from_mut(place);
+        let handle = binary();
+        __cudaRegisterManagedVar(handle, place, ptr::null_mut(), c"managed".as_ptr(), 0, 4, 0, 0);
+        assert_eq!(__cudaInitModule(handle), 1);
+        // SAFETY: the place is leaked memory.
+        let placed = || unsafe { place.read() }.addr();
+        let before = placed();
+        fake.with(|state| state.managed_moves = 0x100);
+        // SAFETY: the functions take nothing, or any number; the output is a live local variable.
+        unsafe {
+            assert_eq!(cudaDeviceReset(), 0);
+            assert_eq!((cudaSetDevice(1), placed()), (0, before));
+            assert_eq!((cudaSetDevice(0), placed()), (0, before + 0x100));
+            let mut found: *mut c_void = ptr::null_mut();
+            let gone = ptr::without_provenance(before);
+            assert_eq!(cudaGetSymbolAddress((&mut found).into(), gone), 13);
+            assert_eq!(cudaGetSymbolAddress((&mut found).into(), place.read()), 0);
+            // Without another reset they stay.
+            fake.with(|state| state.managed_moves = 0x200);
+            assert_eq!((cudaSetDevice(0), placed()), (0, before + 0x100));
+        }
+        __cudaUnregisterFatBinary(handle);
+    }
+
+    #[test]
+    fn a_stub_of_two_binaries_stays_when_either_is_unregistered() {
+        let _fake = Fake::new();
+        for first_goes in [false, true] {
+            let (first, second) = (binary(), binary());
+            let function = kernel_of(first, c"known");
+            register(second, function, c"known");
+            let variable = stub();
+            for handle in [first, second] {
+                let host = variable.cast_mut().cast();
+                __cudaRegisterVar(handle, host, ptr::null_mut(), c"variable".as_ptr(), 0, 16, 0, 0);
+            }
+            assert_eq!(launch(function), 0);
+            let mut found: *mut c_void = ptr::null_mut();
+            let (gone, left) = if first_goes { (first, second) } else { (second, first) };
+            __cudaUnregisterFatBinary(gone);
+            assert_eq!(launch(function), 0);
+            // SAFETY: the output is a live local variable.
+            assert_eq!(unsafe { cudaGetSymbolAddress((&mut found).into(), variable) }, 0);
+            __cudaUnregisterFatBinary(left);
+            assert_eq!(launch(function), 400);
+            // SAFETY: the output is a live local variable.
+            assert_eq!(unsafe { cudaGetSymbolAddress((&mut found).into(), variable) }, 13);
+        }
     }
 
     #[test]

@@ -507,14 +507,13 @@ impl GpuModules for Cuda {
     }
 }
 
-/// Attributes that are passed on unchanged because their values contain no handle. (An access policy's window
-/// is an address on this session's device, and only a hint.)
+/// The attributes that [`PASSED_ON`](protocol::ops::launch::PASSED_ON) lists, in the driver's form. (An access
+/// policy's window is an address on this session's device, and only a hint.)
 fn known(id: u32) -> Option<CUlaunchAttributeID> {
     Some(match id {
         0 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
         1 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW,
         2 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
-        3 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY,
         4 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
         5 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
         6 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -568,6 +567,13 @@ fn config(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_launch_attributes_of_the_protocol_are_those_passed_on() {
+        for id in 0..64 {
+            assert_eq!(known(id).map(|id| id as u32), PASSED_ON.contains(&id).then_some(id), "{id}");
+        }
+    }
 
     #[test]
     fn options_that_point_to_memory_or_count_what_others_point_to_are_refused() {

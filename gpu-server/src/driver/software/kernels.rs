@@ -203,10 +203,9 @@ fn asked(attributes: &[LaunchAttribute]) -> Result<Asked> {
             2 => asked.cooperative = word(0) != 0,
             // CLUSTER_DIMENSION
             4 => asked.cluster = Some([0, 1, 2].map(word)),
-            // IGNORE, and hints: access policy, synchronization policy, cluster scheduling, programmatic
-            // serialization, priority, memory synchronization domains, preferred cluster, shared memory
+            // IGNORE, and hints: access policy, cluster scheduling, programmatic serialization, priority, memory synchronization domains, preferred cluster, shared memory
             // carveout.
-            0 | 1 | 3 | 5 | 6 | 8 | 9 | 10 | 11 | 14 => {}
+            0 | 1 | 5 | 6 | 8 | 9 | 10 | 11 | 14 => {}
             _ => return Err(Status::NOT_SUPPORTED),
         }
     }
@@ -510,6 +509,14 @@ mod tests {
         let function = gpu.link_module(&[PTX]).unwrap().function("aligned").unwrap();
         let places = places.map(|(offset, size)| Param { offset, size }).to_vec();
         LoadedFunction { places: Some(places), ..LoadedFunction::new(function, 16, 0) }
+    }
+
+    #[test]
+    fn the_launch_attributes_of_the_protocol_are_those_taken() {
+        for id in 0..64 {
+            let taken = asked(&[LaunchAttribute { id, value: [0; 64] }]).is_ok();
+            assert_eq!(taken, PASSED_ON.contains(&id), "{id}");
+        }
     }
 
     #[test]

@@ -113,6 +113,25 @@ impl Fake {
 }
 
 #[test]
+fn a_function_gets_more_shared_memory_while_another_change_of_it_is_held() {
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    let function = FunctionId(7);
+    fake.wait(held, 1);
+    fake.launch(held, function);
+    // The preferred carveout of shared memory.
+    let carveout = fake.push(&FunctionPreset { function, attribute: 9, value: 50 });
+    assert!(!fake.has_executed(carveout));
+    let more = fake.push(&FunctionPreset { function, attribute: MAX_DYNAMIC_SHARED, value: 60_000 });
+    assert!(fake.has_executed(more));
+    let less = fake.push(&FunctionPreset { function, attribute: MAX_DYNAMIC_SHARED, value: 50_000 });
+    let again = fake.push(&FunctionPreset { function, attribute: MAX_DYNAMIC_SHARED, value: 60_000 });
+    fake.signal(1);
+    assert!(fake.executed.ends_with(&[carveout, less, again]));
+    assert!(fake.waits.resizes.is_empty());
+}
+
+#[test]
 fn answers_to_page_faults_are_never_held() {
     let mut fake = Fake::default();
     let stream = fake.stream(100, NON_BLOCKING);

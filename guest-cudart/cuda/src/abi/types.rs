@@ -505,6 +505,6 @@ pub(crate) mod launch_attr {
     pub const PRIORITY: u32 = 8;
     pub const LAUNCH_COMPLETION_EVENT: u32 = 12;
     pub const DEVICE_UPDATABLE_KERNEL_NODE: u32 = 13;
-    /// `CU_LAUNCH_ATTRIBUTE_MAX`.
-    pub const END: u32 = 17;
+    /// A hint about the placement of blocks.
+    pub const NVLINK_UTIL_CENTRIC_SCHEDULING: u32 = 16;
 }

@@ -12,8 +12,8 @@ use crate::process::driver::{self, driver};
 use crate::process::{capture, context, host_calls, ids, stream};
 use crate::streams::event::{self, DISABLE_TIMING, EVENTS, INTERPROCESS};
 use crate::streams::stream_table;
+use client::Status;
 use client::ops::event::{EventDestroy, EventElapsed};
-use client::{Status, lock};
 
 pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
     let event = event::of(handle)?;
@@ -35,8 +35,7 @@ pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32)
         if flags != 0 {
             return recording::add(&capture, &stream, Work::Record(handle));
         }
-        let point = capture.point(stream.unique());
-        *lock(&event.captured) = Some((capture, point));
+        event::record_in(&event, capture, &stream);
         return Ok(());
     }
     if flags != 0 {

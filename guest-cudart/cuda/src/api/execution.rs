@@ -26,7 +26,7 @@ thread_local! {
 
 /// The events that a launch should record: when its blocks have started, or have allowed dependent work to
 /// start. CUDA promises only best effort for both; here they are recorded when the kernel is done, which is
-/// never too early.
+/// never too early. In a capture, what waits for them depends on the whole kernel.
 ///
 /// # Safety
 /// As for [`launch::attributes`].
@@ -135,13 +135,16 @@ api! {
         }
         let (_, context, _lent) = stream_table::ready_on(c.hStream)?;
         let stream = stream_table::any(context, c.hStream, pt)?;
-        if stream.capture().is_some() {
-            return refuse_form!("a captured launch that records an event");
-        }
         let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
         // SAFETY: the program passes what CUDA's manual requires.
         unsafe { launch(function, shape, c.hStream, pt, attributes, params, extra) }?;
-        events.iter().try_for_each(|event| event::record_on(event, stream.clone()))
+        events.iter().try_for_each(|event| match stream.capture() {
+            Some(capture) => {
+                event::record_in(event, capture, &stream);
+                Ok(())
+            }
+            None => event::record_on(event, stream.clone()),
+        })
     }
 
     unsafe fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(

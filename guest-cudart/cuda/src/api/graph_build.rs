@@ -62,7 +62,8 @@ api! {
     }
 
     fn cuGraphDestroy(handle: usize) {
-        if of(handle)?.part {
+        let graph = of(handle)?;
+        if graph.part || graph.is_moved() {
             return Err(Status::INVALID_VALUE);
         }
         GRAPHS.remove(handle).ok_or(Status::INVALID_VALUE)?.clear();
@@ -123,7 +124,7 @@ api! {
     }
 
     fn cuGraphAddChildGraphNode(node: Out<usize>, graph: usize, before: Array<usize>, count: Count, part: usize) {
-        add(node, graph, before, Array::NULL, count, |_, _| node_description::child(part))
+        add(node, graph, before, Array::NULL, count, |_, _| node_description::copied_child(part))
     }
 
     unsafe fn cuGraphAddBatchMemOpNode(

@@ -11,7 +11,7 @@ use crate::abi::types::{
 };
 use crate::graph::instance::{EXECS, Exec, flag, update};
 use crate::graph::node_work::Work;
-use crate::graph::{conditional, node_description, of, work_of};
+use crate::graph::{Graph, conditional, node_description, of, work_of};
 use crate::process::context;
 use crate::process::driver::{Driver, driver};
 use crate::process::stream::Stream;
@@ -30,8 +30,15 @@ fn exec(handle: usize) -> Result<(&'static Driver, Arc<Exec>)> {
     Ok((driver, EXECS.get(handle).ok_or(Status::INVALID_VALUE)?))
 }
 
+/// A graph that is to be instantiated, or compared with an instance. That is not done with a graph that was
+/// moved into another.
+fn whole(handle: usize) -> Result<Arc<Graph>> {
+    let graph = of(handle)?;
+    graph.not_moved().map(|()| graph)
+}
+
 fn instantiate(graph: usize, flags: u64) -> Result<usize> {
-    let graph = of(graph)?;
+    let graph = whole(graph)?;
     if flags & !flag::ALL != 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -75,7 +82,7 @@ fn set(handle: usize, node: usize, work: Result<Work>) -> Result {
 fn apply(handle: usize, graph: usize, info: Out<UpdateResultInfo>) -> Result {
     info.required()?;
     let (driver, exec) = exec(handle)?;
-    let graph = of(graph)?;
+    let graph = whole(graph)?;
     let (result, node, from) = match exec.update(driver, &graph) {
         Ok(()) => (update::SUCCESS, 0, 0),
         Err(why) => why,

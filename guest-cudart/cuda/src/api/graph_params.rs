@@ -6,11 +6,12 @@ use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{
     AttrValue, BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
-    MemAllocNodeParams, MemLocation, MemPoolProps, Memcpy3D, MemsetNodeParams,
+    MemAllocNodeParams, MemLocation, MemPoolProps, Memcpy3D, MemsetNodeParams, launch_attr,
 };
 use crate::graph::node_work::{Kernel, Work};
 use crate::graph::{Graph, node_description, set_work, work_of};
 use crate::process::driver::driver;
+use crate::work::launch;
 use client::Status;
 use client::ops::launch::LaunchAttribute;
 
@@ -33,7 +34,8 @@ fn kernel(handle: usize) -> Result<Arc<Kernel>> {
 }
 
 /// Whether nodes have this `CUlaunchAttributeID`: access policy, cooperative, cluster dimension, cluster
-/// scheduling, priority, the memory synchronization domains, preferred cluster, and shared memory carveout.
+/// scheduling, programmatic serialization, priority, the memory synchronization domains, preferred cluster,
+/// and shared memory carveout.
 fn is_known(attribute: u32) -> bool {
     matches!(attribute, 1 | 2 | 4 | 5 | 6 | 8 | 9 | 10 | 11 | 14)
 }
@@ -81,6 +83,11 @@ api! {
 
     fn cuGraphKernelNodeSetAttribute(node: usize, attribute: u32, value: In<AttrValue>) {
         value.required()?;
+        // NVIDIA's driver takes this hint, too, and does not tell it.
+        if attribute == launch_attr::NVLINK_UTIL_CENTRIC_SCHEDULING {
+            kernel(node)?;
+            return launch::check_nvlink_hint(&value.get()?.0);
+        }
         if !is_known(attribute) {
             return Err(Status::INVALID_VALUE);
         }

@@ -4,7 +4,10 @@ use std::ffi::c_void;
 
 use crate::abi::arguments::{Array, Count, non_null, put};
 use crate::abi::result::Result;
-use crate::memory::{address, device_memory, host_pool, managed, pinned, pinned_regions};
+use crate::memory::virtual_memory::POSIX_FD;
+use crate::memory::{
+    address, device_memory, host_pool, managed, pinned, pinned_regions, pool, virtual_memory,
+};
 use crate::process::driver::{Driver, driver};
 use client::{Status, lock};
 
@@ -31,6 +34,15 @@ fn behind(driver: &Driver, pointer: u64) -> Behind {
         Some((base, size, tag)) => Behind::Host { base, size, tag, pool: 0 },
         None => address::find(driver, pointer).map_or(Behind::Nothing, Behind::Device),
     }
+}
+
+/// The kinds of handle with which an allocation, or its pool if it is of one (not 0), can be exported.
+fn handle_types(pointer: u64, pool: usize) -> u32 {
+    if pool == 0 {
+        return virtual_memory::handle_types(pointer);
+    }
+    let is_shared = pool::of(pool).is_ok_and(|(_, pool)| pool.name.is_some());
+    if is_shared { POSIX_FD } else { 0 }
 }
 
 /// Writes one attribute in its own type. `Ok(false)`: the pointer has no such attribute, and zeros were
@@ -99,7 +111,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
                 Behind::Nothing => 0,
             })?,
             13 => flag(true)?,
-            14 => word(0)?,
+            14 => word(handle_types(pointer, pool).into())?,
             // GPUDirect RDMA and decompression are not supported.
             15 | 21 => flag(false)?,
             16 => number32(3)?,

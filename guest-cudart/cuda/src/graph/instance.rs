@@ -259,7 +259,13 @@ impl State {
         for node in &nodes {
             if let Work::Alloc(made) = &node.work {
                 frees.retain(|address| *address != made.address);
-                memory.push((made.clone(), !made.is_freed_in_graph()));
+                // Memory of a child graph may also be freed in a graph around it.
+                let frees_it = |other: &Flat| {
+                    other.graph != node.graph
+                        && matches!(other.work, Work::Free(address) if address == made.address)
+                };
+                let is_freed = made.is_freed_in_graph() || nodes.iter().any(frees_it);
+                memory.push((made.clone(), !is_freed));
             }
         }
         State {

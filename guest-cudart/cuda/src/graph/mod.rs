@@ -55,8 +55,10 @@ pub(crate) struct Graph {
     pub unique: u64,
     /// The handle of the graph that it was cloned from.
     pub origin: Option<u64>,
-    /// Whether it belongs to a node of another graph, so that the program cannot destroy it.
+    /// Whether it was made for a node of another graph, so that the program cannot destroy it.
     pub part: bool,
+    /// Whether it was moved into a node of another graph.
+    moved: AtomicBool,
     inner: Mutex<Inner>,
     handle: OnceLock<usize>,
     pub held: Mutex<Vec<Held>>,
@@ -108,6 +110,7 @@ impl Graph {
             unique: unique_id(),
             origin,
             part,
+            moved: AtomicBool::new(false),
             inner: Mutex::new(inner),
             handle: OnceLock::new(),
             held: Mutex::new(held),
@@ -138,6 +141,42 @@ impl Graph {
         Ok(Graph::with_parts(self.context, Some(self.unique), part, inner, held))
     }
 
+    /// Checks that it can be moved into a node of another graph: [`add`](Self::add) moves it.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if it was made for a node, or if the other graph is it or inside of it;
+    /// `NOT_SUPPORTED` if it was moved already or has a conditional node, as in CUDA, or an instance.
+    pub fn may_move_into(self: &Arc<Self>, other: &Arc<Graph>) -> Result {
+        self.not_moved()?;
+        if self.part || self.has(other) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let is_conditional = |work: &Work| matches!(work, Work::Conditional(_));
+        if self.any(&is_conditional) || self.instantiated.load(Ordering::Acquire) {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        Ok(())
+    }
+
+    /// Fails with NVIDIA's error for what cannot be done with a graph that was moved.
+    pub fn not_moved(&self) -> Result {
+        if self.is_moved() { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
+    }
+
+    /// Whether it was moved into a node of another graph, which owns it then. The program keeps its handles.
+    pub fn is_moved(&self) -> bool {
+        self.moved.load(Ordering::Acquire)
+    }
+
+    /// Whether another graph is this one or inside of it.
+    fn has(self: &Arc<Self>, other: &Arc<Graph>) -> bool {
+        Arc::ptr_eq(self, other)
+            || lock(&self.inner)
+                .nodes
+                .values()
+                .any(|node| matches!(&node.work, Work::Child(child) if child.has(other)))
+    }
+
     /// Finds memory for an allocation that will depend on other nodes.
     pub fn allocate(
         &self,
@@ -153,13 +192,17 @@ impl Graph {
     /// Adds a node that depends on others of the graph. Returns its number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, or if another node of the
-    /// graph frees the same memory.
+    /// `INVALID_VALUE` if a dependency is no node of the graph or is there twice, if another node of the
+    /// graph frees the same memory; `NOT_SUPPORTED` for a memory node in a moved graph, or if a child graph
+    /// was moved meanwhile.
     pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
         let mut inner = lock(&self.inner);
         let mut seen = HashSet::new();
         if before.iter().any(|edge| !inner.nodes.contains_key(&edge.from) || !seen.insert(edge.from)) {
             return Err(Status::INVALID_VALUE);
+        }
+        if matches!(work, Work::Alloc(_) | Work::Free(_)) {
+            self.not_moved()?;
         }
         let id = inner.next;
         if let Work::Free(address) = &work {
@@ -168,6 +211,12 @@ impl Graph {
             if !self.allocations.is_freed_by(*address, id).unwrap_or(!of_another) {
                 return Err(Status::INVALID_VALUE);
             }
+        }
+        if let Work::Child(child) = &work
+            && !child.part
+            && child.moved.swap(true, Ordering::AcqRel)
+        {
+            return Err(Status::NOT_SUPPORTED);
         }
         inner.next += 1;
         inner.nodes.insert(id, Node { work, before, handle: OnceLock::new() });

@@ -32,6 +32,26 @@ pub(crate) fn host(p: In<HostNodeParams>) -> Result<Work> {
     Ok(Work::Host(p.function.ok_or(Status::INVALID_VALUE)?, UserData(p.userData)))
 }
 
+/// `CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE`. NVIDIA's driver takes all other values for `…_CLONE`.
+const MOVE: u32 = 1;
+
+/// A child graph of a new node, which has a copy of the graph or takes the graph itself.
+fn new_child(graph: &Arc<Graph>, handle: usize, ownership: u32) -> Result<Work> {
+    if ownership != MOVE {
+        return copied_child(handle);
+    }
+    let moved = of(handle)?;
+    moved.may_move_into(graph)?;
+    Ok(Work::Child(moved))
+}
+
+/// A child graph of a new node, with a copy of a graph.
+pub(crate) fn copied_child(handle: usize) -> Result<Work> {
+    of(handle)?.not_moved()?;
+    child(handle)
+}
+
+/// A child graph with a copy of a graph.
 pub(crate) fn child(handle: usize) -> Result<Work> {
     Ok(Work::Child(Arc::new(of(handle)?.copy(true)?)))
 }
@@ -107,6 +127,8 @@ pub(crate) unsafe fn generic(
             kind::MEM_ALLOC => alloc(graph, before, InOut::from(&mut *body.cast())),
             kind::MEM_FREE => freed(first),
             kind::CONDITIONAL => conditional::described(graph, &mut *body.cast()),
+            // The ownership follows the handle.
+            kind::GRAPH => new_child(graph, first as usize, p.body[1] as u32),
             _ => described(In::from(&p)),
         }
     }?;

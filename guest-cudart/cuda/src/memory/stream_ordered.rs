@@ -82,7 +82,8 @@ pub(crate) fn alloc_managed(
     with_room(driver, context.device, || managed::alloc(driver, context, size, pool))
 }
 
-/// Allocates for a pool memory that no stream has used.
+/// Allocates for a pool memory that no stream has used. The memory belongs to the pool's device, which need
+/// not be that of the stream and its context.
 pub(crate) fn alloc_for_pool(
     driver: &'static Driver,
     context: &'static Context,
@@ -90,10 +91,10 @@ pub(crate) fn alloc_for_pool(
     handle: usize,
     pool: &Pool,
 ) -> Result<u64> {
-    let Some(place) = pool.managed else { return alloc(driver, context, pool.device, size, handle) };
     let home = pool.home(context);
     let device = driver.devices.get(home as usize).ok_or(Status::INVALID_DEVICE)?;
     let context = if context.device == home { context } else { device.primary };
+    let Some(place) = pool.managed else { return alloc(driver, context, home, size, handle) };
     let address = alloc_managed(driver, context, size, handle)?;
     managed_advice::prefer(address, size, place).map(|()| address)
 }

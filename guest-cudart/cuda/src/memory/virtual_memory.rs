@@ -141,6 +141,15 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false, managed: false })
 }
 
+/// The kinds of handle with which the memory mapped at an address can be exported, a mask of
+/// `CUmemAllocationHandleType`.
+pub(crate) fn handle_types(address: u64) -> u32 {
+    let space = read();
+    let mapping = space.mappings.range(..=address).next_back();
+    let found = mapping.filter(|(start, mapping)| address - **start < mapping.size);
+    found.map_or(0, |(_, mapping)| mapping.memory.handle_types)
+}
+
 /// Checks that a range (not 0 bytes) is mapped and that one device may access all of it. Returns what is
 /// mapped at its beginning.
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {

@@ -117,6 +117,13 @@ impl Capture {
     }
 }
 
+impl Drop for Capture {
+    /// Nothing can end it any more.
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
 /// The active captures.
 pub(crate) fn all() -> Vec<Arc<Capture>> {
     if !any() {

@@ -60,13 +60,13 @@ pub(crate) const NOT_HERE: &[usize] = &[
     101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
     104, // HANDLE_TYPE_WIN32_HANDLE_SUPPORTED
     105, // HANDLE_TYPE_WIN32_KMT_HANDLE_SUPPORTED
+    107, // GENERIC_COMPRESSION_SUPPORTED
     110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
     112, // SPARSE_CUDA_ARRAY_SUPPORTED
     114, // TIMELINE_SEMAPHORE_INTEROP_SUPPORTED
     116, // GPU_DIRECT_RDMA_SUPPORTED
     117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
     118, // GPU_DIRECT_RDMA_WRITES_ORDERING
-    119, // GENERIC_COMPRESSION_SUPPORTED
     121, // DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED
     124, // DMA_BUF_SUPPORTED
     128, // HANDLE_TYPE_FABRIC_SUPPORTED
@@ -131,5 +131,18 @@ mod tests {
         complete_attributes(&mut attributes);
         assert_eq!((attributes[10], attributes[89], attributes[147]), (Some(32), Some(0), Some(0)));
         assert_eq!(attributes[0], None);
+    }
+
+    #[test]
+    fn memory_is_not_compressible_here_and_pools_are_shared_by_descriptors_where_memory_is() {
+        // 107: GENERIC_COMPRESSION_SUPPORTED. 119: MEMPOOL_SUPPORTED_HANDLE_TYPES; 9 is a descriptor, or a
+        // handle of a fabric.
+        for (descriptors, handles) in [(1, 1), (0, 0)] {
+            let mut attributes = vec![None; 120];
+            (attributes[107], attributes[119]) = (Some(1), Some(9));
+            attributes[attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR] = Some(descriptors);
+            complete_attributes(&mut attributes);
+            assert_eq!((attributes[107], attributes[119]), (Some(0), Some(handles)));
+        }
     }
 }

@@ -61,6 +61,15 @@ pub(crate) fn refuse(stream: &Stream) -> Result {
     }
 }
 
+/// Called when a stream is destroyed. A capture that began there fails and ends: the program has no other way
+/// to end it. What a stream has added to a capture that it joined stays.
+pub(crate) fn destroyed(stream: &Stream) {
+    if let Some(capture) = stream.capture().filter(|capture| capture.origin == stream.unique()) {
+        capture.spoil();
+        capture.end();
+    }
+}
+
 /// Makes a stream wait for an event that stands for `point`. The stream joins the capture if it is not part
 /// of it.
 pub(crate) fn join(capture: &Arc<Capture>, stream: &Stream, point: &[u64]) -> Result {

@@ -312,6 +312,12 @@ pub(crate) fn record_on(event: &Event, stream: Arc<Stream>) -> Result {
     event.arrive()
 }
 
+/// Records an event on a stream in a capture: it stands for what the stream's next node depends on.
+pub(crate) fn record_in(event: &Event, capture: Arc<Capture>, stream: &Stream) {
+    let point = capture.point(stream.unique());
+    *lock(&event.captured) = Some((capture, point));
+}
+
 pub(crate) fn make(context: &'static Context, flags: u32) -> Result<Event> {
     let id = EventId(ids::EVENTS.take().ok_or(Status::OUT_OF_MEMORY)?);
     context.session().append(&EventCreate { context: context.id, event: id, flags })?;

@@ -249,6 +249,7 @@ pub(crate) fn end_all_of(green: &Arc<Green>) {
         !of_it
     });
     for stream in gone {
+        capture_rules::destroyed(&stream);
         fences::forget(&stream, false);
         if !stream.finished.swap(true, Ordering::AcqRel)
             && stream.session().append(&StreamDestroy { stream: stream.id }).is_ok()
@@ -280,6 +281,7 @@ pub(crate) fn fresh(context: &Context) -> Result<StreamId> {
 
 /// Destroys a stream. The server learns of it when the stream's work is done.
 pub(crate) fn end(stream: Arc<Stream>) {
+    capture_rules::destroyed(&stream);
     if stream.finished.load(Ordering::Acquire) {
         return;
     }
@@ -327,6 +329,7 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
     let legacy = context.legacy();
     fences::forget(legacy, with_server);
     for stream in &gone {
+        capture_rules::destroyed(stream);
         fences::forget(stream, with_server);
     }
     for stream in gone {

@@ -10,7 +10,7 @@ use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
 use crate::process::fences;
 use client::Status;
-use client::ops::launch::LaunchAttribute;
+use client::ops::launch::{LaunchAttribute, PASSED_ON};
 
 /// Cluster size in blocks that every device of the architecture supports.
 const PORTABLE_CLUSTER: u32 = 8;
@@ -141,11 +141,19 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
             launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
                 return refuse_form!("a launch attribute that names a graph node");
             }
-            launch_attr::END.. => return Err(Status::INVALID_VALUE),
-            _ => out.push(LaunchAttribute { id, value: value.0 }),
+            launch_attr::NVLINK_UTIL_CENTRIC_SCHEDULING => check_nvlink_hint(&value.0)?,
+            _ if PASSED_ON.contains(&id) => out.push(LaunchAttribute { id, value: value.0 }),
+            // A launch that the server refuses would only be told by a later call.
+            _ => return Err(Status::INVALID_VALUE),
         }
     }
     Ok(out)
+}
+
+/// Checks the hint about NVLink, which is only that, and is not sent.
+pub(crate) fn check_nvlink_hint(value: &[u8; 64]) -> Result {
+    let hint = value.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+    if hint > 1 { Err(Status::INVALID_VALUE) } else { Ok(()) }
 }
 
 /// A grid must consist of whole clusters, of the size that the function was compiled for, if any. More than
