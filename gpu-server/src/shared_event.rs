@@ -91,6 +91,11 @@ impl SharedEvent {
         Ok(SharedEvent { page: Arc::new(page), file, slot, own: Arc::default() })
     }
 
+    /// Whether this session made the event, rather than opened it.
+    pub fn is_ours(&self) -> bool {
+        self.slot == 0
+    }
+
     /// The descriptor for other sessions.
     pub fn file(&self) -> &OwnedFd {
         &self.file

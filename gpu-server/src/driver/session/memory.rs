@@ -456,11 +456,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     }
 
     fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Reply<EventExportReply> {
-        let broker = self.broker()?;
-        let shared = self.shared_event(op.event)?;
-        let token = broker.share(Shared::Event { slot: 0 }, Some(shared.file()))?;
-        self.note_shared(op.event, token);
-        now(EventExportReply { token })
+        now(EventExportReply { token: self.share_event(op.event)? })
     }
 
     fn event_import(&mut self, cx: &mut Call, op: EventImport) -> Reply<EventImportReply> {
