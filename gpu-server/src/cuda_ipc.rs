@@ -26,7 +26,8 @@ use crate::worker_protocol::{self, FromWorker, Refusal, Reply, Shared, Token};
 /// How long a worker waits for a connection that its daemon makes.
 const CONNECT_WITHIN: Duration = Duration::from_secs(60);
 
-/// Maximum number of objects that one session may share at a time.
+/// Maximum number of objects that one session may share at a time, and of events of others that it may have
+/// opened while they are shared.
 pub const MAX_OF_SESSION: usize = 8192;
 
 type Answered = (Reply, Option<OwnedFd>);
@@ -265,6 +266,11 @@ impl Shares {
     pub fn of(&self, owner: u32) -> impl Iterator<Item = (&Token, &Shared)> {
         let own = self.0.iter().filter(move |(_, share)| share.owner == owner);
         own.map(|(token, share)| (token, &share.what))
+    }
+
+    /// Whether this token names an event.
+    pub fn has_event(&self, token: &Token) -> bool {
+        self.0.get(token).is_some_and(|share| matches!(share.what, Shared::Event { .. }))
     }
 
     /// The sessions that share something.
