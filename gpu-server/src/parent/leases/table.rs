@@ -94,6 +94,11 @@ pub(in crate::parent) fn account(of: &str, id: LeaseId) -> String {
     format!("{of}/{id}")
 }
 
+/// Whose account this is: for that of a lease, the account of its owner's sessions without a lease.
+pub(in crate::parent) fn owner(account: &str) -> &str {
+    account.split_once('/').map_or(account, |(owner, _)| owner)
+}
+
 /// All leases.
 #[derive(Debug, Default)]
 pub(in crate::parent) struct Leases(pub(in crate::parent) BTreeMap<LeaseId, Lease>);
