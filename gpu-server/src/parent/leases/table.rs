@@ -8,6 +8,7 @@ use identity::Secret;
 use serde::{Deserialize, Serialize};
 
 use crate::limits::Limits;
+use crate::parent::trust::Principal;
 
 /// The message for a lease that doesn't exist or belongs to another client, without telling which.
 pub(in crate::parent) const UNKNOWN: &str =
@@ -30,6 +31,9 @@ pub(in crate::parent) struct Lease {
     pub(in crate::parent) key: [u8; 32],
     /// Its principal.
     pub(in crate::parent) principal: String,
+    /// The same as it last proved to be that principal, when it took or renewed the lease. `None`: not known.
+    #[serde(default)]
+    pub(in crate::parent) holder: Option<Principal>,
     /// The account of that principal's sessions without a lease: its own name, or its group's.
     pub(in crate::parent) account: String,
     pub(in crate::parent) name: String,
