@@ -105,6 +105,7 @@ impl State {
             exclusive,
             memory,
             weight: if wish.weight > 0 { wish.weight } else { limits.weight },
+            client_weight: limits.weight,
             lasts: Duration::from_secs(wish.seconds),
             granted: now,
             renewed: now,

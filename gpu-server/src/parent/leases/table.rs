@@ -42,6 +42,10 @@ pub(in crate::parent) struct Lease {
     /// Limit in bytes on each device; 0: none.
     pub(in crate::parent) memory: u64,
     pub(in crate::parent) weight: u32,
+    /// The weight that all leases of the client share on a device. 0: not known, as an earlier version did
+    /// not keep it.
+    #[serde(default)]
+    pub(in crate::parent) client_weight: u32,
     /// How long it lasts after it was granted or last renewed.
     pub(in crate::parent) lasts: Duration,
     #[serde(with = "past")]
