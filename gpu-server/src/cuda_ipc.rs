@@ -26,7 +26,8 @@ use crate::worker_protocol::{self, FromWorker, Refusal, Reply, Shared, Token};
 /// How long a worker waits for a connection that its daemon makes.
 const CONNECT_WITHIN: Duration = Duration::from_secs(60);
 
-/// Maximum number of objects that one session may share at a time.
+/// Maximum number of objects that one session may share at a time, and of events of others that it may have
+/// opened while they are shared.
 pub const MAX_OF_SESSION: usize = 8192;
 
 type Answered = (Reply, Option<OwnedFd>);
@@ -241,7 +242,13 @@ impl Shares {
 
     /// An object of the previous daemon.
     pub fn restore(&mut self, token: Token, owner: u32, origin: String, what: Shared, fd: OwnedFd) {
-        let share = Share { owner, origin, what, fd: Some(Arc::new(fd)), slots: vec![owner] };
+        let mut slots = vec![owner];
+        if let Shared::Event { .. } = what {
+            // Sessions that have ended had slots, too. These are settled, so that whoever got one would seem
+            // to have finished everything. Slots of sessions that go on are noted by `restore_slot`.
+            slots.resize(shared_event::used(&fd).unwrap_or_default().max(1), 0);
+        }
+        let share = Share { owner, origin, what, fd: Some(Arc::new(fd)), slots };
         self.0.insert(token, share);
     }
 
@@ -259,6 +266,11 @@ impl Shares {
     pub fn of(&self, owner: u32) -> impl Iterator<Item = (&Token, &Shared)> {
         let own = self.0.iter().filter(move |(_, share)| share.owner == owner);
         own.map(|(token, share)| (token, &share.what))
+    }
+
+    /// Whether this token names an event.
+    pub fn has_event(&self, token: &Token) -> bool {
+        self.0.get(token).is_some_and(|share| matches!(share.what, Shared::Event { .. }))
     }
 
     /// The sessions that share something.
@@ -393,6 +405,28 @@ mod tests {
         shares.remove_all_of(7);
         assert!(moment.has_come());
         drop((of_eighth, of_seventh));
+    }
+
+    #[test]
+    fn the_slot_of_a_session_that_ended_under_an_earlier_daemon_is_not_given_again() {
+        let event = SharedEvent::new().unwrap();
+        let file = || event.file().try_clone().unwrap();
+        let what = Shared::Event { slot: 0 };
+        let mut shares = Shares::default();
+        let token = shares.add(7, "a".into(), what.clone(), Some(file())).unwrap().unwrap();
+        assert!(shares.open(&token, 8, "a").is_ok_and(|(opened, ..)| opened == Shared::Event { slot: 1 }));
+        shares.remove_all_of(8);
+        // The next daemon knows only of sessions that go on.
+        let mut shares = Shares::default();
+        shares.restore(token, 7, "a".into(), what, file());
+        let Ok((Shared::Event { slot }, Some(opened), false)) = shares.open(&token, 9, "a") else {
+            panic!("not another session's event");
+        };
+        let ninth = SharedEvent::open(opened.try_clone().unwrap(), slot).unwrap();
+        let running = ninth.record();
+        assert!(!event.last().unwrap().has_come(), "slot {slot} was settled");
+        drop(running);
+        assert!(event.last().unwrap().has_come());
     }
 
     #[test]

@@ -51,6 +51,13 @@ pub fn settle(event: &OwnedFd, slot: u16) -> io::Result<()> {
     Ok(())
 }
 
+/// How many of an event's slots, from the first one on, have been in use, as far as the sessions have written
+/// to them. Another daemon may have given them, and knows of sessions that have ended since.
+pub fn used(event: &OwnedFd) -> io::Result<usize> {
+    let page = Page::<Records>::adopt(event)?;
+    Ok(page.done.iter().rposition(|done| done.load(Ordering::Relaxed) != 0).map_or(0, |last| last + 1))
+}
+
 /// Checks that a descriptor sent by a worker is an event's.
 pub fn check(event: &OwnedFd) -> io::Result<()> {
     Page::<Records>::adopt(event).map(drop)
@@ -89,6 +96,11 @@ impl SharedEvent {
     pub fn open(file: OwnedFd, slot: u16) -> io::Result<SharedEvent> {
         let page = Page::adopt(&file)?;
         Ok(SharedEvent { page: Arc::new(page), file, slot, own: Arc::default() })
+    }
+
+    /// Whether this session made the event, rather than opened it.
+    pub fn is_ours(&self) -> bool {
+        self.slot == 0
     }
 
     /// The descriptor for other sessions.

@@ -7,7 +7,11 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use host_bridge::ask::{Answer, Question, Wish};
+use host_bridge::bridge::ask;
+use host_bridge::framing::with_causes;
 use nix::sys::signal::Signal;
+use serde_json::Value;
 use support::machine::*;
 use support::*;
 use test_kit::authority::{Authority, Issued, Use};
@@ -40,6 +44,32 @@ impl Site {
     fn machine(&self, name: &str) -> (Machine, Issued) {
         let issued = self.authority.issue(name, Use::Client);
         (machine(&issued, &self.authority), issued)
+    }
+
+    /// Takes a lease, or renews the one with this key. Returns its key.
+    fn lease(&self, machine: &Machine, key: Option<&str>) -> String {
+        let wish = Wish { gpus: 1, seconds: 600, ..Wish::default() };
+        let question = match key {
+            Some(key) => Question::Renew { key: key.to_owned() },
+            None => Question::Lease(wish),
+        };
+        let (address, security) = (address(self.server.port), machine.config(self.server.port).security);
+        match ask(&address, security, &question).map_err(|e| with_causes(&e)).unwrap() {
+            Answer::Lease { key, .. } => key,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Who has leases.
+    fn owners(&self) -> Vec<Value> {
+        let status = self.server.status();
+        status["leases"].as_array().unwrap().iter().map(|lease| lease["principal"].clone()).collect()
+    }
+
+    /// Revokes these certificates, and no others.
+    fn revoke(&self, all: &[&Issued]) {
+        std::fs::write(self.identity.join("revoked.pem"), self.authority.revoked(all)).unwrap();
+        self.reload();
     }
 
     /// Makes the server read its files again.
@@ -126,4 +156,22 @@ fn a_revoked_certificate_ends_its_sessions_and_no_others() {
     let why = lost.try_connect(site.server.port).err().unwrap();
     assert!(why.contains("it was revoked"), "{why}");
     works(&mut kept.try_connect(site.server.port).unwrap());
+}
+
+#[test]
+fn a_revoked_certificate_ends_its_leases_unless_they_were_renewed_with_another_one() {
+    let site = Site::new();
+    let ((kept, first), (lost, certificate)) = (site.machine("kept.example"), site.machine("lost.example"));
+    until("a worker is ready", || site.server.number("workers_ready") > 0);
+    let key = site.lease(&kept, None);
+    site.lease(&lost, None);
+    assert_eq!(site.owners().len(), 2);
+    site.revoke(&[&certificate]);
+    assert_eq!(site.owners(), ["cert:kept.example"]);
+    until("the log says why", || site.server.log().contains("does not count any more: it was revoked"));
+    // Its owner has a new certificate.
+    site.authority.issue("kept.example", Use::Client).put(kept.folder.path());
+    site.lease(&kept, Some(&key));
+    site.revoke(&[&certificate, &first]);
+    assert_eq!(site.owners(), ["cert:kept.example"]);
 }

@@ -91,7 +91,7 @@ fn a_session_whose_device_fails_gets_cudas_error_and_no_other_session_does() {
 fn what_a_program_has_done_wrong_is_not_the_devices_fault() {
     let rig = Rig::start(&[]);
     let mut session = LocalBridge::connect(&rig.server.socket());
-    for event in ["0 xid 13", "0 xid 31", "7 xid 79", "nonsense"] {
+    for event in ["0 xid 13", "0 xid 31", "0 xid 137", "7 xid 79", "nonsense"] {
         rig.happens(event);
     }
     rig.happens("0 hot");

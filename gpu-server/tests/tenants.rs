@@ -488,6 +488,34 @@ fn a_kernel_that_runs_for_too_long_is_ended_with_its_session_and_its_neighbors_g
 }
 
 #[test]
+fn a_session_that_is_lost_during_a_driver_call_is_in_the_audit_log_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let audit = folder.path().join("audit");
+    let server = Server::start(&[
+        "--kernel-seconds=1",
+        "--software-imitate=waiting-calls",
+        &format!("--audit-log={}", audit.display()),
+    ]);
+    let mut s = LocalBridge::connect(&server.socket());
+    run_endlessly(&mut s);
+    // It waits for the kernel, and the worker's dispatcher with it.
+    s.send(1, &MemGrow { device: 0, address: window(0), size: 2 << 20 });
+    until("the session is lost", || s.lost().is_some());
+    until("its worker has ended", || server.sessions() == 0);
+    let ended = || {
+        let text = std::fs::read_to_string(&audit).unwrap_or_default();
+        let events = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        events.filter(|event| event["event"] == "ended").collect::<Vec<_>>()
+    };
+    until("its end is written", || !ended().is_empty());
+    let ended = &ended()[0];
+    assert!(
+        ended["lost"] == true && ended["reason"].as_str().unwrap().contains("--kernel-seconds"),
+        "{ended}"
+    );
+}
+
+#[test]
 fn without_a_limit_a_kernel_runs_as_long_as_it_likes() {
     let server = Server::start(&[]);
     let mut s = LocalBridge::connect(&server.socket());

@@ -41,9 +41,9 @@ pub enum Verdict {
 }
 
 /// Xids caused by programs, or that concern only one program. In order: illegal instructions and addresses, a
-/// program's end, video, a class error, a context switch that took too long, a contained memory error (CUDA
-/// tells the program).
-const OF_PROGRAMS: [u64; 9] = [13, 31, 32, 43, 45, 68, 69, 94, 109];
+/// program's end, video, a class error, a contained memory error (CUDA tells the program), a context switch
+/// that took too long, an access over NVLink that is not allowed.
+const OF_PROGRAMS: [u64; 10] = [13, 31, 32, 43, 45, 68, 69, 94, 109, 137];
 /// Xids for memory errors that were corrected or whose memory was retired.
 const DEALT_WITH: [u64; 3] = [63, 92, 172];
 const FALLEN_OFF_THE_BUS: u64 = 79;
@@ -146,6 +146,7 @@ mod tests {
         for number in OF_PROGRAMS.into_iter().chain(DEALT_WITH) {
             assert_eq!(Event::Xid(number).verdict(), Verdict::Note, "{number}");
         }
+        assert_eq!(Event::Xid(137).verdict(), Verdict::Note, "an access over NVLink to another GPU's memory");
         // Unknown numbers are taken seriously.
         for number in [48, 64, 74, 119, 140, 999, 12345] {
             assert_eq!(Event::Xid(number).verdict(), Verdict::Fail { error: None }, "{number}");

@@ -28,8 +28,8 @@ pub struct Event<E> {
     /// `CUevent_flags`.
     pub flags: u32,
     pub native: E,
-    /// The tokens under which it is shared.
-    pub tokens: Vec<Token>,
+    /// The token under which it is shared.
+    pub token: Option<Token>,
     /// For an interprocess event: the state that sessions share.
     pub shared: Option<SharedEvent>,
 }

@@ -9,16 +9,22 @@ pub(super) mod account;
 use std::sync::atomic::Ordering;
 
 use self::account::Account;
+use super::leases::table::owner;
 use super::state::State;
 use crate::limits::{MOST_DEVICES, Resource};
 use crate::worker_protocol::{Refusal, Reply};
 
 impl State {
-    /// Bytes of a resource that a principal's sessions hold together. Saturates, so that a nonexistent
-    /// resource is never free.
+    /// Bytes of a resource that a principal's sessions hold together. A lease has its own limit of device
+    /// memory, but page-locked memory is its owner's. Saturates, so that a nonexistent resource is never
+    /// free.
     fn total(&self, principal: &str, resource: Resource) -> u64 {
-        let of_principal = self.sessions.values().filter(|session| session.limits.principal == principal);
-        of_principal.fold(0, |sum: u64, session| {
+        let counts = |other: &str| match resource {
+            Resource::Device(_) => other == principal,
+            Resource::Pinned => owner(other) == owner(principal),
+        };
+        let counted = self.sessions.values().filter(|session| counts(&session.limits.principal));
+        counted.fold(0, |sum: u64, session| {
             let implicit = match resource {
                 Resource::Device(number) => session.account.implicit(number as usize),
                 Resource::Pinned => 0,
@@ -124,6 +130,20 @@ mod tests {
         state.publish("a");
         assert_eq!(told(&state, 2), 40);
         assert!(granted(&state.charge(2, 1, DEVICE, 60)));
+    }
+
+    #[test]
+    fn sessions_under_all_leases_of_a_client_share_its_page_locked_memory() {
+        let mut state =
+            state(&[(1, "a/00000001", 100), (2, "a/00000002", 100), (3, "a", 100), (4, "b", 100)]);
+        assert!(granted(&state.charge(1, 1, Resource::Pinned, 60)));
+        for worker in [2, 3] {
+            assert!(!granted(&state.charge(worker, 1, Resource::Pinned, 41)));
+            assert!(granted(&state.charge(worker, 2, Resource::Pinned, 20)));
+        }
+        assert!(granted(&state.charge(4, 1, Resource::Pinned, 100)), "another client");
+        // Memory of the devices is limited for each lease.
+        assert!(granted(&state.charge(1, 2, DEVICE, 100)) && granted(&state.charge(2, 3, DEVICE, 100)));
     }
 
     #[test]

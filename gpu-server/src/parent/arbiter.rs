@@ -14,6 +14,7 @@
 //! - A principal's sessions have their turn together, on all devices that they use. Devices used by the same
 //!   principals form a group, so that the ranks of a program on several GPUs never wait for each other's
 //!   turns.
+//! - Principals of one client's leases that use the same devices share the client's weight.
 //! - Time is charged while a principal has its turn, until its work is finished. Work that outlasts its turn
 //!   runs next to the next principal's, and each is charged an equal share of that time. So an endless kernel
 //!   gets its principal no further turns, and no more of the device than its share.
@@ -29,6 +30,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use super::leases::table::owner;
 use crate::limits::Limits;
 
 /// Length of a turn in ns of charged time; work that was started may last longer.
@@ -70,6 +72,8 @@ pub(super) struct View<'a> {
     pub(super) worker: u32,
     pub(super) principal: &'a str,
     pub(super) weight: u32,
+    /// The weight of its client, for the principals of all its leases together.
+    pub(super) client_weight: u32,
     pub(super) priority: i32,
     /// Its devices, as bits by their numbers.
     pub(super) devices: u64,
@@ -165,6 +169,7 @@ pub(super) struct Arbiter {
 struct Together {
     devices: u64,
     weight: u32,
+    client_weight: u32,
     priority: i32,
     works: bool,
     /// Whether any enqueued work is unfinished.
@@ -256,6 +261,7 @@ impl Arbiter {
             let together = all.entry(view.principal).or_default();
             together.devices |= view.devices;
             together.weight = view.weight.max(1);
+            together.client_weight = view.client_weight.max(1);
             together.priority = view.priority;
             together.works |= view.waits || view.unfinished || view.issued != seen.issued;
             together.unfinished |= view.unfinished;
@@ -274,7 +280,7 @@ impl Arbiter {
     fn charge(&mut self, passed: u64, all: &BTreeMap<&str, Together>) {
         if self.clock == Clock::Reported {
             for (name, together) in all {
-                self.add(name, together, together.reported);
+                self.add(name, all, together.reported);
             }
             return;
         }
@@ -282,7 +288,7 @@ impl Arbiter {
         for name in &running {
             let beside = |other: &&&str| all[**other].devices & all[*name].devices != 0;
             let part = passed / running.iter().filter(beside).count() as u64;
-            self.add(name, &all[name], part);
+            self.add(name, all, part);
         }
     }
 
@@ -314,11 +320,25 @@ impl Arbiter {
         }
     }
 
+    /// A principal's weight. Those of a client's leases that have work for the same devices share the
+    /// client's weight, so that leases give a client no more time than it has without them.
+    fn weight(&self, name: &str, all: &BTreeMap<&str, Together>) -> f64 {
+        let own = &all[name];
+        let counts = |other: &&str| {
+            owner(other) == owner(name)
+                && all[*other].devices & own.devices != 0
+                && (*other == name || self.parts.get(*other).is_some_and(|part| part.active))
+        };
+        let sum: f64 = all.keys().copied().filter(counts).map(|other| f64::from(all[other].weight)).sum();
+        f64::from(own.weight) * (f64::from(own.client_weight) / sum).min(1.0)
+    }
+
     /// Charges time in ns to a principal.
-    fn add(&mut self, name: &str, together: &Together, time: u64) {
+    fn add(&mut self, name: &str, all: &BTreeMap<&str, Together>, time: u64) {
+        let weight = self.weight(name, all);
         let part = self.parts.entry(name.to_owned()).or_default();
         part.charged = part.charged.saturating_add(time);
-        part.weighted += time as f64 * f64::from(Limits::WEIGHT) / f64::from(together.weight);
+        part.weighted += time as f64 * f64::from(Limits::WEIGHT) / weight;
         if let Some(turn) = self.turns.iter_mut().find(|turn| turn.holder == name) {
             turn.used = turn.used.saturating_add(time);
         }

@@ -82,9 +82,9 @@ fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answ
         Question::Lease(wish) => {
             let readings = server.gpus.fresh(FIGURES_WITHIN);
             let gpus = known(server, &server.lock(), &readings);
-            leases::take(server, &gpus, &grant, &who.name, &wish)
+            leases::take(server, &gpus, &grant, who, &wish)
         }
-        Question::Renew { key: text } => leases::renew(server, &who.name, &key(&text)?),
+        Question::Renew { key: text } => leases::renew(server, who, &key(&text)?),
         Question::Release { key: text } => leases::release(server, &who.name, &key(&text)?),
     }
 }

@@ -22,6 +22,7 @@ use super::control::Refused;
 use super::placement::NoDevice;
 use super::refusals::Reason;
 use super::state::{Server, State};
+use super::trust::Principal;
 use super::{ends, queue};
 use crate::cuda_ipc::random_token;
 use crate::limits::Limits;
@@ -46,7 +47,7 @@ impl State {
         &mut self,
         gpus: &[Known],
         grant: &Grant,
-        principal: &str,
+        who: &Principal,
         wish: &Wish,
         (id, key): (LeaseId, Secret),
         now: Instant,
@@ -96,13 +97,15 @@ impl State {
         let lease = Lease {
             id,
             key: key.0,
-            principal: principal.to_owned(),
+            principal: who.name.clone(),
+            holder: Some(who.clone()),
             account: limits.principal.clone(),
             name: wish.name.clone(),
             devices,
             exclusive,
             memory,
             weight: if wish.weight > 0 { wish.weight } else { limits.weight },
+            client_weight: limits.weight,
             lasts: Duration::from_secs(wish.seconds),
             granted: now,
             renewed: now,
@@ -226,7 +229,7 @@ pub(super) fn take(
     server: &Server,
     gpus: &[Known],
     grant: &Grant,
-    principal: &str,
+    who: &Principal,
     wish: &Wish,
 ) -> Result<ask::Answer, Refused> {
     let failed = |e| Refused(Reason::Failed, format!("cannot read random numbers: {e}"));
@@ -237,22 +240,25 @@ pub(super) fn take(
     if state.stopped() {
         return Err(Refused(Reason::Draining, "the server is shutting down".into()));
     }
-    let lease = state.lease(gpus, grant, principal, wish, (id, key), Instant::now())?.clone();
+    let lease = state.lease(gpus, grant, who, wish, (id, key), Instant::now())?.clone();
     state.save_daemon(&server.succession, true);
     server.audit.leased(&lease);
     let row = state.row(&lease, Instant::now());
     drop(state);
+    let principal = &who.name;
     tracing::info!(lease = row.id, principal, devices = ?row.devices, exclusive = row.exclusive, "lease granted");
     server.changed.notify_all();
     Ok(ask::Answer::Lease { lease: row, key: key.to_text() })
 }
 
 /// Restarts a lease's time.
-pub(super) fn renew(server: &Server, principal: &str, key: &Secret) -> Result<ask::Answer, Refused> {
+pub(super) fn renew(server: &Server, who: &Principal, key: &Secret) -> Result<ask::Answer, Refused> {
     let mut state = server.lock();
-    let id = known(&state, principal, key)?;
+    let id = known(&state, &who.name, key)?;
     if let Some(lease) = state.leases.0.get_mut(&id) {
         lease.renewed = Instant::now();
+        // It may have another certificate by now.
+        lease.holder = Some(who.clone());
     }
     state.save_daemon(&server.succession, true);
     let lease = state.leases.0.get(&id).map(|lease| state.row(lease, Instant::now()));
@@ -294,6 +300,18 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
     // Others may be waiting for its devices.
     Kind::ALL.into_iter().for_each(|kind| queue::serve(server, kind));
     ended
+}
+
+/// Ends the leases of clients that may no longer use the server, and their sessions. Returns the number of
+/// sessions.
+pub(super) fn end_unwelcome(server: &Server) -> usize {
+    end(server, |lease| {
+        let why = match &lease.holder {
+            Some(holder) => server.unwelcome(holder),
+            None => server.not_allowed(&lease.principal),
+        };
+        why.map(|why| format!("ended: {why}"))
+    })
 }
 
 /// Starts the thread that ends expired leases.
@@ -347,7 +365,7 @@ mod tests {
 
     fn ask_by(state: &mut State, grant: &Grant, wish: &Wish, number: u32) -> Result<Lease, (Reason, String)> {
         let named = (LeaseId(number), Secret([number as u8; 32]));
-        let owner = grant.limits.principal.clone();
+        let owner = Principal::named(&grant.limits.principal);
         let lease = state.lease(&gpus(), grant, &owner, wish, named, Instant::now());
         lease.cloned().map_err(|Refused(reason, why)| (reason, why))
     }

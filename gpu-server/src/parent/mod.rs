@@ -109,7 +109,7 @@ fn reload(server: &Server) {
     }
     let (groups, clients) = server.policy().counts();
     let ended = ends::end_sessions(server, |principal, _| server.unwelcome(principal))
-        + leases::end(server, |lease| server.not_allowed(&lease.principal));
+        + leases::end_unwelcome(server);
     tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
     server.succession.store.ready();
 }

@@ -32,7 +32,7 @@ use protocol::link::Welcome;
 use self::parked::Parked;
 use super::accounts::account::Account;
 use super::control::{Control, Refused, welcome};
-use super::leases::table::UNKNOWN;
+use super::leases::table::{UNKNOWN, owner};
 use super::placement::NoDevice;
 use super::refusals::Reason;
 use super::session::{Leaving, Presence, Session};
@@ -84,7 +84,7 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
         }
         // Checked last: a client that is refused for another reason has begun no session.
         if let Some((most, rule)) = &parked.rules.sessions_per_minute
-            && !state.paces.take(&parked.limits.principal, *most, Instant::now())
+            && !state.paces.take(owner(&parked.limits.principal), *most, Instant::now())
         {
             let reason = format!(
                 "this client has begun {most} sessions within a minute, which is its maximum ({rule})"
@@ -611,6 +611,22 @@ pub(super) mod tests {
         join(30, "new").unwrap();
         join(12, "few").unwrap();
         assert_eq!(order(), [30, 1, 11, 2, 12, 3, 4]);
+    }
+
+    #[test]
+    fn sessions_under_all_leases_of_a_client_count_for_its_pace() {
+        let server = server(&[]);
+        let begin = |principal: &str| {
+            let limits = Limits { principal: principal.into(), ..Limits::default() };
+            let mut rules = Parked::fake().rules;
+            rules.sessions_per_minute = Some((1, "sessions_per_minute".into()));
+            join(&server, Kind::Gpu, Parked { limits, rules, ..Parked::fake() }).map_err(|r| r.0)
+        };
+        assert_eq!(begin("a/00000001"), Ok(()));
+        for lease in ["a/00000002", "a"] {
+            assert_eq!(begin(lease), Err(Reason::Pace), "{lease}");
+        }
+        assert_eq!(begin("b"), Ok(()));
     }
 
     #[test]

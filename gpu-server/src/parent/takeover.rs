@@ -138,7 +138,7 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
     }
     // The rules may have changed meanwhile.
     ends::end_sessions(server, |principal, _| server.unwelcome(principal));
-    leases::end(server, |lease| server.not_allowed(&lease.principal));
+    leases::end_unwelcome(server);
 }
 
 /// A worker taken over with its session, whose messages nobody receives yet.

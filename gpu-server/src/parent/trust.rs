@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::Serve;
 
 /// A verified client. None of this comes from the client's own claims.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "SavedPrincipal", into = "SavedPrincipal")]
 pub(super) struct Principal {
     /// The name: that of a client that joined; `uid:N` for a user of this machine; `insecure:ADDRESS` without
     /// TLS.
@@ -40,6 +41,18 @@ impl SavedPrincipal {
     pub(super) fn restore(self) -> Principal {
         let certificates = self.certificates.map(|all| all.into_iter().map(CertificateDer::from).collect());
         Principal { name: self.name, key: self.key, certificates }
+    }
+}
+
+impl From<SavedPrincipal> for Principal {
+    fn from(saved: SavedPrincipal) -> Principal {
+        saved.restore()
+    }
+}
+
+impl From<Principal> for SavedPrincipal {
+    fn from(principal: Principal) -> SavedPrincipal {
+        principal.save()
     }
 }
 
@@ -70,7 +83,12 @@ impl Principal {
 
     #[cfg(test)]
     pub(super) fn test() -> Principal {
-        Principal { name: "uid:0".into(), key: None, certificates: None }
+        Principal::named("uid:0")
+    }
+
+    #[cfg(test)]
+    pub(super) fn named(name: &str) -> Principal {
+        Principal { name: name.to_owned(), key: None, certificates: None }
     }
 }
 

@@ -60,6 +60,14 @@ fn run(server: &Server) {
     }
 }
 
+impl State {
+    /// The weight of a session's client for all its leases together.
+    fn client_weight(&self, session: &Session) -> u32 {
+        let lease = session.lease.and_then(|lease| self.leases.0.get(&lease));
+        lease.map_or(0, |lease| lease.client_weight).max(session.limits.weight)
+    }
+}
+
 /// One step: reads all meters once, and sets all gates.
 fn step(state: &mut State, arbiter: &mut Arbiter, now: u64) {
     let takes_part = |session: &Session| session.kind == Kind::Gpu && session.begun && !session.ended;
@@ -73,6 +81,7 @@ fn step(state: &mut State, arbiter: &mut Arbiter, now: u64) {
                 worker: *worker,
                 principal: &session.limits.principal,
                 weight: session.limits.weight,
+                client_weight: state.client_weight(session),
                 priority: session.limits.priority,
                 devices: session
                     .devices

@@ -18,8 +18,8 @@ use super::state::{Server, State};
 use super::takeover::kept;
 use super::workers::{Stage, Worker};
 use super::{direct, queue};
-use crate::cuda_ipc::origin;
-use crate::worker_protocol::{self, FromWorker, Kind, Refusal, Reply, Shared, Token};
+use crate::cuda_ipc::{MAX_OF_SESSION, origin};
+use crate::worker_protocol::{self, Counters, FromWorker, Kind, Refusal, Reply, Shared, Token};
 
 /// Starts the thread that receives a worker's messages until it ends.
 pub(super) fn start_watching(
@@ -196,36 +196,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                     state.save(pid);
                 }
             }
-            FromWorker::Ended { lost, counters } => {
-                let mut first = false;
-                if let Some(token) = state.sessions.get(&pid).map(|session| session.token) {
-                    let why = lost.as_deref().unwrap_or("the session has ended");
-                    state.remember_end(token, why.to_owned());
-                }
-                if let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) {
-                    (session.ended, session.lost) = (true, lost.is_some());
-                    if !counters.is_before(&session.counters) {
-                        session.counters = counters;
-                    }
-                    first = true;
-                    let (client, program) = (&session.client, &session.program);
-                    match &lost {
-                        None => tracing::info!(
-                            worker = pid,
-                            client,
-                            program,
-                            commands = counters.commands,
-                            "session ends"
-                        ),
-                        Some(why) => tracing::warn!(worker = pid, client, program, "session lost: {why}"),
-                    }
-                }
-                if first {
-                    state.note_end_of(pid, lost.as_deref());
-                }
-                state.sessions_lost += u64::from(first && lost.is_some());
-                state.save(pid);
-            }
+            FromWorker::Ended { lost, counters } => ended(&mut state, pid, lost.as_deref(), counters),
         }
         // Only this thread reads the worker's socket, so this consumes the message just handled.
         let _ = worker_protocol::consume(worker.socket().as_fd());
@@ -399,8 +370,21 @@ fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<
     }
 }
 
+/// After so many openings, a session's list of opened events loses those that are no longer shared.
+const TIDIED: usize = 64;
+
 fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>) {
     let Some(origin) = origin_of(state, pid) else { return (Reply::Refused(Refusal::Unknown), None) };
+    let State { sessions, shares, .. } = state;
+    if let Some(session) = sessions.get_mut(&pid).filter(|_| shares.has_event(token)) {
+        // Nobody gets a slot of an event that is no longer shared.
+        if session.opened.len().is_multiple_of(TIDIED) {
+            session.opened.retain(|(token, _)| shares.has_event(token));
+        }
+        if session.opened.len() >= MAX_OF_SESSION {
+            return (Reply::Refused(Refusal::Full), None);
+        }
+    }
     match state.shares.open(token, pid, &origin) {
         Ok((what, fd, own)) => {
             if let (Shared::Event { slot }, false, Some(session)) = (&what, own, state.sessions.get_mut(&pid))
@@ -415,6 +399,28 @@ fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedF
             (Reply::Refused(refusal), None)
         }
     }
+}
+
+/// A worker reports the end of its session. `lost`: why, if its client did not close it. Only the first
+/// report counts: each of two threads of a worker may make one.
+fn ended(state: &mut State, pid: u32, lost: Option<&str>, counters: Counters) {
+    let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) else { return };
+    (session.ended, session.lost) = (true, lost.is_some());
+    if !counters.is_before(&session.counters) {
+        session.counters = counters;
+    }
+    let (client, program, token) = (&session.client, &session.program, session.token);
+    match lost {
+        None => {
+            let commands = counters.commands;
+            tracing::info!(worker = pid, client, program, commands, "session ends");
+        }
+        Some(why) => tracing::warn!(worker = pid, client, program, "session lost: {why}"),
+    }
+    state.remember_end(token, lost.unwrap_or("the session has ended").to_owned());
+    state.note_end_of(pid, lost);
+    state.sessions_lost += u64::from(lost.is_some());
+    state.save(pid);
 }
 
 /// Removes a worker whose process has ended. Returns its session, if it had one, and why that ended.
@@ -474,8 +480,10 @@ pub(super) fn remove_worker(
 #[cfg(test)]
 mod tests {
     use super::super::pool::tests::starting_worker;
+    use super::super::queue::tests::session_of_limits;
     use super::*;
-    use crate::worker_protocol::Counters;
+    use crate::limits::Limits;
+    use crate::shared_event::SharedEvent;
     use sandbox::Report;
 
     #[test]
@@ -518,6 +526,66 @@ mod tests {
         state.workers.get_mut(&7).unwrap().stage = Stage::Serving;
         assert!(!wrong(&state, ended()));
         assert!(wrong(&state, FromWorker::Failed { reason: String::new(), full: true }));
+    }
+
+    #[test]
+    fn events_that_are_gone_are_no_longer_noted_as_opened() {
+        let mut state = State::default();
+        for pid in [7, 8] {
+            state.sessions.insert(pid, session_of_limits(Limits::default()));
+        }
+        let event = SharedEvent::new().unwrap();
+        let file = || Some(event.file().try_clone().unwrap());
+        let share = |state: &mut State| {
+            let origin = origin_of(state, 7).unwrap();
+            state.shares.add(7, origin, Shared::Event { slot: 0 }, file()).unwrap().unwrap()
+        };
+        let stays = share(&mut state);
+        assert!(matches!(open(&mut state, 8, &stays).0, Reply::Opened { .. }));
+        for _ in 0..2000 {
+            let passes = share(&mut state);
+            assert!(matches!(open(&mut state, 8, &passes).0, Reply::Opened { .. }));
+            state.shares.remove(&passes, 7);
+        }
+        let opened = &state.sessions[&8].opened;
+        assert!(opened.len() <= TIDIED && opened.contains(&(stays, 1)), "{}", opened.len());
+    }
+
+    #[test]
+    fn a_session_keeps_only_so_many_events_of_others_open() {
+        let mut state = State::default();
+        for pid in [7, 8] {
+            state.sessions.insert(pid, session_of_limits(Limits::default()));
+        }
+        let event = SharedEvent::new().unwrap();
+        let origin = origin_of(&state, 7).unwrap();
+        let mut tokens = (0..).map(|_| {
+            let file = event.file().try_clone().unwrap();
+            let shared = Shared::Event { slot: 0 };
+            state.shares.add(7, origin.clone(), shared, Some(file)).unwrap().unwrap()
+        });
+        let tokens: Vec<Token> = tokens.by_ref().take(20).collect();
+        let opened = |state: &mut State| {
+            tokens
+                .iter()
+                .flat_map(|token| (0..500).map(move |_| token))
+                .take_while(|token| matches!(open(state, 8, token).0, Reply::Opened { .. }))
+                .count()
+        };
+        assert_eq!(opened(&mut state), MAX_OF_SESSION);
+        state.shares.remove(&tokens[0], 7);
+        assert!(matches!(open(&mut state, 8, &tokens[19]).0, Reply::Opened { .. }), "there is room again");
+    }
+
+    #[test]
+    fn the_first_report_of_a_sessions_end_counts() {
+        let mut state = State::default();
+        state.sessions.insert(7, session_of_limits(Limits::default()));
+        let token = state.sessions[&7].token;
+        ended(&mut state, 7, Some("a test"), Counters::default());
+        ended(&mut state, 7, None, Counters::default());
+        assert_eq!(state.end_of(&token), Some("a test"));
+        assert!(state.sessions[&7].lost && state.sessions_lost == 1);
     }
 
     #[test]

@@ -57,7 +57,8 @@ use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transpo
 
 /// How often changed counters are reported to the daemon.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
-/// How long the dispatcher may stay in a driver call after its session has ended.
+/// How long the dispatcher may stay in a driver call after its session has ended. After that, the reporter
+/// ends the process.
 const LAST_CALL: Duration = Duration::from_secs(5);
 /// How long the blocks that a session sent last may take to get into the cache after its end.
 const CACHE_WITHIN: Duration = Duration::from_secs(10);
@@ -119,13 +120,15 @@ pub struct Shared {
     resting: AtomicBool,
     /// The session is over.
     over: AtomicBool,
+    /// Whether a thread ends the process: the dispatcher, or the reporter if the dispatcher cannot.
+    leaving: AtomicBool,
     reporter: OnceLock<Thread>,
 }
 
 impl Shared {
     fn new(quota: Quota, directs: Arc<Directs>) -> Shared {
-        let (resting, over) = (AtomicBool::new(false), AtomicBool::new(false));
-        Shared { commands: Commanded::default(), quota, directs, resting, over, reporter: OnceLock::new() }
+        let (resting, over, leaving, reporter) = Default::default();
+        Shared { commands: Commanded::default(), quota, directs, resting, over, leaving, reporter }
     }
 
     /// Counts a command that the dispatcher has executed.
@@ -147,6 +150,11 @@ impl Shared {
     fn end(&self) {
         self.over.store(true, Ordering::SeqCst);
         self.reporter.get().inspect(|reporter| reporter.unpark());
+    }
+
+    /// Whether the calling thread is the one that ends the process.
+    fn leave(&self) -> bool {
+        !self.leaving.swap(true, Ordering::SeqCst)
     }
 
     /// The reporter's loop: calls `report` while counters change, and sleeps while they don't. Returns when
@@ -293,6 +301,8 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
             backend.share(broker);
             backend.reach(Arc::clone(&shared.directs));
             let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind, turns, residence);
+            // If the reporter was faster, it is about to end the process.
+            shared.leave();
             (lost, shared.counters(&*client))
         }
         Err(lost) => (Some(lost), Counters::default()),
@@ -541,8 +551,11 @@ fn watch(
         // stream. If the stream's kernel never ends, that call would keep this process and its device memory
         // forever.
         std::thread::sleep(LAST_CALL);
+        if !shared.leave() {
+            return;
+        }
         tracing::warn!("the session has ended but a driver call does not return; exiting without it");
-        let (lost, counters) = (None, shared.counters(&*client));
+        let (lost, counters) = (client.lost().map(|lost| lost.reason), shared.counters(&*client));
         // The daemon may be gone.
         let _ = worker_protocol::send(socket.as_fd(), &FromWorker::Ended { lost, counters }, &[]);
         std::process::exit(0)

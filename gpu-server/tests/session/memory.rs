@@ -66,6 +66,32 @@ fn memory_is_limited_and_returned() {
     on_each_transport!(Server::start(&["--memory-limit=32M"]), body);
 }
 
+#[test]
+fn memory_that_shrinks_counts_until_it_is_released() {
+    const HALF: u64 = 32 << 20;
+    fn body<S: Session>(s: &mut S) {
+        let grow = |address, size| MemGrow { device: 0, address, size };
+        let (word, shrinks, next) = (BASE, BASE + (2 << 20), BASE + 2 * HALF);
+        super::grow(s, 4096);
+        let (waits, writes) = (StreamId(MADE), StreamId(MADE + 1));
+        for stream in [waits, writes] {
+            s.push(&StreamCreate { context: ContextId(0), stream, flags: 1, priority: 0 });
+        }
+        s.push(&StreamBatchMemOp { stream: waits, operations: vec![memory_op(memory_op::WAIT_32, word, 1)] });
+        s.call(&grow(shrinks, HALF)).unwrap();
+        // Its pages stay until the work of all streams before this is done.
+        let seq = s.send(1, &MemShrink { device: 0, address: shrinks, size: HALF });
+        assert_eq!(s.call(&grow(next, HALF)).unwrap_err(), Status::OUT_OF_MEMORY);
+        s.push(&StreamBatchMemOp {
+            stream: writes,
+            operations: vec![memory_op(memory_op::WRITE_32, word, 1)],
+        });
+        assert_eq!(s.wait(1, seq).0, Status::SUCCESS);
+        s.call(&grow(next, HALF)).unwrap();
+    }
+    on_each_transport!(Server::start(&["--memory-limit=64M"]), body);
+}
+
 /// Makes exportable memory and returns its token.
 fn export<S: Session>(s: &mut S, id: u32, size: u64) -> [u8; 16] {
     let memory = MemoryId(id);

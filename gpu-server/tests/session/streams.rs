@@ -220,3 +220,29 @@ fn no_answer_overtakes_the_progress_that_it_implies() {
     }
     on_each_transport!(Server::start(&[]), body);
 }
+
+#[test]
+fn an_interprocess_event_has_one_token_which_only_its_maker_gives() {
+    /// `CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS`.
+    const FLAGS: u32 = 6;
+    fn body<S: Session>(maker: &mut S, other: &mut S) {
+        let (made, opened) = (EventId(1), EventId(2));
+        maker.push(&EventCreate { context: ContextId(0), event: made, flags: FLAGS });
+        let token = maker.call(&EventExport { event: made }).unwrap().token;
+        // Two tokens would have two tables of slots, so that two openers would get the same one.
+        assert_eq!(maker.call(&EventExport { event: made }).unwrap().token, token);
+        other.call(&EventImport { context: ContextId(0), event: opened, token }).unwrap();
+        assert_eq!(other.call(&EventExport { event: opened }).unwrap_err(), Status::INVALID_VALUE);
+        assert!(other.call(&EventQuery { event: opened }).unwrap().done);
+        maker.push(&EventDestroy { event: made });
+        maker.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        let mut more = 3..;
+        until("its token is gone", || {
+            let event = EventId(more.next().unwrap());
+            other.call(&EventImport { context: ContextId(0), event, token }) == Err(Status::INVALID_VALUE)
+        });
+    }
+    let server = Server::start(&[]);
+    body(&mut LocalBridge::connect(&server.socket()), &mut LocalBridge::connect(&server.socket()));
+    body(&mut TcpSession::connect(server.port), &mut TcpSession::connect(server.port));
+}

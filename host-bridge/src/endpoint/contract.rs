@@ -88,6 +88,11 @@ pub trait Client: Send + Sync {
     /// be called once.
     fn when_over(&self, _then: Box<dyn FnOnce() + Send>) {}
 
+    /// Why the session was lost, once it is over. `None`: it was not.
+    fn lost(&self) -> Option<Lost> {
+        None
+    }
+
     /// If the dispatcher sleeps in [`Commands::next`], or is about to, it calls `rest` again before it sleeps
     /// on.
     fn rouse(&self) {}

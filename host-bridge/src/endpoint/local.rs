@@ -714,6 +714,10 @@ impl Client for LocalClient {
         self.farewell.set(then);
     }
 
+    fn lost(&self) -> Option<Lost> {
+        self.end.get().cloned().flatten()
+    }
+
     fn rouse(&self) {
         self.rouse.rouse();
     }

@@ -30,6 +30,7 @@ use protocol::trace::{RECORDER, Stage};
 
 use self::client::prepared;
 use super::contract::{Client, Sink, Source, Survivor};
+use super::end::Lost;
 use super::outgoing::Outgoing;
 use super::stream::{check_slot, put_progress, put_reply};
 use crate::stream::Stream;
@@ -120,6 +121,10 @@ impl Client for TcpClient {
 
     fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
         self.farewell.set(then);
+    }
+
+    fn lost(&self) -> Option<Lost> {
+        self.end.get().cloned().flatten()
     }
 
     fn rouse(&self) {

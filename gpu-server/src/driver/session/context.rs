@@ -35,7 +35,7 @@ impl<G: Gpu> Session<G> {
     fn forget_context(&mut self, context: ContextId) {
         self.streams.retain(|_, stream| stream.context != context);
         let gone: Vec<_> = self.events.extract_if(|_, event| event.context == context).collect();
-        gone.into_iter().for_each(|(_, event)| self.unshare(event.tokens));
+        gone.into_iter().for_each(|(_, event)| self.unshare(event.token));
         self.modules.forget_context(context);
         self.graphs.forget_context(context);
         self.gpu.forget_context(context);

@@ -112,13 +112,14 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Drops a piece of `size` bytes that was removed from its window. Other sessions can no longer open it,
-    /// but those that already have keep it.
-    fn forget_piece(&mut self, device: u32, size: u64, piece: Piece<G::Piece>) {
+    /// but those that already have keep it. It counts until the returned charge is dropped.
+    fn forget_piece(&mut self, device: u32, size: u64, piece: Piece<G::Piece>) -> Charge {
         match (piece.token, &self.broker) {
             (None, _) => self.quota.less_movable(self.gpu.number(device), size),
             (Some(token), Some(broker)) => broker.unshare(token),
             (Some(_), None) => {}
         }
+        piece.charge
     }
 
     /// Releases everything in a device's window. Nothing runs on the device any more.
@@ -129,11 +130,11 @@ impl<G: Gpu> Session<G> {
         let all: Vec<_> = window.pieces.iter().collect();
         for (address, size) in all {
             self.disown(address, size);
-            if let Some((_, piece)) = window.pieces.remove(address) {
-                self.forget_piece(device, size, piece);
-            }
+            let piece = window.pieces.remove(address);
+            let charge = piece.map(|(_, piece)| self.forget_piece(device, size, piece));
             // A failure is logged and otherwise harmless: the reset has already freed the addresses.
             let _ = self.gpu.unback(device, address, size)();
+            drop(charge);
         }
     }
 
@@ -212,13 +213,17 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             return Err(Status::INVALID_VALUE);
         }
         self.gpu.before_waiting_call(&self.streams, op.device)?;
-        // It counts as released immediately, although its pages may be freed later.
         let (_, piece) =
             self.window_mut(op.device)?.pieces.remove(op.address).ok_or(Status::INVALID_VALUE)?;
-        self.forget_piece(op.device, op.size, piece);
+        let charge = self.forget_piece(op.device, op.size, piece);
         let unback = self.gpu.unback(op.device, op.address, op.size);
         let pending = cx.later();
-        let end = move |_| pending.answer(unback().map(|()| MemShrinkReply {}));
+        // Its pages stay until the device's work is done, and count as long.
+        let end = move |_| {
+            let released = unback();
+            drop(charge);
+            pending.answer(released.map(|()| MemShrinkReply {}));
+        };
         self.gpu.after_device(&mut self.streams, op.device, cx.seq, end);
         Ok(Answer::Later)
     }
@@ -456,11 +461,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     }
 
     fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Reply<EventExportReply> {
-        let broker = self.broker()?;
-        let shared = self.shared_event(op.event)?;
-        let token = broker.share(Shared::Event { slot: 0 }, Some(shared.file()))?;
-        self.note_shared(op.event, token);
-        now(EventExportReply { token })
+        now(EventExportReply { token: self.share_event(op.event)? })
     }
 
     fn event_import(&mut self, cx: &mut Call, op: EventImport) -> Reply<EventImportReply> {

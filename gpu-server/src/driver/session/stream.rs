@@ -14,7 +14,7 @@ use crate::driver::call::{Call, Reply, Result, is_sticky};
 use crate::driver::gpu::{EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, Gpu, STREAM_NON_BLOCKING};
 use crate::driver::streams::{Event, Stream};
 use crate::shared_event::SharedEvent;
-use crate::worker_protocol::Token;
+use crate::worker_protocol::{Shared, Token};
 
 /// Maximum number of events in a session. Each takes a few hundred bytes of the server's memory, which no
 /// other limit counts. (Streams are limited by their progress words.)
@@ -240,13 +240,13 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
         let shared = shared.map_err(|_| Status::OUT_OF_MEMORY)?;
         let native = self.gpu.make_event(op.context, op.flags)?;
         let (context, flags) = (op.context, op.flags);
-        self.events.insert(op.event.0, Event { context, flags, native, tokens: Vec::new(), shared });
+        self.events.insert(op.event.0, Event { context, flags, native, token: None, shared });
         Ok(())
     }
 
     fn event_destroy(&mut self, cx: &mut Call, op: EventDestroy) -> Result {
         let event = self.events.remove(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        self.unshare(event.tokens);
+        self.unshare(event.token);
         cx.context = event.context;
         self.gpu.destroy_event(event.context, event.native)
     }
@@ -271,10 +271,10 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    /// Ends sharing under these tokens, also for the client's other sessions.
-    pub(super) fn unshare(&self, tokens: Vec<Token>) {
-        if let Some(broker) = &self.broker {
-            tokens.into_iter().for_each(|token| broker.unshare(token));
+    /// Ends sharing under this token, also for the client's other sessions.
+    pub(super) fn unshare(&self, token: Option<Token>) {
+        if let (Some(token), Some(broker)) = (token, &self.broker) {
+            broker.unshare(token);
         }
     }
 
@@ -290,7 +290,7 @@ impl<G: Gpu> Session<G> {
         let (context, flags) = (event.context, event.flags);
         self.gpu.enter(context)?;
         let native = self.gpu.make_event(context, flags)?;
-        let new = Event { context, flags, native, tokens: Vec::new(), shared: None };
+        let new = Event { context, flags, native, token: None, shared: None };
         if let Some(event) = self.events.insert(id.0, new) {
             self.events.insert(old.0, event);
         }
@@ -302,17 +302,16 @@ impl<G: Gpu> Session<G> {
         if self.events.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
     }
 
-    /// The shared state of an interprocess event.
-    pub(super) fn shared_event(&self, id: EventId) -> Result<&SharedEvent> {
-        let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
-        event.shared.as_ref().ok_or(Status::INVALID_VALUE)
-    }
-
-    /// Notes that an event is shared under a token.
-    pub(super) fn note_shared(&mut self, id: EventId, token: Token) {
-        if let Some(event) = self.events.get_mut(&id.0) {
-            event.tokens.push(token);
+    /// The token of an interprocess event that this session made. There is only one, because it is where the
+    /// daemon counts who has which slot.
+    pub(super) fn share_event(&mut self, id: EventId) -> Result<Token> {
+        let broker = self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)?;
+        let event = self.events.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)?;
+        if let Some(token) = event.token {
+            return Ok(token);
         }
+        let shared = event.shared.as_ref().filter(|shared| shared.is_ours()).ok_or(Status::INVALID_VALUE)?;
+        Ok(*event.token.insert(broker.share(Shared::Event { slot: 0 }, Some(shared.file()))?))
     }
 
     /// Opens another session's event.
@@ -320,7 +319,7 @@ impl<G: Gpu> Session<G> {
         self.gpu.enter(context)?;
         let flags = EVENT_DISABLE_TIMING;
         let native = self.gpu.make_event(context, flags)?;
-        self.events.insert(id.0, Event { context, flags, native, tokens: Vec::new(), shared: Some(shared) });
+        self.events.insert(id.0, Event { context, flags, native, token: None, shared: Some(shared) });
         Ok(())
     }
 

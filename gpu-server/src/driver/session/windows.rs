@@ -24,13 +24,13 @@ pub(super) struct Piece<P> {
     pub(super) place: Place<P>,
     /// The token under which it is shared.
     pub(super) token: Option<Token>,
-    _charge: Charge,
+    pub(super) charge: Charge,
 }
 
 impl<P> Piece<P> {
     /// A piece that nobody else uses.
     pub(super) fn new(place: Place<P>, charge: Charge) -> Piece<P> {
-        Piece { place, token: None, _charge: charge }
+        Piece { place, token: None, charge }
     }
 }
 

@@ -200,6 +200,7 @@ impl Program {
             worker: self.worker,
             principal: self.principal,
             weight: self.weight,
+            client_weight: self.weight.max(100),
             priority: self.priority,
             devices: self.devices,
             issued: self.issued,
@@ -318,6 +319,28 @@ fn a_principal_gets_its_share_once_however_many_sessions_it_has() {
 }
 
 #[test]
+fn a_client_gets_its_share_once_however_many_leases_it_has() {
+    let leases = ["a/00000001", "a/00000002", "a/00000003", "a/00000004"];
+    let mut programs: Vec<Program> =
+        (0..).zip(leases).map(|(worker, name)| Program::new(worker, name, MS)).collect();
+    programs.push(Program::new(9, "b", MS));
+    simulate(&mut programs, 10_000 * MS);
+    assert_shares(&programs, &[12.5, 12.5, 12.5, 12.5, 50.0]);
+    // What one lease does not use goes to the client's others.
+    let mut programs =
+        [Program::new(1, "a/00000001", MS), Program::new(2, "a/00000002", MS), Program::new(3, "b", MS)];
+    programs[1].works = 0..0;
+    simulate(&mut programs, 10_000 * MS);
+    assert_shares(&programs, &[50.0, 0.0, 50.0]);
+    // Leases may have a part of their client's weight each.
+    let mut programs =
+        [Program::new(1, "a/00000001", MS), Program::new(2, "a/00000002", MS), Program::new(3, "b", MS)];
+    (programs[0].weight, programs[1].weight) = (75, 25);
+    simulate(&mut programs, 10_000 * MS);
+    assert_shares(&programs, &[37.5, 12.5, 50.0]);
+}
+
+#[test]
 fn idle_time_goes_to_whoever_has_work_and_earns_no_credit() {
     let mut programs = [Program::new(1, "a", MS), Program::new(2, "b", MS)];
     programs[1].works = 3_000 * MS..6_000 * MS;
@@ -389,6 +412,7 @@ fn false_reports_harm_neither_other_principals_nor_the_daemon() {
         worker,
         principal,
         weight: 100,
+        client_weight: 100,
         priority: 0,
         devices: 1,
         issued: n,

@@ -8,6 +8,7 @@ use identity::Secret;
 use serde::{Deserialize, Serialize};
 
 use crate::limits::Limits;
+use crate::parent::trust::Principal;
 
 /// The message for a lease that doesn't exist or belongs to another client, without telling which.
 pub(in crate::parent) const UNKNOWN: &str =
@@ -30,6 +31,9 @@ pub(in crate::parent) struct Lease {
     pub(in crate::parent) key: [u8; 32],
     /// Its principal.
     pub(in crate::parent) principal: String,
+    /// The same as it last proved to be that principal, when it took or renewed the lease. `None`: not known.
+    #[serde(default)]
+    pub(in crate::parent) holder: Option<Principal>,
     /// The account of that principal's sessions without a lease: its own name, or its group's.
     pub(in crate::parent) account: String,
     pub(in crate::parent) name: String,
@@ -38,6 +42,10 @@ pub(in crate::parent) struct Lease {
     /// Limit in bytes on each device; 0: none.
     pub(in crate::parent) memory: u64,
     pub(in crate::parent) weight: u32,
+    /// The weight that all leases of the client share on a device. 0: not known, as an earlier version did
+    /// not keep it.
+    #[serde(default)]
+    pub(in crate::parent) client_weight: u32,
     /// How long it lasts after it was granted or last renewed.
     pub(in crate::parent) lasts: Duration,
     #[serde(with = "past")]
@@ -92,6 +100,11 @@ impl Lease {
 pub(in crate::parent) fn account(of: &str, id: LeaseId) -> String {
     // Principals' names contain no slash.
     format!("{of}/{id}")
+}
+
+/// Whose account this is: for that of a lease, the account of its owner's sessions without a lease.
+pub(in crate::parent) fn owner(account: &str) -> &str {
+    account.split_once('/').map_or(account, |(owner, _)| owner)
 }
 
 /// All leases.

@@ -170,7 +170,7 @@ impl State {
             let Illness { why, since, lasting, error } = illness;
             (*device, why.clone(), clock::to_ns(*since), *lasting, error.map(|status| status.0))
         });
-        let saved = SavedDaemon {
+        let mut saved = SavedDaemon {
             format: FORMAT,
             serving: self.serving.clone(),
             ill: ill.collect(),
@@ -184,7 +184,13 @@ impl State {
             leases: self.leases.all().cloned().collect(),
             ended: if ended { self.ended.iter().cloned().collect() } else { Vec::new() },
         };
-        if let Err(e) = succession.record.write(&saved) {
+        let written = succession.record.write(&saved).or_else(|_| {
+            // The certificates of many leases may be too long. Without them, a successor ends leases only by
+            // their owners' names.
+            saved.leases.iter_mut().for_each(|lease| lease.holder = None);
+            succession.record.write(&saved)
+        });
+        if let Err(e) = written {
             tracing::warn!("cannot save the state for another daemon: {e}");
         }
     }
@@ -201,9 +207,10 @@ impl State {
         ] = saved.counts;
         self.leases = Leases::restore(saved.leases);
         self.ended = saved.ended.into();
-        self.ill = saved
-            .ill
-            .into_iter()
+        // What passes by itself is noticed again if it is still there. Only whoever noticed it says when it
+        // is over.
+        let lasting = saved.ill.into_iter().filter(|(_, _, _, lasting, _)| *lasting);
+        self.ill = lasting
             .map(|(device, why, since, lasting, error)| {
                 let (since, error) = (clock::from_ns(since), error.map(Status));
                 (device, Illness { why, since, lasting, error })
@@ -220,6 +227,25 @@ pub(in crate::parent) fn describe(process: &Process) -> Option<sandbox::Descript
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Serve;
+    use handover::Inherited;
+    use std::time::Instant;
+
+    #[test]
+    fn a_device_that_was_too_hot_is_judged_again_by_the_next_daemon() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let mut state = server.lock();
+        for (device, lasting, error) in [(0, false, None), (1, true, Some(Status(999)))] {
+            let illness = Illness { why: "a test".into(), since: Instant::now(), lasting, error };
+            state.ill.insert(device, illness);
+        }
+        state.save_daemon(&server.succession, true);
+        let mut next = State::default();
+        next.restore(server.succession.record.read().unwrap());
+        let ill: Vec<_> = next.ill.iter().map(|(device, illness)| (*device, illness.error)).collect();
+        // The next daemon's watch does not know that it has to tell when the first one is cool again.
+        assert_eq!(ill, [(1, Some(Status(999)))]);
+    }
 
     #[test]
     fn the_name_of_a_shared_object_says_what_it_is() {

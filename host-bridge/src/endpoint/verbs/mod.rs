@@ -341,6 +341,10 @@ impl Client for VerbsClient {
         self.farewell.set(then);
     }
 
+    fn lost(&self) -> Option<Lost> {
+        self.end.get().cloned().flatten()
+    }
+
     fn rouse(&self) {
         // Under the lock, so that it comes before the dispatcher looks or when it sleeps.
         let arrived = lock(&self.arrived);
