@@ -368,8 +368,8 @@ fn a_killed_slurmctld_leaves_no_lease() -> Result<()> {
             "pid=$(cat /run/slurmctld.pid); kill -KILL $pid; while kill -0 $pid; do sleep 0.1; done 2>/dev/null",
         )?;
         cluster.run("slurmctld")?;
-        // It may have forgotten the job, which ends then; that the job has begun, which it does again then; or
-        // that the job has ended, which then seems to run. Either way a lease is of a job that runs.
+        // It may have forgotten the job, which ends then; that the job has begun, which it does again then;
+        // or that the job has ended, which then seems to run. Either way a lease is of a job that runs.
         eventually(|| {
             let jobs = cluster.run("squeue -h -o %T")?;
             let leases = cluster.leases()?;

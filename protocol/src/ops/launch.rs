@@ -14,10 +14,10 @@ crate::wire_struct! {
     }
 }
 
-/// `CUlaunchAttributeID`: the attributes of launches that a server passes on as they are, because their values
-/// contain no handle: nothing (0), the access policy window, cooperative, the cluster's dimension and
-/// scheduling, programmatic serialization, priority, the map of memory synchronization domains and the domain,
-/// the preferred cluster, and the carveout of shared memory. A server refuses all others.
+/// `CUlaunchAttributeID`: the attributes of launches that a server passes on as they are, because their
+/// values contain no handle: nothing (0), the access policy window, cooperative, the cluster's dimension and
+/// scheduling, programmatic serialization, priority, the map of memory synchronization domains and the
+/// domain, the preferred cluster, and the carveout of shared memory. A server refuses all others.
 pub const PASSED_ON: [u32; 11] = [0, 1, 2, 4, 5, 6, 8, 9, 10, 11, 14];
 
 ops! {

@@ -507,8 +507,8 @@ impl GpuModules for Cuda {
     }
 }
 
-/// The attributes that [`PASSED_ON`](protocol::ops::launch::PASSED_ON) lists, in the driver's form. (An access
-/// policy's window is an address on this session's device, and only a hint.)
+/// The attributes that [`PASSED_ON`](protocol::ops::launch::PASSED_ON) lists, in the driver's form. (An
+/// access policy's window is an address on this session's device, and only a hint.)
 fn known(id: u32) -> Option<CUlaunchAttributeID> {
     Some(match id {
         0 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,

@@ -203,8 +203,8 @@ fn asked(attributes: &[LaunchAttribute]) -> Result<Asked> {
             2 => asked.cooperative = word(0) != 0,
             // CLUSTER_DIMENSION
             4 => asked.cluster = Some([0, 1, 2].map(word)),
-            // IGNORE, and hints: access policy, cluster scheduling, programmatic serialization, priority, memory synchronization domains, preferred cluster, shared memory
-            // carveout.
+            // IGNORE, and hints: access policy, cluster scheduling, programmatic serialization, priority,
+            // memory synchronization domains, preferred cluster, shared memory carveout.
             0 | 1 | 5 | 6 | 8 | 9 | 10 | 11 | 14 => {}
             _ => return Err(Status::NOT_SUPPORTED),
         }
