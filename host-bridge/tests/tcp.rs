@@ -400,10 +400,12 @@ fn a_server_that_has_no_room_to_hear_of_a_sessions_end_is_told_again() {
     let server = TcpServer::start();
     let mut client = Client::connect(&server.config);
     client.synchronize();
+    let sent = client.session.counters().commands.get();
     // Its worker does not read what is behind this command, so it does not answer the farewell.
     server.hold_commands(true);
     client.mark();
     client.ring_doorbell();
+    eventually(|| client.session.counters().commands.get() > sent);
     server.refuse_farewells(2);
     assert_eq!(client.session.close("done", PATIENCE), Closed::Released);
     eventually(|| server.farewells() == 3);
