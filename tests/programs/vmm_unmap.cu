@@ -65,6 +65,7 @@ int main(int argc, char **argv) {
         DRIVER(cuMemRelease(memory[i]));
         DRIVER(cuMemAddressFree(at[i], granule));
     }
+    REQUIRE(cuMemUnmap(at[0], granule) == CUDA_ERROR_INVALID_VALUE, "addresses that are not reserved are unmapped");
     CHECK(cudaFreeHost((void *)flag));
     return pass("a copy beside it");
 }

@@ -55,6 +55,17 @@ fn many_short_copies_pass_through_a_full_queue() -> Result<()> {
     rig.check_healthy()
 }
 
+/// Kernels find a texture and a surface that were destroyed after their launch. (NVIDIA's driver does not
+/// promise that.)
+#[test]
+fn textures_are_destroyed_behind_the_kernels_that_use_them() -> Result<()> {
+    let mut rig = Rig::with("waits-textures", &[], &[])?;
+    for transport in TRANSPORTS {
+        passes(&rig, transport, "beside_kernel", &["late"], None)?;
+    }
+    rig.check_healthy()
+}
+
 /// Over a network; over `local` there is no such order (decision 11).
 #[test]
 fn data_beside_other_memory_comes_before_a_word_in_a_page_of_its_own() -> Result<()> {

@@ -106,7 +106,7 @@ api! {
         stream.session().check()?;
         capture_rules::forbid(&stream)?;
         stream.context.deferred()?;
-        if !stream.is_done()? {
+        if !stream_table::is_done(&stream)? {
             return Err(Status::NOT_READY);
         }
         shared_blocks::after_wait(driver);

@@ -3,13 +3,10 @@
 use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{ResourceDesc, TextureDesc, ViewDesc};
-use crate::memory::stream_ordered;
-use crate::memory::texture::{self, Made, OF_ARRAY, OF_LINEAR, OF_ROWS};
+use crate::memory::texture::{self, Made, OF_ARRAY, OF_LINEAR, OF_ROWS, Object};
 use crate::process::context;
 use crate::process::driver::{self, driver};
-use client::ops::array::{
-    Sampling, SurfaceCreate, SurfaceDestroy, TextureCreate, TextureDestroy, TextureLinearWidth, View,
-};
+use client::ops::array::{Sampling, SurfaceCreate, TextureCreate, TextureLinearWidth, View};
 use client::{Status, lock};
 
 pub(crate) fn texture_of(handle: u64) -> Result<Made> {
@@ -45,6 +42,7 @@ api! {
             levels: view.levels,
             layers: view.layers,
         });
+        texture::reap();
         let made = context.session().call(&TextureCreate { context: context.id, resource, sampling, view: seen })?;
         lock(texture::objects()).textures.insert((context.session().index(), made.texture), Made { context, resource: desc, texture: Some(texture), view });
         object.put(made.texture)
@@ -52,11 +50,12 @@ api! {
 
     fn cuTexObjectDestroy(object: u64) {
         driver()?;
-        let made = texture_of(object)?;
-        stream_ordered::synchronize(made.context)?;
-        let session = made.context.session();
+        let context = texture_of(object)?.context;
+        let session = context.session();
+        session.check()?;
+        let deferred = context.deferred();
         lock(texture::objects()).textures.remove(&(session.index(), object)).ok_or(Status::INVALID_VALUE)?;
-        session.append(&TextureDestroy { texture: object }).map(|_| ())
+        texture::end(context, Object::Texture(object)).and(deferred)
     }
 
     fn cuTexObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {
@@ -83,6 +82,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let array = texture::resource(driver, context, &desc)?.array;
+        texture::reap();
         let made = context.session().call(&SurfaceCreate { context: context.id, array })?;
         lock(texture::objects()).surfaces.insert((context.session().index(), made.surface), Made { context, resource: desc, texture: None, view: None });
         object.put(made.surface)
@@ -90,11 +90,12 @@ api! {
 
     fn cuSurfObjectDestroy(object: u64) {
         driver()?;
-        let made = texture::surface(object)?;
-        stream_ordered::synchronize(made.context)?;
-        let session = made.context.session();
+        let context = texture::surface(object)?.context;
+        let session = context.session();
+        session.check()?;
+        let deferred = context.deferred();
         lock(texture::objects()).surfaces.remove(&(session.index(), object)).ok_or(Status::INVALID_VALUE)?;
-        session.append(&SurfaceDestroy { surface: object }).map(|_| ())
+        texture::end(context, Object::Surface(object)).and(deferred)
     }
 
     fn cuSurfObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {

@@ -7,7 +7,7 @@ use crate::memory::managed::shared_blocks;
 use crate::memory::pool::{self, Pool};
 use crate::memory::{
     address, device_memory, graph_chunks, graph_memory, host_pool, managed, managed_advice, pool_export,
-    virtual_memory,
+    texture, virtual_memory,
 };
 use crate::process::context::{self, Context};
 use crate::process::driver::{Device, Driver, Tag, driver};
@@ -40,6 +40,8 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
         stream_table::reap();
         collect(driver);
     }
+    // Destroyed textures go before the memory that they are of.
+    texture::reap();
     result
 }
 

@@ -1,15 +1,21 @@
 //! Textures and surfaces. Their handles are those of the server's driver, because kernels use them directly.
+//!
+//! Destroying one does not wait for the work that uses it, as natively. The server learns of it when that work
+//! is done ([`end`]): until then the object exists, and no other one gets its handle.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::abi::result::Result;
 use crate::abi::types::{ResourceDesc, TextureDesc, ViewDesc};
-use crate::memory::{address, array};
+use crate::memory::{address, array, managed};
 use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
+use crate::process::stream::Stream;
+use crate::streams::stream_table;
 use client::handle::ArrayId;
 use client::ops::array::{ArrayShape, Resource, SurfaceDestroy, TextureDestroy};
+use client::seq::Seq;
 use client::{Status, lock};
 
 /// `CUresourcetype`.
@@ -60,20 +66,77 @@ pub(crate) fn objects() -> &'static Mutex<Objects> {
     OBJECTS.get_or_init(Mutex::default)
 }
 
+/// One of the two kinds of objects, by its handle.
+#[derive(Clone, Copy)]
+pub(crate) enum Object {
+    Texture(u64),
+    Surface(u64),
+}
+
+impl Object {
+    /// Tells the server that it is destroyed.
+    fn destroy(self, context: &Context) -> Result {
+        let session = context.session();
+        match self {
+            Object::Texture(texture) => session.append(&TextureDestroy { texture }),
+            Object::Surface(surface) => session.append(&SurfaceDestroy { surface }),
+        }
+        .map(drop)
+    }
+}
+
+/// An object that the program has destroyed while work of its context was under way, and the marks behind
+/// that work.
+struct Ending {
+    context: &'static Context,
+    object: Object,
+    marks: Vec<(Arc<Stream>, Seq)>,
+}
+
+static ENDING: Mutex<Vec<Ending>> = Mutex::new(Vec::new());
+
+/// Destroys an object that the program can no longer name, as soon as all work so far of its context is done.
+pub(crate) fn end(context: &'static Context, object: Object) -> Result {
+    reap();
+    let marks = {
+        // A stream that is being destroyed is always in one of the tables.
+        let _order = managed::Order::take();
+        stream_table::marks(context)?
+    };
+    if marks.is_empty() {
+        return object.destroy(context);
+    }
+    lock(&ENDING).push(Ending { context, object, marks });
+    Ok(())
+}
+
+/// Tells the servers of destroyed objects that no work uses any more.
+pub(crate) fn reap() {
+    lock(&ENDING).retain_mut(|ending| {
+        ending.marks.retain(|(stream, mark)| !stream.has_passed(*mark));
+        if ending.marks.is_empty() {
+            // After the session is lost there is nothing to destroy.
+            let _ = ending.object.destroy(ending.context);
+        }
+        !ending.marks.is_empty()
+    });
+}
+
 /// Drops a context's objects. `with_server`: the server destroys its own with the context; otherwise this
-/// destroys them.
+/// destroys them. The context's work is done.
 pub(crate) fn forget(context: &'static Context, with_server: bool) {
     let gone = |_: &Name, made: &mut Made| std::ptr::eq(made.context, context);
     let mut objects = lock(objects());
-    let textures: Vec<u64> = objects.textures.extract_if(gone).map(|((_, texture), _)| texture).collect();
-    let surfaces: Vec<u64> = objects.surfaces.extract_if(gone).map(|((_, surface), _)| surface).collect();
+    let textures = objects.textures.extract_if(gone).map(|((_, texture), _)| Object::Texture(texture));
+    let mut all: Vec<Object> = textures.collect();
+    all.extend(objects.surfaces.extract_if(gone).map(|((_, surface), _)| Object::Surface(surface)));
+    drop(objects);
+    let of_it = |ending: &mut Ending| std::ptr::eq(ending.context, context);
+    all.extend(lock(&ENDING).extract_if(.., of_it).map(|ending| ending.object));
     if !with_server {
         // After the session is lost there are none.
-        for texture in textures {
-            let _ = context.session().append(&TextureDestroy { texture });
-        }
-        for surface in surfaces {
-            let _ = context.session().append(&SurfaceDestroy { surface });
+        for object in all {
+            let _ = object.destroy(context);
         }
     }
 }

@@ -289,19 +289,18 @@ impl Space {
         Ok(())
     }
 
+    /// The first address and the size of the reservation around a range.
+    fn reservation(&self, address: u64, size: u64) -> Option<(u64, u64)> {
+        let (start, whole) = self.reserved.range(..=address).next_back()?;
+        let is_around = size > 0 && address.checked_add(size).is_some_and(|end| end <= start + whole);
+        is_around.then_some((*start, *whole))
+    }
+
     /// Prepares the reservation around a range for host memory or for device memory, and returns its first
     /// address. A reservation that has had host memory can have nothing else, because the server may not have
     /// unregistered its mirror yet.
     fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
-        let (start, whole) = self
-            .reserved
-            .range(..=address)
-            .next_back()
-            .map(|(start, whole)| (*start, *whole))
-            .filter(|(start, whole)| {
-                size > 0 && address.checked_add(size).is_some_and(|end| end <= start + whole)
-            })
-            .ok_or(Status::INVALID_VALUE)?;
+        let (start, whole) = self.reservation(address, size).ok_or(Status::INVALID_VALUE)?;
         if self.given_up.contains(&start) == for_host {
             return Ok(start);
         }
@@ -379,7 +378,7 @@ impl Space {
 
     /// The contexts whose work may use what is mapped in a range.
     pub fn users(&self, driver: &Driver, address: u64, size: u64) -> Result<Vec<&'static Context>> {
-        let whole = self.whole(address, size)?;
+        let whole = self.to_unmap(address, size)?;
         let mappings = whole.iter().filter_map(|at| self.mappings.get(at));
         let users = mappings.flat_map(|mapping| {
             // Any device can access host memory.
@@ -391,8 +390,17 @@ impl Space {
         Ok(users.collect())
     }
 
+    /// The mappings that a range consists of; none in a reserved range without memory, which may be unmapped
+    /// as well.
+    fn to_unmap(&self, address: u64, size: u64) -> Result<Vec<u64>> {
+        if self.reservation(address, size).is_some() && self.is_unmapped(address, size) {
+            return Ok(Vec::new());
+        }
+        self.whole(address, size)
+    }
+
     pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
-        for address in self.whole(address, size)? {
+        for address in self.to_unmap(address, size)? {
             let Some(mapping) = self.mappings.get(&address) else { continue };
             match &mapping.memory.home {
                 Home::Device(_, device) => {

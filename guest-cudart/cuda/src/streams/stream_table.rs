@@ -20,6 +20,7 @@ use client::handle::StreamId;
 use client::handles::Slab;
 use client::ops::green::GreenStream;
 use client::ops::stream::{StreamCreate, StreamDestroy};
+use client::seq::Seq;
 use client::thread::Lasting;
 use client::{Status, lock};
 
@@ -220,6 +221,74 @@ fn all_of(context: &'static Context) -> Vec<Arc<Stream>> {
 pub(crate) fn is_stopped(context: &'static Context) -> bool {
     let stopped = host_calls::stopped();
     all_of(context).iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle())
+}
+
+/// Marks behind all work so far of a context that isn't known to be done: when the streams have passed them, it
+/// is done. No stream waits for another because of them.
+pub(crate) fn marks(context: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>> {
+    let mut streams = all_of(context);
+    streams.retain(|stream| !stream.is_legacy());
+    let mut marks = Vec::new();
+    if let Some(mark) = mark_of_legacy(context, &streams)? {
+        marks.push((context.legacy().clone(), mark));
+    }
+    for stream in streams.into_iter().filter(|stream| !stream.own_is_known_done()) {
+        let mark = stream.mark()?;
+        marks.push((stream, mark));
+    }
+    Ok(marks)
+}
+
+/// A mark behind the own work of a legacy default stream, unless that is known to be done or another stream of
+/// the context (`others`) has pending work that waits for it.
+///
+/// A mark is work of its stream, so this one waits for the blocking streams, and they for it. It comes right
+/// after the legacy default stream's own work, which does the same. Behind work of a blocking stream it would
+/// make the other streams wait for that work.
+fn mark_of_legacy(context: &'static Context, others: &[Arc<Stream>]) -> Result<Option<Seq>> {
+    let legacy = context.legacy();
+    let Some(own) = legacy.last_work.get().filter(|own| !legacy.is_known_done(*own)) else { return Ok(None) };
+    let is_behind = |stream: &Stream| {
+        !stream.is_free() && stream.last_work.get().is_some_and(|last| last.may_be_after(own))
+    };
+    let mut behind = others.iter().filter(|stream| is_behind(stream)).peekable();
+    if behind.peek().is_some() {
+        if behind.any(|stream| stream.own_is_known_done()) {
+            legacy.is_synced(own);
+        }
+        return Ok(None);
+    }
+    let last = legacy.last_mark.get().filter(|_| legacy.last_mark.has_reached(own));
+    last.map_or_else(|| legacy.mark(), Ok).map(Some)
+}
+
+/// Whether everything on a stream is done, as [`Stream::is_done`]. No stream waits for another because the
+/// legacy default stream is asked (an event's record in it has that effect, a query natively has not).
+pub(crate) fn is_done(stream: &Stream) -> Result<bool> {
+    if !stream.is_legacy() || stream.is_known_idle() {
+        return stream.is_done();
+    }
+    let own = stream.last_work.get();
+    let mut others = all_of(stream.context);
+    others.retain(|other| !other.is_legacy() && !other.is_free());
+    let mark = mark_of_legacy(stream.context, &others)?;
+    for other in others.iter().filter(|other| !other.own_is_known_done()) {
+        if !other.is_done()? {
+            return Ok(false);
+        }
+    }
+    if let Some(mark) = mark
+        && !stream.has_passed(mark)
+    {
+        if !own.is_some_and(|own| stream.has_promised(own)) {
+            return Ok(false);
+        }
+        stream.synchronize()?;
+    }
+    if let Some(done) = mark.or(own) {
+        stream.is_synced(done);
+    }
+    Ok(true)
 }
 
 /// Whether all work of all contexts is known to be done, without asking: the program has waited for the

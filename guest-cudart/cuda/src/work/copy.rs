@@ -392,8 +392,7 @@ impl Copier {
         Ok(true)
     }
 
-    /// Host to host, in stream order. Waits for the stream, as CUDA does with pageable memory, unless all of
-    /// it is pinned.
+    /// Host to host, in stream order. Waits for the stream, as natively, also if all of it is pinned.
     ///
     /// # Safety
     /// `src` is readable and `dst` writable for `len` bytes.
@@ -404,7 +403,8 @@ impl Copier {
         if dst.is_null() || src.is_null() {
             return Err(Status::INVALID_VALUE);
         }
-        if self.mode == Mode::Async && is_pinned(dst as u64, len) && is_pinned(src as u64, len) {
+        // What a graph's launch puts on the stream is not waited for.
+        if self.own && self.mode == Mode::Async && is_pinned(dst as u64, len) && is_pinned(src as u64, len) {
             let (dst, src) = (dst as usize, src as usize);
             let copied = Function::Own(Box::new(move || {
                 // SAFETY: pinned memory, which the program leaves alone until the stream has passed this
