@@ -1,6 +1,6 @@
 // Calls while a kernel runs that ends when the program says so: some come back although it runs, as with NVIDIA's driver, and a copy between page-locked memories waits for it.
 #define PROGRAM "beside_kernel"
-#include "driver.h"
+#include "common.h"
 
 #include <atomic>
 #include <chrono>
@@ -174,45 +174,6 @@ static void queries() {
     CHECK(cudaFree(found));
 }
 
-// A new context does not wait for work of others, and its own work comes behind what they have copied.
-static void contexts() {
-    const size_t words = 1 << 20;
-    std::vector<int> host(words), back(words);
-    CUcontext first, second;
-    CUdevice device;
-    DRIVER(cuCtxGetCurrent(&first));
-    DRIVER(cuCtxGetDevice(&device));
-    CUdeviceptr data, copied;
-    DRIVER(cuMemAlloc(&data, words * 4));
-    for (int round = 0; round < 4; round++) {
-        DRIVER(cuMemsetD8(data, 0, words * 4));
-        CHECK(cudaDeviceSynchronize());
-        for (size_t i = 0; i < words; i++) host[i] = (int)i * 3 + round;
-        const bool holds = round & 1, of_stream = round & 2;
-        if (of_stream) {
-            CHECK(cudaMemcpyAsync((void *)data, host.data(), words * 4, cudaMemcpyHostToDevice, other));
-            CHECK(cudaStreamSynchronize(other));
-        } else {
-            CHECK(cudaMemcpy((void *)data, host.data(), words * 4, cudaMemcpyHostToDevice));
-        }
-        if (holds) begin("cuCtxCreate");
-        DRIVER(cuCtxCreate(&second, nullptr, 0, device));
-        if (holds) *flag = 1;
-        CUstream reading;
-        DRIVER(cuStreamCreate(&reading, CU_STREAM_NON_BLOCKING));
-        DRIVER(cuMemAlloc(&copied, words * 4));
-        DRIVER(cuMemcpyDtoDAsync(copied, data, words * 4, reading));
-        DRIVER(cuMemcpyDtoHAsync(back.data(), copied, words * 4, reading));
-        DRIVER(cuStreamSynchronize(reading));
-        REQUIRE(back == host, "a new context does not see what was copied before (round %d)", round);
-        DRIVER(cuMemFree(copied));
-        DRIVER(cuCtxDestroy(second));
-        DRIVER(cuCtxSetCurrent(first));
-        CHECK(cudaDeviceSynchronize());
-    }
-    DRIVER(cuMemFree(data));
-}
-
 int main(int argc, char **argv) {
     std::string what = parse_options(argc, argv).word;
     signal(SIGALRM, out_of_time);
@@ -223,7 +184,6 @@ int main(int argc, char **argv) {
     if (what == "late") textures(true);
     if (what.empty() || what == "copies") copies();
     if (what.empty() || what == "queries") queries();
-    if (what.empty() || what == "contexts") contexts();
     CHECK(cudaDeviceSynchronize());
     return pass("calls beside a kernel");
 }

@@ -512,19 +512,19 @@ pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
 }
 
 /// Called when a context is created. Orders its work behind everything that the program was told is done.
-/// [Fences](crate::process::fences) do that among the contexts of a server. For those of other servers, this
-/// waits.
+/// (From then on, [fences](crate::process::fences) do that among the contexts of a server.)
 fn come_behind_others(new: &Context) {
     fence(Ordering::SeqCst);
-    let has_others = alive_of(new.server).any(|other| !std::ptr::eq(other, new));
-    let is_fenced = !has_others || fences::second_context(new.server).is_ok();
-    for other in busy().filter(|other| !is_fenced || !std::ptr::eq(other.server, new.server)) {
-        other.quiesce();
+    if alive_of(new.server).any(|other| !std::ptr::eq(other, new)) {
+        fences::second_context(new.server);
+    }
+    if any_busy() {
+        quiesce_all();
     }
 }
 
-/// Whether no other context is alive. The work of a context created later comes behind what this thread was
-/// told is done.
+/// Whether no other context is alive. A context created later waits for what this thread has put on its
+/// streams before.
 pub(crate) fn is_only(context: &Context) -> bool {
     fence(Ordering::SeqCst);
     CONTEXTS.all().into_iter().all(|other| std::ptr::eq(*other, context) || !other.is_alive())

@@ -252,17 +252,21 @@ pub(crate) fn synchronize(stream: &Arc<Stream>, is_watched: impl FnOnce() -> boo
 /// Called before a stream beside the legacy default stream is created, whose work must come behind what the
 /// legacy streams of its server have just copied. From now on copies leave fences.
 pub(crate) fn before_stream(server: &'static Server) -> Result {
-    server.fences.any_beside.store(true, Ordering::Release);
-    fence(Ordering::SeqCst);
+    beside(server);
     // A copy that other work has followed already has its fence.
     context::alive_of(server).try_for_each(|context| leave_of(context.legacy()))
 }
 
-/// Called when a server has a second context, before it gets work: that must come behind what the others have
-/// copied, as a new stream's.
-pub(crate) fn second_context(server: &'static Server) -> Result {
+/// Called when a server has a second context.
+pub(crate) fn second_context(server: &Server) {
     server.fences.several_contexts.store(true, Ordering::Release);
-    before_stream(server)
+    beside(server);
+}
+
+/// From now on copies leave fences.
+fn beside(server: &Server) {
+    server.fences.any_beside.store(true, Ordering::Release);
+    fence(Ordering::SeqCst);
 }
 
 /// Records the event that other streams wait for.
