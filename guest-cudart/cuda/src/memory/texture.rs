@@ -1,7 +1,7 @@
 //! Textures and surfaces. Their handles are those of the server's driver, because kernels use them directly.
 //!
-//! Destroying one does not wait for the work that uses it, as natively. The server learns of it when that work
-//! is done ([`end`]): until then the object exists, and no other one gets its handle.
+//! Destroying one does not wait for the work that uses it, as natively. The server learns of it when that
+//! work is done ([`end`]): until then the object exists, and no other one gets its handle.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};

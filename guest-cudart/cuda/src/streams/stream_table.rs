@@ -223,8 +223,8 @@ pub(crate) fn is_stopped(context: &'static Context) -> bool {
     all_of(context).iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle())
 }
 
-/// Marks behind all work so far of a context that isn't known to be done: when the streams have passed them, it
-/// is done. No stream waits for another because of them.
+/// Marks behind all work so far of a context that isn't known to be done: when the streams have passed them,
+/// it is done. No stream waits for another because of them.
 pub(crate) fn marks(context: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>> {
     let mut streams = all_of(context);
     streams.retain(|stream| !stream.is_legacy());
@@ -239,8 +239,8 @@ pub(crate) fn marks(context: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>
     Ok(marks)
 }
 
-/// A mark behind the own work of a legacy default stream, unless that is known to be done or another stream of
-/// the context (`others`) has pending work that waits for it.
+/// A mark behind the own work of a legacy default stream, unless that is known to be done or another stream
+/// of the context (`others`) has pending work that waits for it.
 ///
 /// A mark is work of its stream, so this one waits for the blocking streams, and they for it. It comes right
 /// after the legacy default stream's own work, which does the same. Behind work of a blocking stream it would
