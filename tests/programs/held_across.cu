@@ -3,6 +3,7 @@
 //   blocking, default   threads that make synchronous copies from pageable memory while another one copies between the devices in a blocking stream, or in the default stream
 //   per_thread          a synchronous copy in a per-thread default stream behind a copy between the devices in the legacy one
 //   context             a context that waits for an event behind a copy between the devices
+//   stalled             copies to two servers, one of which the test stops after READY until COPIED
 //   limit, destroy      a limit that is set, and a context that is destroyed, while a stream waits for the host and then for a copy
 #define PROGRAM "held_across"
 #include "common.h"
@@ -196,6 +197,31 @@ static void destroy() {
     CHECK(cudaDeviceSynchronize());
 }
 
+// Copies to two other servers, one of which does not answer until the other copy is done.
+static void stalled() {
+    int *here = on_device(0, N, 7), *there = on_device(1, N, 0), *stalling = on_device(2, N, 0);
+    cudaStream_t streams[2];
+    CHECK(cudaSetDevice(0));
+    for (cudaStream_t &stream : streams) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    auto copy = [&] {
+        CHECK(cudaMemcpyPeerAsync(stalling, 2, here, 0, BYTES, streams[0]));
+        CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, streams[1]));
+        CHECK(cudaStreamSynchronize(streams[1]));
+    };
+    copy();
+    CHECK(cudaStreamSynchronize(streams[0]));
+    steps++;
+    printf("READY\n");
+    fflush(stdout);
+    getchar();
+    copy();
+    steps++;
+    printf("COPIED\n");
+    fflush(stdout);
+    CHECK(cudaStreamSynchronize(streams[0]));
+    expect_value("both copies", 1, holds(there, N, 7) && holds(stalling, N, 7));
+}
+
 int main(int argc, char **argv) {
     const std::string what = parse_options(argc, argv).word;
     watch(what.c_str());
@@ -205,6 +231,7 @@ int main(int argc, char **argv) {
     else if (what == "context") context();
     else if (what == "limit") limit();
     else if (what == "destroy") destroy();
-    else fail("knows blocking, default, per_thread, context, limit and destroy");
+    else if (what == "stalled") stalled();
+    else fail("knows blocking, default, per_thread, context, limit, destroy and stalled");
     return verdict();
 }

@@ -208,6 +208,30 @@ fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other(
 }
 
 #[test]
+fn a_server_that_does_not_answer_stops_only_copies_from_and_to_itself() -> Result<()> {
+    const PROGRAM: &str = "held_across";
+    let signal = |worker, signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker), signal);
+    for transport in support::TRANSPORTS {
+        let rigs = two("pool-stalled")?;
+        let third = Rig::start("pool-stalled-3")?;
+        let [first, second] = servers(&rigs, [transport; 2]);
+        let mut command = with_servers(&[first, second, address(&third, transport)], PROGRAM)?;
+        command.arg("stalled").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut program = command.spawn()?;
+        ensure!(line(&mut program)? == "READY\n", "the program has ended");
+        let stopped = worker(&third)?;
+        signal(stopped, Signal::SIGSTOP)?;
+        drop(program.stdin.take());
+        let copied = line(&mut program)?;
+        signal(stopped, Signal::SIGCONT)?;
+        ensure!(copied == "COPIED\n", "over {transport:?}, the other server's copy is not made: {copied:?}");
+        let (text, _) = ended(program)?;
+        ensure!(text.contains("PASS"), "over {transport:?}: {text}");
+    }
+    Ok(())
+}
+
+#[test]
 fn less_usual_calls_work_across_servers() -> Result<()> {
     const PROGRAM: &str = "two_servers_forms";
     for direct in [false, true] {
