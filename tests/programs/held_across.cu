@@ -3,6 +3,8 @@
 //   blocking, default   threads that make synchronous copies from pageable memory while another one copies between the devices in a blocking stream, or in the default stream
 //   per_thread          a synchronous copy in a per-thread default stream behind a copy between the devices in the legacy one
 //   context             a context that waits for an event behind a copy between the devices
+//   stalled             copies to two servers, one of which the test stops after READY until COPIED
+//   limit, destroy      a limit that is set, and a context that is destroyed, while a stream waits for the host and then for a copy
 #define PROGRAM "held_across"
 #include "common.h"
 #include "cases.h"
@@ -10,6 +12,7 @@
 #include "several_devices.h"
 
 #include <chrono>
+#include <functional>
 
 extern "C" CUresult cuMemcpyHtoD_v2_ptds(CUdeviceptr to, const void *from, size_t bytes);
 
@@ -125,6 +128,100 @@ static void context() {
     expect_value("the copy between the devices", 1, holds(there, N, 7));
 }
 
+// Calls something that comes behind all earlier work, also behind a copy that its stream has not begun. `meanwhile` is done
+// before the stream continues.
+static void behind_a_copy(const std::function<void()> &call, const std::function<void()> &meanwhile) {
+    int *here = on_device(0, N, 7), *there = on_device(1, N, 0);
+    cudaStream_t stream;
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (int round = 0; round < 2; round++) {
+        Gate gate;
+        CHECK(cudaLaunchHostFunc(stream, Gate::wait, &gate));
+        CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, stream));
+        std::atomic<bool> returned{false};
+        std::thread other([&] {
+            CHECK(cudaSetDevice(0));
+            call();
+            returned = true;
+        });
+        // It may wait for the copy.
+        for (int i = 0; i < 100 && !returned; i++) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        meanwhile();
+        gate.open = true;
+        other.join();
+        CHECK(cudaDeviceSynchronize());
+        steps++;
+    }
+    expect_value("the copy between the devices", 1, holds(there, N, 7));
+}
+
+static void limit() {
+    behind_a_copy([] { CHECK(cudaDeviceSetLimit(cudaLimitStackSize, 2048)); }, [] {});
+    size_t size = 0;
+    CHECK(cudaDeviceGetLimit(&size, cudaLimitStackSize));
+    expect_value("the limit", 2048, size);
+}
+
+// More events than the library keeps unused before it gives their numbers to others.
+static std::vector<cudaEvent_t> many_events() {
+    std::vector<cudaEvent_t> events(600);
+    for (cudaEvent_t &event : events) CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return events;
+}
+
+static void destroy() {
+    CUcontext contexts[2];
+    CHECK(cudaSetDevice(0));
+    for (CUcontext &context : contexts) {
+        DRIVER(cuCtxCreate(&context, nullptr, 0, 0));
+        many_events();
+        DRIVER(cuCtxPopCurrent(&context));
+    }
+    cudaStream_t beside;
+    CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    std::vector<cudaEvent_t> events;
+    int at = 0;
+    behind_a_copy([&] { DRIVER(cuCtxDestroy(contexts[at++])); },
+                  [&] {
+                      for (cudaEvent_t event : many_events()) events.push_back(event);
+                      for (cudaEvent_t event : events) CHECK(cudaEventRecord(event, beside));
+                      CHECK(cudaStreamSynchronize(beside));
+                  });
+    // Those made meanwhile are not the destroyed context's.
+    for (cudaEvent_t event : events) {
+        CHECK(cudaEventRecord(event, beside));
+        CHECK(cudaEventSynchronize(event));
+        CHECK(cudaEventDestroy(event));
+    }
+    CHECK(cudaDeviceSynchronize());
+}
+
+// Copies to two other servers, one of which does not answer until the other copy is done.
+static void stalled() {
+    int *here = on_device(0, N, 7), *there = on_device(1, N, 0), *stalling = on_device(2, N, 0);
+    cudaStream_t streams[2];
+    CHECK(cudaSetDevice(0));
+    for (cudaStream_t &stream : streams) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    auto copy = [&] {
+        CHECK(cudaMemcpyPeerAsync(stalling, 2, here, 0, BYTES, streams[0]));
+        CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, streams[1]));
+        CHECK(cudaStreamSynchronize(streams[1]));
+    };
+    copy();
+    CHECK(cudaStreamSynchronize(streams[0]));
+    steps++;
+    printf("READY\n");
+    fflush(stdout);
+    getchar();
+    copy();
+    steps++;
+    printf("COPIED\n");
+    fflush(stdout);
+    CHECK(cudaStreamSynchronize(streams[0]));
+    expect_value("both copies", 1, holds(there, N, 7) && holds(stalling, N, 7));
+}
+
 int main(int argc, char **argv) {
     const std::string what = parse_options(argc, argv).word;
     watch(what.c_str());
@@ -132,6 +229,9 @@ int main(int argc, char **argv) {
     else if (what == "default") threads(true);
     else if (what == "per_thread") per_thread();
     else if (what == "context") context();
-    else fail("knows blocking, default, per_thread and context");
+    else if (what == "limit") limit();
+    else if (what == "destroy") destroy();
+    else if (what == "stalled") stalled();
+    else fail("knows blocking, default, per_thread, context, limit, destroy and stalled");
     return verdict();
 }

@@ -197,12 +197,36 @@ fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other(
         let rigs =
             if direct { connected("pool-held-direct", &support::TRANSPORTS)? } else { two("pool-held")? };
         for transport in support::TRANSPORTS {
-            for case in ["per_thread", "context", "blocking", "default"] {
+            for case in ["per_thread", "context", "limit", "destroy", "blocking", "default"] {
                 let mut command = with_servers(&servers(&rigs, [transport; 2]), PROGRAM)?;
                 let outcome = programs::run(command.arg(case), programs::LIMIT)?;
                 outcome.verdict(PROGRAM).with_context(|| format!("{case} over {transport:?}, {direct}"))?;
             }
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_server_that_does_not_answer_stops_only_copies_from_and_to_itself() -> Result<()> {
+    const PROGRAM: &str = "held_across";
+    let signal = |worker, signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker), signal);
+    for transport in support::TRANSPORTS {
+        let rigs = two("pool-stalled")?;
+        let third = Rig::start("pool-stalled-3")?;
+        let [first, second] = servers(&rigs, [transport; 2]);
+        let mut command = with_servers(&[first, second, address(&third, transport)], PROGRAM)?;
+        command.arg("stalled").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut program = command.spawn()?;
+        ensure!(line(&mut program)? == "READY\n", "the program has ended");
+        let stopped = worker(&third)?;
+        signal(stopped, Signal::SIGSTOP)?;
+        drop(program.stdin.take());
+        let copied = line(&mut program)?;
+        signal(stopped, Signal::SIGCONT)?;
+        ensure!(copied == "COPIED\n", "over {transport:?}, the other server's copy is not made: {copied:?}");
+        let (text, _) = ended(program)?;
+        ensure!(text.contains("PASS"), "over {transport:?}: {text}");
     }
     Ok(())
 }
@@ -427,7 +451,8 @@ fn fails(rigs: &mut [Rig; 2], transport: Transport, round: usize, failure: Failu
 }
 
 #[test]
-fn if_a_connection_between_servers_breaks_copies_go_through_the_client() -> Result<()> {
+fn if_a_connection_between_servers_breaks_copies_go_through_the_client_until_there_is_another() -> Result<()>
+{
     for from in 0..2 {
         let rigs = connected("pool-broken", &[Transport::Tcp])?;
         let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
@@ -435,15 +460,26 @@ fn if_a_connection_between_servers_breaks_copies_go_through_the_client() -> Resu
         let mut program = command.spawn()?;
         ensure!(line(&mut program)? == "COPIED\n", "no copies");
         cut(worker(&rigs[from])?, rigs[1 - from].port)?;
-        // Copies continue, all of their bytes are right, and the share that goes through the client grows.
-        for _ in 0..4 {
+        // Copies continue, and all of their bytes are right. Some go through the client.
+        let mut copied = || -> Result<()> {
             ensure!(line(&mut program)? == "COPIED\n", "the copies have ended");
+            Ok(())
+        };
+        eventually(|| {
+            copied()?;
+            let log = rigs[from].server.log_text();
+            let opened = log.matches("a direct connection to another server is open").count();
+            ensure!(opened == 2, "{opened} connections were opened:\n{log}");
+            Ok(())
+        })?;
+        for _ in 0..4 {
+            copied()?;
         }
         program.kill()?;
         let mut stderr = String::new();
         program.stderr.take().context("stderr")?.read_to_string(&mut stderr)?;
         program.wait()?;
-        ensure!(stderr.contains("pass through this machine from now on"), "{stderr}");
+        ensure!(stderr.contains("pass through this machine until there is another one"), "{stderr}");
         for rig in &rigs {
             eventually(|| {
                 let client = counter(rig, "bytes_in")? + counter(rig, "bytes_out")?;

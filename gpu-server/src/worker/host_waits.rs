@@ -24,9 +24,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use host_bridge::endpoint::{Lost, Mapped};
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS, Record};
 use protocol::handle::{ContextId, EventId, FunctionId, Handle, StreamId, TicketId};
-use protocol::ops::context::{ContextCreate, ContextSynchronize};
+use protocol::ops::activity::ActivityStart;
+use protocol::ops::context::{
+    ContextCreate, ContextDestroy, ContextSetLimit, ContextSynchronize, PeerDisable,
+};
 use protocol::ops::event::{EventElapsed, EventRecord, EventSynchronize};
-use protocol::ops::green::GreenStream;
+use protocol::ops::green::{GreenDestroy, GreenStream};
 use protocol::ops::memory::MemShrink;
 use protocol::ops::module::{FunctionPreset, FunctionSetAttribute};
 use protocol::ops::stream::{
@@ -67,6 +70,18 @@ const ELAPSED: u16 = <EventElapsed as Op>::INFO.opcode;
 const WAIT: u16 = <StreamHostWait as Op>::INFO.opcode;
 const SIGNAL: u16 = <StreamHostSignal as Op>::INFO.opcode;
 const ROOM: u16 = <StreamRoom as Op>::INFO.opcode;
+
+/// Operations with [`Order::Session`] in the table that later commands need not wait for. What a client sends
+/// after their answer comes after them anyway, and until then it uses nothing that they destroy, nor its
+/// number for something new. If later commands did wait, a copy between servers could, and with it the stream
+/// that this command waits for. (The table itself is part of the wire's fingerprint.)
+const AS_EARLIER: [u16; 5] = [
+    <ContextDestroy as Op>::INFO.opcode,
+    <ContextSetLimit as Op>::INFO.opcode,
+    <PeerDisable as Op>::INFO.opcode,
+    <GreenDestroy as Op>::INFO.opcode,
+    <ActivityStart as Op>::INFO.opcode,
+];
 
 /// A command's decoded body, if it is this operation.
 fn decoded<'a, T: Op<'a>>(opcode: u16, body: &'a [u8]) -> Option<T> {
@@ -149,7 +164,7 @@ impl Ties {
     fn of(opcode: u16, body: &[u8]) -> Ties {
         let (mut order, mut named, mut scope) = (Order::Session, Vec::new(), Scope::Session);
         if let Some(info) = ops::info(opcode) {
-            order = info.order;
+            order = if AS_EARLIER.contains(&opcode) { Order::Earlier } else { info.order };
             if matches!(order, Order::Streams | Order::Object) {
                 let _ = (info.visit_handles)(body, &mut |handle| named.push(handle));
                 if named.is_empty() {

@@ -162,7 +162,7 @@ fn a_cut_link_makes_copies_go_through_the_program(pair: &Pair) -> Result<()> {
     let before = pair.lines()?;
     let program = pair.endless_copies()?;
     pair.machine.check(rdma::CUT, LONG)?;
-    let on = program.wait_for("pass through this machine from now on", LONG);
+    let on = program.wait_for("pass through this machine until there is another one", LONG);
     let copied = program.stdout().split(|byte| *byte == b'\n').count();
     let deadline = Instant::now() + LONG;
     while on.is_ok() && program.stdout().split(|byte| *byte == b'\n').count() < copied + 4 {

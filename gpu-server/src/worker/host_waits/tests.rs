@@ -4,9 +4,10 @@ mod model;
 
 use protocol::channel::{NO_SLOT, RECORD_HEADER};
 use protocol::data::{HostIn, HostRange, Place};
-use protocol::handle::{EventId, FunctionId, ModuleId};
-use protocol::ops::context::{ContextDestroy, ContextSetLimit};
-use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD};
+use protocol::handle::{EventId, FunctionId, GreenId, ModuleId};
+use protocol::ops::context::PrimaryReset;
+use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD, Pitched};
+use protocol::ops::direct::{DirectReceiveAll, DirectSendAll};
 use protocol::ops::event::{EventDestroy, EventRecord};
 use protocol::ops::launch::Launch;
 use protocol::ops::memory::{HostRead, MemAlloc, MemGetInfo};
@@ -136,7 +137,7 @@ fn answers_to_page_faults_are_never_held() {
     let mut fake = Fake::default();
     let stream = fake.stream(100, NON_BLOCKING);
     fake.wait(stream, 1);
-    let session = fake.push(&ContextSetLimit { context: ContextId(0), limit: 0, value: 0 });
+    let session = fake.push(&PrimaryReset { device: 0 });
     let read = fake.push(&HostRead { context: ContextId(0), address: 8192, len: 8 });
     assert!(!fake.has_executed(session) && fake.has_executed(read));
     fake.signal(1);
@@ -358,11 +359,48 @@ fn session_order_holds_everything_and_memory_operations_nothing() {
     let unload = fake.push(&ModuleUnload { module: ModuleId(1) });
     let ahead = fake.mark(other);
     assert!(fake.has_executed(memory) && !fake.has_executed(unload) && fake.has_executed(ahead));
-    let destroy = fake.push(&ContextDestroy { context: ContextId(0) });
+    let reset = fake.push(&PrimaryReset { device: 0 });
     let behind = [fake.mark(other), fake.push(&MemGetInfo { device: 0 })];
-    assert!(!fake.has_executed(destroy) && behind.iter().all(|seq| !fake.has_executed(*seq)));
+    assert!(!fake.has_executed(reset) && behind.iter().all(|seq| !fake.has_executed(*seq)));
     fake.signal(1);
-    assert!(fake.executed.ends_with(&[unload, destroy, behind[0], behind[1]]));
+    assert!(fake.executed.ends_with(&[unload, reset, behind[0], behind[1]]));
+}
+
+#[test]
+fn a_copy_between_servers_does_not_wait_for_a_call_behind_the_stream_that_it_holds() {
+    let copied = |fake: &mut Fake, hidden| {
+        let place = || Pitched { address: 0, pitch: 0, slice: 0 };
+        let (direct, first, piece, extent) = (1, 1, 4, [4, 1, 1]);
+        let (send, receive) = (
+            DirectSendAll { stream: hidden, direct, first, piece, src: place(), extent },
+            DirectReceiveAll { stream: hidden, direct, first, piece, dst: place(), extent },
+        );
+        let src = HostIn::Inline(&[0; 4]);
+        [fake.push(&send), fake.push(&receive), fake.push(&MemcpyHtoD { stream: hidden, dst: 0, src })]
+    };
+    let context = ContextId(40);
+    let calls: [fn(&mut Fake, ContextId) -> u64; 5] = [
+        |fake, context| fake.push(&ContextSetLimit { context, limit: 0, value: 0 }),
+        |fake, context| fake.push(&ContextDestroy { context }),
+        |fake, context| fake.push(&PeerDisable { context, peer: ContextId(0) }),
+        |fake, _| fake.push(&GreenDestroy { green: GreenId(1) }),
+        |fake, _| fake.push(&ActivityStart {}),
+    ];
+    for call in calls {
+        let mut fake = Fake::default();
+        fake.push(&ContextCreate { context, device: 0, flags: 0 });
+        let (stream, hidden) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+        fake.wait(stream, 1);
+        let behind = fake.mark(stream);
+        let called = call(&mut fake, context);
+        assert!(!fake.has_executed(called), "it comes after all earlier work");
+        let created = fake.stream(102, NON_BLOCKING);
+        let copied = [copied(&mut fake, hidden), copied(&mut fake, created)];
+        assert!(copied.iter().flatten().all(|seq| fake.has_executed(*seq)));
+        fake.signal(1);
+        assert!(fake.executed.ends_with(&[behind, called]));
+        assert!(fake.waits.held.is_empty() && fake.waits.bytes == 0);
+    }
 }
 
 #[test]
@@ -370,13 +408,13 @@ fn a_question_about_a_module_stays_behind_its_load() {
     let mut fake = Fake::default();
     let held = fake.stream(100, NON_BLOCKING);
     fake.wait(held, 1);
-    let destroy = fake.push(&ContextDestroy { context: ContextId(0) });
+    let reset = fake.push(&PrimaryReset { device: 0 });
     let (context, module, image) = (ContextId(1), ModuleId(1), HostIn::Inline(&[]));
     let load = fake.push(&ModuleLoadByName { context, module, image });
     let question = fake.push(&ModuleGetGlobal { module, name: "variable" });
     assert!(!fake.has_executed(load) && !fake.has_executed(question));
     fake.signal(1);
-    assert!(fake.executed.ends_with(&[destroy, load, question]));
+    assert!(fake.executed.ends_with(&[reset, load, question]));
 }
 
 #[test]
@@ -501,7 +539,7 @@ fn later_commands_do_not_wait_for_the_answer_to_a_question() {
     let held = fake.stream(100, NON_BLOCKING);
     fake.wait(held, 1);
     // Held itself, behind what keeps the session's order, and then without an answer.
-    let session = fake.push(&ContextSetLimit { context: ContextId(0), limit: 0, value: 0 });
+    let session = fake.push(&PrimaryReset { device: 0 });
     let asked = fake.ask_for_room(None, 0);
     fake.wait(held, 2);
     fake.signal(1);

@@ -9,7 +9,7 @@ use crate::memory::managed::shared_blocks;
 use crate::memory::{array, pinned, stream_ordered, texture};
 use crate::process::context::{self, Change, Context, Stored};
 use crate::process::driver::{self, Driver, driver};
-use crate::process::ids;
+use crate::process::ids::{self, WithContext};
 use crate::streams::{event, green_gates, stream_table};
 use client::lock;
 use client::ops::context::{ContextDestroy, PrimaryReset};
@@ -36,13 +36,17 @@ fn empty(context: &'static Context, change: Change<'_>, stays: bool) -> Result {
     // A reset removes everything on the device. While contexts made by the program exist there, this
     // context's objects are destroyed one by one instead.
     let alone = !context::of_device(context.device).any(|other| !other.is_primary() && other.is_alive());
-    forget_contents(driver, context, alone);
+    let mut ended = WithContext::default();
+    forget_contents(driver, context, alone.then_some(&mut ended));
     if !alone {
         stream_ordered::forget(driver, context);
         return Ok(());
     }
     stream_ordered::reset(driver, device);
     let result = context.session().call(&PrimaryReset { device: device.number }).map(|_| ());
+    if result.is_ok() {
+        ended.give_back();
+    }
     context::of_device(context.device).for_each(|context| context.limits.forget());
     // The server has cleared the error; a word that was in transit meanwhile must not bring it back.
     if let Some(word) = context.session().progress().error(context.id) {
@@ -55,7 +59,8 @@ fn empty(context: &'static Context, change: Change<'_>, stays: bool) -> Result {
 pub(crate) fn destroy(handle: usize) -> Result {
     let driver = driver()?;
     let context = context::take(handle)?;
-    forget_contents(driver, context, true);
+    let mut ended = WithContext::default();
+    forget_contents(driver, context, Some(&mut ended));
     stream_ordered::forget(driver, context);
     context::leave(context);
     let result = context.session().call(&ContextDestroy { context: context.id }).map(|_| ());
@@ -63,14 +68,20 @@ pub(crate) fn destroy(handle: usize) -> Result {
         word.clear();
     }
     if result.is_ok() {
+        ended.give_back();
         ids::CONTEXTS.give_back(context.id.0);
     }
     result
 }
 
-/// Drops everything in a context except its memory; all handles become invalid. `with_server`: the server
-/// destroys the objects itself.
-fn forget_contents(driver: &'static Driver, context: &'static Context, with_server: bool) {
+/// Drops everything in a context except its memory; all handles become invalid. `with_context`: the server
+/// destroys the objects with the context.
+fn forget_contents(
+    driver: &'static Driver,
+    context: &'static Context,
+    mut with_context: Option<&mut WithContext>,
+) {
+    let with_server = with_context.is_some();
     // The result no longer matters, but the work must be done.
     context.quiesce();
     shared_blocks::after_wait(driver);
@@ -83,8 +94,8 @@ fn forget_contents(driver: &'static Driver, context: &'static Context, with_serv
         }
     }
     green_gates::forget(context);
-    stream_table::forget(context, with_server);
-    event::forget(context, with_server);
+    stream_table::forget(context, with_context.as_deref_mut());
+    event::forget(context, with_context);
     module::forget(context, with_server);
     library::forget(context, with_server);
     instance::forget(context);

@@ -748,7 +748,7 @@ impl Drop for Exec {
         let Ok(driver) = driver() else { return };
         destroy(self.context, &state.steps);
         if let Some(event) = &state.event {
-            event.end(false);
+            event.end(None);
         }
         let held = std::mem::take(&mut self.held);
         if let Some(stream) = state.last.take().filter(|stream| !held.is_empty() && !stream.is_finished()) {

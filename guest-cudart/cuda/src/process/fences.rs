@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex};
 use crate::abi::result::Result;
 use crate::process::context::{self, Context};
 use crate::process::driver::Server;
-use crate::process::ids;
+use crate::process::ids::{self, WithContext};
 use crate::process::stream::Stream;
 use client::handle::EventId;
 use client::ops::event::{EventCreate, EventDestroy, EventRecord};
@@ -80,10 +80,12 @@ impl OwnEvent {
         lock(&self.last).as_ref().map(|(_, seq)| *seq)
     }
 
-    /// Destroys it. `with_server`: the server destroys it by itself.
-    pub fn end(&self, with_server: bool) {
-        // A lost session has no events.
-        if with_server || self.session.append(&EventDestroy { event: self.id }).is_ok() {
+    /// Destroys it. `with_context`: the server destroys it with its context.
+    pub fn end(&self, with_context: Option<&mut WithContext>) {
+        if let Some(ended) = with_context {
+            ended.events.push(self.id.0);
+        } else if self.session.append(&EventDestroy { event: self.id }).is_ok() {
+            // A lost session has no events.
             ids::EVENTS.give_back(self.id.0);
         }
     }
@@ -93,7 +95,7 @@ impl OwnEvent {
 pub(crate) fn join(from: &Arc<Stream>, to: &Stream) -> Result {
     let event = OwnEvent::new(from.context)?;
     let joined = event.record(from).and_then(|_| event.hold(to));
-    event.end(false);
+    event.end(None);
     joined
 }
 
@@ -336,11 +338,12 @@ pub(crate) fn open(server: &Server) -> Vec<(Arc<Stream>, Seq)> {
     open.iter().filter_map(last).collect()
 }
 
-/// Called when a stream or its context is destroyed. `with_server`: the server destroys the event by itself.
-pub(crate) fn forget(stream: &Stream, with_server: bool) {
+/// Called when a stream or its context is destroyed. `with_context`: the server destroys the event with the
+/// context.
+pub(crate) fn forget(stream: &Stream, with_context: Option<&mut WithContext>) {
     lock(&stream.context.server.fences.open).retain(|other| !std::ptr::eq(&**other, stream));
     if let Some(event) = lock(&stream.promise.fence).take() {
-        event.end(with_server);
+        event.end(with_context);
     }
 }
 

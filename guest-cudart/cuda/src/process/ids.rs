@@ -49,6 +49,22 @@ impl Ids {
     }
 }
 
+/// IDs of streams and events that the server destroys together with their context. Until it has, another
+/// thread's new object must not get one of them.
+#[derive(Default)]
+pub(crate) struct WithContext {
+    pub streams: Vec<u32>,
+    pub events: Vec<u32>,
+}
+
+impl WithContext {
+    /// Returns them. The server has destroyed the objects.
+    pub fn give_back(self) {
+        self.streams.into_iter().for_each(|id| STREAMS.give_back(id));
+        self.events.into_iter().for_each(|id| EVENTS.give_back(id));
+    }
+}
+
 /// A number that this process hasn't used before, starting at 1.
 pub(crate) fn unique_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);

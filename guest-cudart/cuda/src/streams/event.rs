@@ -15,7 +15,7 @@ use crate::abi::result::{Result, code};
 use crate::process::capture::Capture;
 use crate::process::context::Context;
 use crate::process::driver::driver;
-use crate::process::ids;
+use crate::process::ids::{self, WithContext};
 use crate::process::server_waits;
 use crate::process::stream::Stream;
 use client::handle::EventId;
@@ -288,13 +288,16 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Event>> {
     EVENTS.get(handle).ok_or(Status::INVALID_HANDLE)
 }
 
-/// Destroys a context's events. `with_server`: the server destroys its own with the context.
-pub(crate) fn forget(context: &'static Context, with_server: bool) {
+/// Destroys a context's events. `with_context`: the server destroys its own with the context.
+pub(crate) fn forget(context: &'static Context, mut with_context: Option<&mut WithContext>) {
     for event in EVENTS.remove_where(|event| std::ptr::eq(event.context, context)) {
-        if !with_server && context.session().append(&EventDestroy { event: event.id }).is_err() {
+        if let Some(ended) = &mut with_context {
+            ended.events.push(event.id.0);
+        } else if context.session().append(&EventDestroy { event: event.id }).is_ok() {
+            ids::EVENTS.give_back(event.id.0);
+        } else {
             return;
         }
-        ids::EVENTS.give_back(event.id.0);
     }
 }
 

@@ -12,7 +12,7 @@ use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::green::Green;
-use crate::process::ids;
+use crate::process::ids::{self, WithContext};
 use crate::process::stream::{LEGACY, NON_BLOCKING, PER_THREAD, Stream};
 use crate::process::{context, driver, fences, green, host_calls, room, stream};
 use crate::streams::{capture_rules, green_gates};
@@ -319,7 +319,7 @@ pub(crate) fn end_all_of(green: &Arc<Green>) {
     });
     for stream in gone {
         capture_rules::destroyed(&stream);
-        fences::forget(&stream, false);
+        fences::forget(&stream, None);
         if !stream.finished.swap(true, Ordering::AcqRel)
             && stream.session().append(&StreamDestroy { stream: stream.id }).is_ok()
         {
@@ -369,7 +369,7 @@ pub(crate) fn reap() {
         if !stream.is_known_idle() && !passed() {
             return true;
         }
-        fences::forget(stream, false);
+        fences::forget(stream, None);
         if stream.session().append(&StreamDestroy { stream: stream.id }).is_ok() {
             stream.finished.store(true, Ordering::Release);
             ids::STREAMS.give_back(stream.id.0);
@@ -378,8 +378,8 @@ pub(crate) fn reap() {
     });
 }
 
-/// Destroys a context's streams. `with_server`: the server destroys its own with the context.
-pub(crate) fn forget(context: &'static Context, with_server: bool) {
+/// Destroys a context's streams. `with_context`: the server destroys its own with the context.
+pub(crate) fn forget(context: &'static Context, mut with_context: Option<&mut WithContext>) {
     let mut gone = STREAMS.remove_where(|stream| std::ptr::eq(stream.context, context));
     lock(&ENDING).retain(|stream| {
         let other = !std::ptr::eq(stream.context, context);
@@ -396,17 +396,21 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
         other => other.is_some(),
     });
     let legacy = context.legacy();
-    fences::forget(legacy, with_server);
+    fences::forget(legacy, with_context.as_deref_mut());
     for stream in &gone {
         capture_rules::destroyed(stream);
-        fences::forget(stream, with_server);
+        fences::forget(stream, with_context.as_deref_mut());
     }
     for stream in gone {
-        if !stream.finished.swap(true, Ordering::AcqRel) {
-            if !with_server && stream.session().append(&StreamDestroy { stream: stream.id }).is_err() {
-                return;
-            }
+        if stream.finished.swap(true, Ordering::AcqRel) {
+            continue;
+        }
+        if let Some(ended) = &mut with_context {
+            ended.streams.push(stream.id.0);
+        } else if stream.session().append(&StreamDestroy { stream: stream.id }).is_ok() {
             ids::STREAMS.give_back(stream.id.0);
+        } else {
+            return;
         }
     }
     if let Some(last) = context.last_work() {

@@ -18,6 +18,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
+use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
 use crate::memory::managed;
@@ -26,13 +27,17 @@ use crate::process::stream::Stream;
 use crate::work::server_copy::{Linear, Part, Split};
 use client::ops::copy::Pitched;
 use client::ops::direct::{
-    DirectArrival, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectReceiveAll, DirectSend,
+    DirectArrival, DirectClose, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectReceiveAll, DirectSend,
     DirectSendAll, MAX_PIECE,
 };
 use client::{Status, lock, log};
 
 /// Pieces of a copy that were sent and not yet reported as arrived. The servers have room for twice as many.
 const WINDOW: usize = 8;
+
+/// How long a connection that has failed is not opened again: the first time, and at most.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LAST_PAUSE: Duration = Duration::from_secs(60);
 
 /// A connection. Copies over it run one after the other.
 type Shared = Arc<Mutex<Connection>>;
@@ -50,12 +55,25 @@ enum Connection {
     #[default]
     New,
     Open(Open),
-    /// It doesn't exist, or no longer.
+    /// It has failed, and is not opened again before this time. If that fails, too, the pause is twice this.
+    Failed(Instant, Duration),
+    /// A thread opens it again.
+    Opening,
+    /// It doesn't exist.
     None,
+}
+
+impl Connection {
+    /// It has failed, and is opened again after this pause.
+    fn failed(pause: Duration) -> Connection {
+        Connection::Failed(Instant::now() + pause, pause)
+    }
 }
 
 struct Open {
     direct: u32,
+    /// How long it is not opened again if it fails.
+    pause: Duration,
     /// The number of the last piece.
     last: u64,
 }
@@ -79,7 +97,8 @@ pub(crate) fn used(server: &'static Server) {
     let open_all = move || {
         for other in others {
             for (from, to) in [(server, other), (other, server)] {
-                ensure(&mut lock(&connection(from, to)), from, to);
+                let shared = connection(from, to);
+                ensure(&shared, &mut lock(&shared), from, to);
             }
         }
     };
@@ -92,21 +111,37 @@ fn connection(from: &Server, to: &Server) -> Shared {
     Arc::clone(lock(&CONNECTIONS).entry(key).or_default())
 }
 
-/// Opens a connection unless that was done or tried before. Waits until it is open or has failed.
-fn ensure(connection: &mut Connection, from: &Server, to: &Server) {
-    if !matches!(connection, Connection::New) {
-        return;
-    }
-    *connection = match open(from, to) {
-        Ok(direct) => Connection::Open(Open { direct, last: 0 }),
-        Err(why) => {
-            let (from, to) = (from.session.index(), to.session.index());
-            log::info(format_args!(
-                "copies from server {from} to server {to} pass through this machine: {why}"
-            ));
-            Connection::None
+/// Opens a connection unless that was done or tried before. Waits until it is open or not possible. One that
+/// has failed is opened again by a thread, some time later.
+fn ensure(shared: &Shared, connection: &mut Connection, from: &'static Server, to: &'static Server) {
+    match *connection {
+        Connection::New => {
+            *connection = match open(from, to) {
+                Ok(direct) => Connection::Open(Open { direct, last: 0, pause: FIRST_PAUSE }),
+                Err(why) => {
+                    let (from, to) = (from.session.index(), to.session.index());
+                    log::info(format_args!(
+                        "copies from server {from} to server {to} pass through this machine: {why}"
+                    ));
+                    Connection::None
+                }
+            };
         }
-    };
+        Connection::Failed(again, pause) if Instant::now() >= again => {
+            let pause = (pause * 2).min(LAST_PAUSE);
+            let shared = Arc::clone(shared);
+            let reopen = move || {
+                let opened = open(from, to);
+                *lock(&shared) = match opened {
+                    Ok(direct) => Connection::Open(Open { direct, last: 0, pause }),
+                    Err(_) => Connection::failed(pause),
+                };
+            };
+            let started = std::thread::Builder::new().name("rgpu-direct".into()).spawn(reopen);
+            *connection = if started.is_ok() { Connection::Opening } else { Connection::failed(pause) };
+        }
+        _ => {}
+    }
 }
 
 /// A number for a connection, from or to any server, that no other one of this process has.
@@ -121,8 +156,23 @@ fn open(from: &Server, to: &Server) -> std::result::Result<u32, String> {
     let key = from.session.call(&DirectKey {}).map_err(sending)?.key;
     let offer =
         to.session.call(&DirectOffer { direct, key }).map_err(|status| failed("receiving", status))?;
-    let opened = from.session.call(&DirectOpen { direct, ticket: offer.ticket }).map_err(sending)?;
-    if opened.refusal.is_empty() { Ok(direct) } else { Err(opened.refusal) }
+    let opened = from.session.call(&DirectOpen { direct, ticket: offer.ticket }).map_err(sending);
+    match opened {
+        Ok(opened) if opened.refusal.is_empty() => return Ok(direct),
+        Ok(opened) => Err(opened.refusal),
+        Err(why) => Err(why),
+    }
+    .inspect_err(|_| close(direct, from, to))
+}
+
+/// Makes both servers forget a connection. Nothing waits for that: its number is not used again.
+fn close(direct: u32, from: &Server, to: &Server) {
+    for (server, outgoing) in [(from, true), (to, false)] {
+        if server.session.knows::<DirectClose>() {
+            // A lost session has no connections.
+            let _ = server.session.submit_ahead(&DirectClose { direct, outgoing });
+        }
+    }
 }
 
 /// Makes a copy over a direct connection. Returns true when all bytes have arrived. False: the copy must be
@@ -136,9 +186,9 @@ pub(crate) fn carry(
     if split.bytes() < KNOBS.least {
         return Ok(false);
     }
-    let connection = connection(src.context.server, dst.context.server);
-    let mut connection = lock(&connection);
-    ensure(&mut connection, src.context.server, dst.context.server);
+    let shared = connection(src.context.server, dst.context.server);
+    let mut connection = lock(&shared);
+    ensure(&shared, &mut connection, src.context.server, dst.context.server);
     let Connection::Open(open) = &mut *connection else { return Ok(false) };
     managed::lend(read, read_len)?;
     // Managed memory that the host has is given to the device in the order of a stream.
@@ -154,11 +204,15 @@ pub(crate) fn carry(
     };
     if let Err(status) = carried {
         log::warn(format_args!(
-            "a direct connection between servers has failed ({status}): copies from server {} to server {} pass through this machine from now on",
+            "a direct connection between servers has failed ({status}): copies from server {} to server {} pass through this machine until there is another one",
             src.context.server.session.index(),
             dst.context.server.session.index(),
         ));
-        *connection = Connection::None;
+        let (direct, pause) = (open.direct, open.pause);
+        close(direct, src.context.server, dst.context.server);
+        let can_close = [from, to].into_iter().all(|end| end.session().knows::<DirectClose>());
+        // A server keeps what it cannot close.
+        *connection = if can_close { Connection::failed(pause) } else { Connection::None };
         return Ok(false);
     }
     drop(connection);
@@ -204,7 +258,7 @@ fn whole_rows(piece: u64, row: u64) -> u64 {
 
 /// Copies piece by piece, as this process says.
 fn carry_over(
-    Open { direct, last }: &mut Open,
+    Open { direct, last, .. }: &mut Open,
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
     (written, write_len): (u64, u64),

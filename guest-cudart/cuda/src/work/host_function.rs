@@ -3,7 +3,7 @@
 //! Each is a mark followed by a wait of the stream for a ticket. A thread watches the streams' progress words
 //! for passed marks, calls the function and signals the ticket.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
@@ -30,8 +30,21 @@ pub(crate) enum Function {
     /// This library's own function, which never waits for the stream. It is dropped instead of called in the
     /// cases where a host function isn't called.
     Own(Box<dyn FnOnce() + Send>),
-    /// A copy from or to another server. If it fails, the stream's context gets the error.
-    Copy(Box<dyn FnOnce() -> Result + Send>),
+    /// A copy from or to other servers. If it fails, the stream's context gets the error.
+    Copy(Others, Box<dyn FnOnce() -> Result + Send>),
+}
+
+/// The sessions that a copy needs besides its stream's: one, or two in ascending order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Others([usize; 2]);
+
+impl Others {
+    /// Those of a copy by a stream of `own` between memory of the sessions `ends`.
+    pub fn of(own: usize, ends: impl Iterator<Item = usize> + Clone) -> Others {
+        let others = ends.filter(|end| *end != own);
+        let [least, most] = [others.clone().min(), others.max()].map(|other| other.unwrap_or(own));
+        Others([least, most])
+    }
 }
 
 struct Call {
@@ -68,13 +81,19 @@ struct Queues {
     programs: Queue,
     /// This library's own, which must continue while one of the program's waits for something.
     own: Queue,
-    /// Copies from and to other servers, which take long.
-    copies: Queue,
+    /// Copies from and to other servers, which take long. Each group of servers has its own queue, so that a
+    /// server that does not answer only stops copies from and to itself.
+    copies: Mutex<BTreeMap<Others, &'static Queue>>,
 }
 
 impl Queues {
     const fn new() -> Queues {
-        Queues { programs: Queue::new(), own: Queue::new(), copies: Queue::new() }
+        Queues { programs: Queue::new(), own: Queue::new(), copies: Mutex::new(BTreeMap::new()) }
+    }
+
+    /// The queue of copies from and to these servers.
+    fn copies(&self, others: Others) -> &'static Queue {
+        lock(&self.copies).entry(others).or_insert_with(|| Box::leak(Box::new(Queue::new())))
     }
 }
 
@@ -91,9 +110,9 @@ pub(crate) fn on(
 ) -> Result {
     let server = stream.context.server;
     let queues = &QUEUES[server.session.index()];
-    let (queue, name) = match function {
+    let (queue, name): (&'static Queue, _) = match function {
         Function::Own(_) => (&queues.own, "rgpu-own-calls"),
-        Function::Copy(_) => (&queues.copies, "rgpu-copies"),
+        Function::Copy(others, _) => (queues.copies(others), "rgpu-copies"),
         Function::Host(_) | Function::Callback(..) => (&queues.programs, "rgpu-callbacks"),
     };
     fences::host_sees();
@@ -213,12 +232,12 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
                 // SAFETY: the program passed the function to be called here with this argument.
                 unsafe { function(data) }
             }
-            Function::Copy(copy) if status == Status::SUCCESS => {
+            Function::Copy(_, copy) if status == Status::SUCCESS => {
                 if let Err(status) = copy() {
                     context.fail(status);
                 }
             }
-            Function::Host(_) | Function::Own(_) | Function::Copy(_) => {}
+            Function::Host(_) | Function::Own(_) | Function::Copy(..) => {}
             Function::Callback(function, handle) => {
                 CALLED.set(true);
                 // SAFETY: the program passed the callback to be called here with this argument.
@@ -237,5 +256,27 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
         }
         stream.called.raise(wait);
         host_calls::returned();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_waits_only_for_copies_that_need_the_same_servers() {
+        let of = |own, ends: [usize; 2]| Others::of(own, ends.into_iter());
+        // Both directions between two servers are one queue of the stream's server.
+        assert_eq!(of(0, [0, 1]), of(0, [1, 0]));
+        assert_eq!(of(0, [0, 1]), of(0, [1, 1]));
+        assert_eq!(of(0, [2, 1]), of(0, [1, 2]));
+        let all = [of(0, [0, 1]), of(0, [0, 2]), of(0, [1, 2])];
+        let queues = Queues::new();
+        for (at, others) in all.into_iter().enumerate() {
+            assert!(std::ptr::eq(queues.copies(others), queues.copies(others)));
+            for another in &all[at + 1..] {
+                assert!(!std::ptr::eq(queues.copies(others), queues.copies(*another)));
+            }
+        }
     }
 }

@@ -29,7 +29,7 @@ use crate::process::server_waits;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use crate::work::direct_copy;
-use crate::work::host_function::{self, Function};
+use crate::work::host_function::{self, Function, Others};
 use client::data::{HostIn, HostOut};
 use client::ops::copy::{MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
 use client::seq::Seq;
@@ -180,7 +180,10 @@ pub(crate) fn across(
                 server_waits::hold(stream, &other, record)?;
             }
         }
-        host_function::on(driver, stream.clone(), Function::Copy(Box::new(work)), std::ptr::null_mut())
+        let others =
+            Others::of(stream.session().index(), ends.iter().map(|home| home.server.session.index()));
+        let copy = Function::Copy(others, Box::new(work));
+        host_function::on(driver, stream.clone(), copy, std::ptr::null_mut())
     })
 }
 

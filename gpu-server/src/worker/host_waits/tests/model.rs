@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use protocol::handle::{EventId, FunctionId};
 use protocol::ops::array::TextureDestroy;
-use protocol::ops::context::ContextSetLimit;
+use protocol::ops::context::PrimaryReset;
 use protocol::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord};
 use protocol::ops::memory::MemGetInfo;
 use protocol::ops::module::FunctionPreset;
@@ -249,7 +249,7 @@ proptest! {
                 Step::Destroy => said.push(Said::new(fake.push(&TextureDestroy { texture: 1 }), Order::Earlier)),
                 Step::Ask => said.push(Said::new(fake.push(&MemGetInfo { device: 0 }), Order::None)),
                 Step::Session => {
-                    let seq = fake.push(&ContextSetLimit { context: ContextId(0), limit: 0, value: 0 });
+                    let seq = fake.push(&PrimaryReset { device: 0 });
                     said.push(Said::new(seq, Order::Session));
                 }
             }
