@@ -469,7 +469,7 @@ fn if_a_connection_between_servers_breaks_copies_go_through_the_client_until_the
             copied()?;
             let log = rigs[from].server.log_text();
             let opened = log.matches("a direct connection to another server is open").count();
-            ensure!(opened == 2, "{opened} connections were opened:\n{log}");
+            ensure!(opened >= 2, "{opened} connections were opened:\n{log}");
             Ok(())
         })?;
         for _ in 0..4 {
