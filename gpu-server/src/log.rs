@@ -16,6 +16,8 @@ use tracing_subscriber::fmt::writer::BoxMakeWriter;
 const LINES: u32 = 200;
 /// The levels with a limit, one for each. Lines of other levels, which an operator has to ask for, have none.
 const BOUNDED: [Level; 3] = [Level::ERROR, Level::WARN, Level::INFO];
+/// The target of lines without a limit: each session has one, with what it has done.
+pub(crate) const OF_SESSION: &str = "rgpu_server::session";
 
 /// Starts the log of the daemon.
 pub(crate) fn start(filter: &str) {
@@ -61,7 +63,7 @@ impl<'a> MakeWriter<'a> for Output {
     }
 
     fn make_writer_for(&'a self, line: &Metadata<'_>) -> Line<'a> {
-        let level = BOUNDED.iter().position(|level| level == line.level());
+        let level = BOUNDED.iter().position(|level| level == line.level() && line.target() != OF_SESSION);
         Line { to: self.to.make_writer_for(line), limit: level.and_then(|level| self.limits.get(level)) }
     }
 }
@@ -109,7 +111,8 @@ mod tests {
         let lines = || std::fs::read_to_string(file.path()).unwrap();
         tracing::subscriber::with_default(log, || {
             (0..100_000).for_each(|_| tracing::warn!("a call fails"));
-            tracing::info!("the session ended");
+            tracing::info!("a line of another level");
+            tracing::warn!(target: OF_SESSION, "the session is lost");
             // What was left out is counted in the next line that may be written.
             while !lines().contains(" earlier messages not shown)\n") {
                 tracing::warn!("another one fails");
@@ -118,6 +121,7 @@ mod tests {
         });
         let shown = lines().matches("a call fails").count();
         assert!((LINES as usize..50_000).contains(&shown), "{shown} lines were shown");
-        assert!(lines().contains("the session ended"), "another level's line is missing");
+        assert!(lines().contains("a line of another level"));
+        assert!(lines().contains("the session is lost"));
     }
 }

@@ -51,6 +51,7 @@ use crate::driver;
 use crate::driver::quota::Quota;
 use crate::driver::watchdog::Watchdog;
 use crate::driver::{Beside, Errors};
+use crate::log::OF_SESSION;
 use crate::pages::{Page, Terms};
 use crate::room::Room;
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transport, Visitor};
@@ -309,8 +310,11 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     };
     timeline.iter().for_each(|timeline| timeline.save(&RECORDER));
     match &lost {
-        Some(lost) => tracing::warn!(commands = counters.commands, "session lost: {lost}"),
+        Some(lost) => {
+            tracing::warn!(target: OF_SESSION, commands = counters.commands, "session lost: {lost}");
+        }
         None => tracing::info!(
+            target: OF_SESSION,
             commands = counters.commands,
             bytes_in = counters.bytes_in,
             bytes_out = counters.bytes_out,
