@@ -32,8 +32,8 @@ use crate::role::Role;
 use crate::servers::Servers;
 use crate::{native, vm};
 
-/// How long sessions have to end when the daemon shuts down. What a busy machine or server takes: a session
-/// whose server does not learn of its end holds a GPU for its grace period.
+/// How long sessions have to end when the daemon shuts down. A busy machine or server may need that long, and
+/// a session whose server does not hear of its end holds a GPU for its grace period.
 const DRAIN: Duration = Duration::from_secs(8);
 /// How long it may take to tell servers about sessions that have ended without a link, if the keeper cannot
 /// wait for that.

@@ -285,7 +285,7 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     assert_eq!(upgrade()["upgrading"]["sessions"], 1);
     eventually(|| daemon.try_status().is_some_and(|status| status["keepers_before"] == 1));
     channel.synchronize();
-    // The worker goes on by itself, and the next device process lists the session a moment later.
+    // The worker has not stopped meanwhile, but the new device process lists its session a moment later.
     eventually(|| ask(&daemon, &json!({ "version": {} }))["sessions"] == 1);
     assert!(ask(&daemon, &json!({ "nonsense": {} }))["error"].is_string());
 }

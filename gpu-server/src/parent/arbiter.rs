@@ -29,6 +29,7 @@
 //!   to the driver's switching.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
 
 use super::leases::table::owner;
 use crate::limits::Limits;
@@ -323,13 +324,16 @@ impl Arbiter {
     /// A principal's weight. Those of a client's leases that have work for the same devices share the
     /// client's weight, so that leases give a client no more time than it has without them.
     fn weight(&self, name: &str, all: &BTreeMap<&str, Together>) -> f64 {
-        let own = &all[name];
-        let counts = |other: &&str| {
-            owner(other) == owner(name)
-                && all[*other].devices & own.devices != 0
-                && (*other == name || self.parts.get(*other).is_some_and(|part| part.active))
+        let (own, client) = (&all[name], owner(name));
+        let counts = |(other, together): &(&&str, &Together)| {
+            owner(other) == client
+                && together.devices & own.devices != 0
+                && (**other == name || self.parts.get(**other).is_some_and(|part| part.active))
         };
-        let sum: f64 = all.keys().copied().filter(counts).map(|other| f64::from(all[other].weight)).sum();
+        // They are in the order of their names, which begin with the client's.
+        let from = (Bound::Included(client), Bound::Unbounded);
+        let near = all.range::<str, _>(from).take_while(|(other, _)| other.starts_with(client));
+        let sum: f64 = near.filter(counts).map(|(_, together)| f64::from(together.weight)).sum();
         f64::from(own.weight) * (f64::from(own.client_weight) / sum).min(1.0)
     }
 

@@ -528,18 +528,25 @@ mod tests {
         assert!(wrong(&state, FromWorker::Failed { reason: String::new(), full: true }));
     }
 
-    #[test]
-    fn events_that_are_gone_are_no_longer_noted_as_opened() {
+    /// The daemon with two sessions, 7 and 8.
+    fn two_sessions() -> State {
         let mut state = State::default();
         for pid in [7, 8] {
             state.sessions.insert(pid, session_of_limits(Limits::default()));
         }
-        let event = SharedEvent::new().unwrap();
-        let file = || Some(event.file().try_clone().unwrap());
-        let share = |state: &mut State| {
-            let origin = origin_of(state, 7).unwrap();
-            state.shares.add(7, origin, Shared::Event { slot: 0 }, file()).unwrap().unwrap()
-        };
+        state
+    }
+
+    /// Session 7 shares an event.
+    fn shared_by_first(state: &mut State, event: &SharedEvent) -> Token {
+        let (origin, file) = (origin_of(state, 7).unwrap(), event.file().try_clone().unwrap());
+        state.shares.add(7, origin, Shared::Event { slot: 0 }, Some(file)).unwrap().unwrap()
+    }
+
+    #[test]
+    fn events_that_are_gone_are_no_longer_noted_as_opened() {
+        let (mut state, event) = (two_sessions(), SharedEvent::new().unwrap());
+        let share = |state: &mut State| shared_by_first(state, &event);
         let stays = share(&mut state);
         assert!(matches!(open(&mut state, 8, &stays).0, Reply::Opened { .. }));
         for _ in 0..2000 {
@@ -553,18 +560,8 @@ mod tests {
 
     #[test]
     fn a_session_keeps_only_so_many_events_of_others_open() {
-        let mut state = State::default();
-        for pid in [7, 8] {
-            state.sessions.insert(pid, session_of_limits(Limits::default()));
-        }
-        let event = SharedEvent::new().unwrap();
-        let origin = origin_of(&state, 7).unwrap();
-        let mut tokens = (0..).map(|_| {
-            let file = event.file().try_clone().unwrap();
-            let shared = Shared::Event { slot: 0 };
-            state.shares.add(7, origin.clone(), shared, Some(file)).unwrap().unwrap()
-        });
-        let tokens: Vec<Token> = tokens.by_ref().take(20).collect();
+        let (mut state, event) = (two_sessions(), SharedEvent::new().unwrap());
+        let tokens: Vec<Token> = (0..20).map(|_| shared_by_first(&mut state, &event)).collect();
         let opened = |state: &mut State| {
             tokens
                 .iter()

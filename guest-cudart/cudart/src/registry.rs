@@ -671,14 +671,20 @@ mod tests {
         assert_eq!(fake.count("cuMemcpyHtoD_v2"), 1);
     }
 
-    #[test]
-    fn initializing_a_module_points_managed_variables_at_their_memory() {
-        let _fake = Fake::new();
+    /// A binary with a managed variable, which is initialized, and the program's pointer to it.
+    fn with_managed_variable() -> (*mut *mut c_void, *mut *mut c_void) {
         let place: &'static mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
         let place = ptr::from_mut(place);
         let handle = binary();
         __cudaRegisterManagedVar(handle, place, ptr::null_mut(), c"managed".as_ptr(), 0, 4, 0, 0);
         assert_eq!(__cudaInitModule(handle), 1);
+        (handle, place)
+    }
+
+    #[test]
+    fn initializing_a_module_points_managed_variables_at_their_memory() {
+        let _fake = Fake::new();
+        let (_, place) = with_managed_variable();
         let (mut by_place, mut by_memory): (*mut c_void, *mut c_void) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the place is leaked memory; the outputs are live local variables.
         unsafe {
@@ -692,11 +698,7 @@ mod tests {
     #[test]
     fn managed_variables_are_placed_again_when_their_device_is_used_after_a_reset() {
         let fake = Fake::new();
-        let place: &'static mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
-        let place = ptr::from_mut(place);
-        let handle = binary();
-        __cudaRegisterManagedVar(handle, place, ptr::null_mut(), c"managed".as_ptr(), 0, 4, 0, 0);
-        assert_eq!(__cudaInitModule(handle), 1);
+        let (handle, place) = with_managed_variable();
         // SAFETY: the place is leaked memory.
         let placed = || unsafe { place.read() }.addr();
         let before = placed();

@@ -213,7 +213,7 @@ impl Shared {
         let speaks = self.behavior.speaks.unwrap_or(OURS);
         (welcome.version, welcome.fingerprint) = (speaks.version(), speaks.fingerprint());
         if hello.purpose == purpose::CONTROL && hello.wishes & wish::MAY_WAIT != 0 {
-            // Decided before the client is told to wait, so that a test that sees it wait can rely on this.
+            // Decided before the client is told anything: a test that sees it wait knows what comes next.
             let holds = self.behavior.never_serves && !self.serves.load(Ordering::SeqCst);
             if self.behavior.hold_queue {
                 self.await_release();

@@ -302,8 +302,8 @@ impl<G: Gpu> Session<G> {
         if self.events.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
     }
 
-    /// The token of an interprocess event that this session made. There is only one, because it is where the
-    /// daemon counts who has which slot.
+    /// The token of an interprocess event that this session made. There is only one, because
+    /// the daemon notes under it whose slots are whose.
     pub(super) fn share_event(&mut self, id: EventId) -> Result<Token> {
         let broker = self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)?;
         let event = self.events.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)?;
