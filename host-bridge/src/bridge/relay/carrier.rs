@@ -28,8 +28,8 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// The frames that go to the server, in this order.
     fn out(&mut self) -> &mut SendBuffer;
 
-    /// Called before records are put into [`out`](Self::out): says what the server should know before it has
-    /// them.
+    /// Called before records are put into [`out`](Self::out), and only when one can be: says what the server
+    /// should know before it has them.
     fn before_commands(&mut self, _machine: &mut Machine<'_, S>) {}
 
     /// Called when the server is asked whether it is there, with the last frame of [`out`](Self::out).
@@ -159,7 +159,7 @@ fn work<S: Schedule, C: Carrier<S>>(
             machine.serve(mailbox)?;
             worked = true;
         }
-        if machine.has_records() {
+        if machine.has_records() && machine.can_take(carrier.out()) {
             carrier.before_commands(machine);
         }
         worked |= machine.take_records(carrier.out())?;
