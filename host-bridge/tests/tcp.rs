@@ -733,7 +733,7 @@ fn a_hundred_sessions_leave_no_descriptor_and_no_thread() {
 /// command keeps a server's dispatcher busy.
 struct Scripted {
     client: Client,
-    _control: TcpStream,
+    control: TcpStream,
     data: Vec<TcpStream>,
 }
 
@@ -767,13 +767,18 @@ impl Scripted {
         let server = std::thread::spawn(greet);
         let client = Client::connect(&config);
         let mut data = server.join().unwrap();
-        Scripted { client, _control: data.remove(0), data }
+        Scripted { client, control: data.remove(0), data }
     }
 
     /// Says on a data connection that `len` bytes of a command's data come.
     fn announce(&mut self, connection: usize, seq: u64, offset: u64, len: u32) {
         let header = DataHeader { seq, offset, piece: 0, len };
         self.data[connection].write_all(header.as_bytes()).unwrap();
+    }
+
+    fn frame(&mut self, kind: u32, body: &[u8]) {
+        let header = FrameHeader { kind, len: body.len() as u32 };
+        self.control.write_all(&[header.as_bytes(), body].concat()).unwrap();
     }
 }
 
@@ -801,4 +806,36 @@ fn data_is_acknowledged_on_its_own_connection_whatever_was_said_beside_commands(
     let told = header.offset;
     assert_eq!((header.seq, header.len), (0, 0), "an acknowledgement");
     assert!(told >= 1 << 20, "{told} bytes of the stream are acknowledged");
+}
+
+/// A command is settled once its data is here. What comes later for it would land in memory that the program
+/// uses for something else.
+#[test]
+fn a_server_that_announces_more_data_than_a_command_awaits_writes_none_of_it() {
+    const LEN: u32 = 100_000;
+    let mut server = Scripted::begin(2);
+    server.client.write_arena(0, &[5; LEN as usize]);
+    let seq = server.client.dtoh(1, arena(0, LEN.into()));
+    until("it is taken", || server.client.session.counters().commands.get() == seq);
+    server.announce(0, seq, 0, LEN);
+    server.announce(1, seq, 0, LEN);
+    let sent = DataSent { seq, bytes: LEN.into() };
+    server.frame(frame::DATA_SENT, sent.as_bytes());
+    let reason = server.client.wait_lost();
+    assert!(reason.contains("more than the command expects"), "{reason}");
+    assert!(server.client.read_arena(0, LEN.into()) == [5; LEN as usize]);
+}
+
+/// Said with fewer bytes than were announced, the rest would come behind the command's end.
+#[test]
+fn a_server_that_settles_a_command_before_its_data_is_here_loses_the_session() {
+    let mut server = Scripted::begin(1);
+    let seq = server.client.dtoh(1, arena(0, 1000));
+    until("it is taken", || server.client.session.counters().commands.get() == seq);
+    server.announce(0, seq, 0, 1000);
+    server.data[0].write_all(&[1; 500]).unwrap();
+    until("it has come", || server.client.session.counters().data_bytes_received.get() == 500);
+    server.frame(frame::DATA_SENT, DataSent { seq, bytes: 500 }.as_bytes());
+    let reason = server.client.wait_lost();
+    assert!(reason.contains("of which 1000 come or have come"), "{reason}");
 }

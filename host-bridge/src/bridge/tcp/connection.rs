@@ -657,7 +657,7 @@ impl DataConnection {
     }
 
     /// A whole header has come, or what is behind it.
-    fn begin(&mut self, machine: &Machine<'_>) -> Result<(), EndReason> {
+    fn begin(&mut self, machine: &mut Machine<'_>) -> Result<(), EndReason> {
         let (mut header, mut length) = (DataHeader::new_zeroed(), 0u32);
         header.as_mut_bytes().copy_from_slice(&self.header[..HEADER]);
         length.as_mut_bytes().copy_from_slice(&self.header[HEADER..]);
