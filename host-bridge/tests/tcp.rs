@@ -21,7 +21,7 @@ use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::version::{OURS, Speaks};
 use rgpu_host_bridge::bridge::{
-    Closed, ConnectError, Prepared, RegionError, Security, SessionConfig, Turn,
+    Closed, ConnectError, LinkState, Prepared, RegionError, Security, SessionConfig, Turn,
 };
 use rgpu_host_bridge::framing::Address;
 use test_kit::link::welcome;
@@ -733,6 +733,7 @@ fn a_hundred_sessions_leave_no_descriptor_and_no_thread() {
 /// command keeps a server's dispatcher busy.
 struct Scripted {
     client: Client,
+    listener: TcpListener,
     control: TcpStream,
     data: Vec<TcpStream>,
 }
@@ -762,12 +763,12 @@ impl Scripted {
             }
             greeted.sort_by_key(|(hello, _)| (hello.purpose, hello.index));
             let streams: Vec<_> = greeted.into_iter().map(|(_, stream)| stream).collect();
-            streams
+            (listener, streams)
         };
         let server = std::thread::spawn(greet);
         let client = Client::connect(&config);
-        let mut data = server.join().unwrap();
-        Scripted { client, control: data.remove(0), data }
+        let (listener, mut data) = server.join().unwrap();
+        Scripted { client, listener, control: data.remove(0), data }
     }
 
     /// Says on a data connection that `len` bytes of a command's data come.
@@ -824,6 +825,21 @@ fn a_server_that_announces_more_data_than_a_command_awaits_writes_none_of_it() {
     let reason = server.client.wait_lost();
     assert!(reason.contains("more than the command expects"), "{reason}");
     assert!(server.client.read_arena(0, LEN.into()) == [5; LEN as usize]);
+}
+
+#[test]
+fn a_relay_whose_link_is_lost_sleeps_until_there_is_another() {
+    let Scripted { client, listener, control, data } = Scripted::begin(2);
+    drop((control, data));
+    until("the link is lost", || client.session.link() == LinkState::Lost);
+    let sleeps = client.session.counters().sleeps.get();
+    // Several attempts to resume, between which time passes.
+    for _ in 0..12 {
+        drop(listener.accept().unwrap());
+    }
+    let sleeps = client.session.counters().sleeps.get() - sleeps;
+    assert!(sleeps < 100, "it has woken up {sleeps} times for nothing");
+    assert_eq!(client.session.over(), None);
 }
 
 /// Said with fewer bytes than were announced, the rest would come behind the command's end.

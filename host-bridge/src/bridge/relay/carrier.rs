@@ -273,6 +273,15 @@ impl Wakeups {
         self.epoll.add(fd, EpollEvent::new(EpollFlags::EPOLLIN, number as u64)).map_err(broken)
     }
 
+    /// Watches it no more, if it was watched. A connection that was shut down would report its end again and
+    /// again.
+    pub(in crate::bridge) fn remove(&self, fd: impl AsFd) -> Result<(), EndReason> {
+        match self.epoll.delete(fd) {
+            Ok(()) | Err(nix::Error::ENOENT) => Ok(()),
+            Err(e) => Err(broken(e)),
+        }
+    }
+
     /// Watches it for input and for room from now on, for one of them, or for its end alone.
     pub(in crate::bridge) fn change(
         &self,

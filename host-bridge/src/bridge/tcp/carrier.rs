@@ -437,9 +437,11 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         self.control.shut_down();
         (self.unwelcomed, self.opening) = (None, None);
         self.session.link.lost();
+        self.wakeups.remove(&*self.control)?;
         let mut received = vec![machine.restart_frames()];
         for connection in &mut self.data {
             received.push(connection.disconnect(machine)?);
+            self.wakeups.remove(connection.socket())?;
         }
         if mailbox.is_to_pause() {
             // It reads the client's memory, too.
