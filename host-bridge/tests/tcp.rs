@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,13 +20,17 @@ use protocol::ops::Op;
 use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::version::{OURS, Speaks};
-use rgpu_host_bridge::bridge::{Closed, ConnectError, Prepared, RegionError, Turn};
+use rgpu_host_bridge::bridge::{
+    Closed, ConnectError, LinkState, Prepared, RegionError, Security, SessionConfig, Turn,
+};
+use rgpu_host_bridge::framing::Address;
+use test_kit::link::welcome;
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::session::{Client, RAM, channel};
 use test_kit::tcp_server::TcpServer;
 use test_kit::turns::{Exchange, Turns};
 use test_kit::*;
-use zerocopy::IntoBytes;
+use zerocopy::{FromZeros, IntoBytes};
 
 #[test]
 fn commands_arrive_in_order_and_many_in_a_frame() {
@@ -721,4 +727,131 @@ fn a_hundred_sessions_leave_no_descriptor_and_no_thread() {
         cycle();
     }
     settled(descriptors, threads);
+}
+
+/// A session whose server is the test. What the bridge says on the control connection stays unread, as when a
+/// command keeps a server's dispatcher busy.
+struct Scripted {
+    client: Client,
+    listener: TcpListener,
+    control: TcpStream,
+    data: Vec<TcpStream>,
+}
+
+impl Scripted {
+    fn begin(connections: u32) -> Scripted {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Address::Tcp("127.0.0.1".into(), listener.local_addr().unwrap().port());
+        let mut config = SessionConfig::new(address, "test-host");
+        be_patient(&mut config);
+        config.security = Security::Insecure;
+        (config.data_connections, config.io_threads) = (connections, false);
+        let greet = move || {
+            let mut greeted: Vec<(Hello, TcpStream)> = Vec::new();
+            while greeted.len() <= connections as usize {
+                let mut stream = listener.accept().unwrap().0;
+                stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                let mut hello = Hello::new_zeroed();
+                // A connection that was opened early may be of no use.
+                if stream.read_exact(hello.as_mut_bytes()).is_ok() {
+                    let (grace, data_connections) = (PATIENCE.as_secs() as u32, connections);
+                    let welcome = welcome(Answer::Ok, "");
+                    let welcome = Welcome { token: [7; 16], data_connections, grace, ..welcome };
+                    stream.write_all(welcome.as_bytes()).unwrap();
+                    greeted.push((hello, stream));
+                }
+            }
+            greeted.sort_by_key(|(hello, _)| (hello.purpose, hello.index));
+            let streams: Vec<_> = greeted.into_iter().map(|(_, stream)| stream).collect();
+            (listener, streams)
+        };
+        let server = std::thread::spawn(greet);
+        let client = Client::connect(&config);
+        let (listener, mut data) = server.join().unwrap();
+        Scripted { client, listener, control: data.remove(0), data }
+    }
+
+    /// Says on a data connection that `len` bytes of a command's data come.
+    fn announce(&mut self, connection: usize, seq: u64, offset: u64, len: u32) {
+        let header = DataHeader { seq, offset, piece: 0, len };
+        self.data[connection].write_all(header.as_bytes()).unwrap();
+    }
+
+    fn frame(&mut self, kind: u32, body: &[u8]) {
+        let header = FrameHeader { kind, len: body.len() as u32 };
+        self.control.write_all(&[header.as_bytes(), body].concat()).unwrap();
+    }
+}
+
+/// Otherwise a server whose dispatcher waits for its downloads to leave would wait for ever: the command
+/// behind which an acknowledgement stands is read by nobody else.
+#[test]
+fn data_is_acknowledged_on_its_own_connection_whatever_was_said_beside_commands() {
+    const LEN: u32 = 600 << 10;
+    let mut server = Scripted::begin(1);
+    let seq = server.client.dtoh(1, arena(0, 2 << 20));
+    until("it is taken", || server.client.session.counters().commands.get() == seq);
+    for part in 0..2u32 {
+        server.announce(0, seq, u64::from(part * LEN), LEN);
+        server.data[0].write_all(&[1; LEN as usize]).unwrap();
+        let come = u64::from((1 + part) * LEN);
+        until("it has come", || server.client.session.counters().data_bytes_received.get() == come);
+        // The bridge says so with its next commands. It does not tell when, so this is the last of several.
+        for _ in 0..3 {
+            let mark = server.client.mark();
+            until("it is taken", || server.client.session.counters().commands.get() == mark);
+        }
+    }
+    let mut header = DataHeader::new_zeroed();
+    server.data[0].read_exact(header.as_mut_bytes()).unwrap();
+    let told = header.offset;
+    assert_eq!((header.seq, header.len), (0, 0), "an acknowledgement");
+    assert!(told >= 1 << 20, "{told} bytes of the stream are acknowledged");
+}
+
+/// A command is settled once its data is here. What comes later for it would land in memory that the program
+/// uses for something else.
+#[test]
+fn a_server_that_announces_more_data_than_a_command_awaits_writes_none_of_it() {
+    const LEN: u32 = 100_000;
+    let mut server = Scripted::begin(2);
+    server.client.write_arena(0, &[5; LEN as usize]);
+    let seq = server.client.dtoh(1, arena(0, LEN.into()));
+    until("it is taken", || server.client.session.counters().commands.get() == seq);
+    server.announce(0, seq, 0, LEN);
+    server.announce(1, seq, 0, LEN);
+    let sent = DataSent { seq, bytes: LEN.into() };
+    server.frame(frame::DATA_SENT, sent.as_bytes());
+    let reason = server.client.wait_lost();
+    assert!(reason.contains("more than the command expects"), "{reason}");
+    assert!(server.client.read_arena(0, LEN.into()) == [5; LEN as usize]);
+}
+
+#[test]
+fn a_relay_whose_link_is_lost_sleeps_until_there_is_another() {
+    let Scripted { client, listener, control, data } = Scripted::begin(2);
+    drop((control, data));
+    until("the link is lost", || client.session.link() == LinkState::Lost);
+    let sleeps = client.session.counters().sleeps.get();
+    // Several attempts to resume, between which time passes.
+    for _ in 0..12 {
+        drop(listener.accept().unwrap());
+    }
+    let sleeps = client.session.counters().sleeps.get() - sleeps;
+    assert!(sleeps < 100, "it has woken up {sleeps} times for nothing");
+    assert_eq!(client.session.over(), None);
+}
+
+/// Said with fewer bytes than were announced, the rest would come behind the command's end.
+#[test]
+fn a_server_that_settles_a_command_before_its_data_is_here_loses_the_session() {
+    let mut server = Scripted::begin(1);
+    let seq = server.client.dtoh(1, arena(0, 1000));
+    until("it is taken", || server.client.session.counters().commands.get() == seq);
+    server.announce(0, seq, 0, 1000);
+    server.data[0].write_all(&[1; 500]).unwrap();
+    until("it has come", || server.client.session.counters().data_bytes_received.get() == 500);
+    server.frame(frame::DATA_SENT, DataSent { seq, bytes: 500 }.as_bytes());
+    let reason = server.client.wait_lost();
+    assert!(reason.contains("of which 1000 come or have come"), "{reason}");
 }

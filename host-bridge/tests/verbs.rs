@@ -284,6 +284,31 @@ fn a_session_outlives_its_queue_pairs() {
     });
 }
 
+/// Some devices take requests to a queue pair that has broken and give them back, others refuse them.
+#[test]
+fn a_session_outlives_queue_pairs_that_refuse_what_is_posted_to_them() {
+    let _one = alone();
+    let server = TcpServer::start();
+    let (bridge, mut client) = Bridge::begin(&server.config, true);
+    let (memories, stop) = (bridge.memories.clone(), AtomicBool::new(true));
+    software::refuse_posts(true);
+    // Each of both ends, before anybody knows of it.
+    for (number, _) in software::pairs().into_iter().enumerate() {
+        let resumed = bridge.session().counters().resumed.get();
+        let Some(pair) = software::pairs().get(number).copied() else { break };
+        software::give_up(pair);
+        for seed in 0.. {
+            program(&mut client, &memories, seed, &stop);
+            if bridge.session().counters().resumed.get() > resumed {
+                break;
+            }
+        }
+    }
+    software::refuse_posts(false);
+    assert_eq!((bridge.lost(), server.trouble()), (None, Vec::new()));
+    leaves_nothing(bridge);
+}
+
 #[test]
 fn a_stopped_client_keeps_its_session_and_nobody_touches_its_memory() {
     disturbed(9, number("RGPU_SURVIVAL_CUTS", 50), |bridge, random| {

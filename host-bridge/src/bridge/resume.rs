@@ -125,6 +125,7 @@ impl<T> Resumption<T> {
             let left =
                 left.map_err(|seconds| EndReason::Gone(lost.too_long(seconds, &self.last_failure())))?;
             let timeout = if daemon.is_some() { left.min(LISTEN_EVERY) } else { left };
+            lost.session.counters.sleeps.add(1);
             wakeups.wait(&lost.session, Some(timeout), |_, _| Ok(()))?;
         }
     }

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-use protocol::link::{ACKNOWLEDGE_OUT, COMPRESSED_FLAG, DataHeader};
+use protocol::link::{ACKNOWLEDGE_OUT, COMPRESSED_FLAG, DataHeader, MAX_DATA};
 use zerocopy::IntoBytes;
 
 use self::downlink::Downlink;
@@ -262,12 +262,12 @@ impl Stream {
 
 impl Outbox {
     /// For a session that has `count` data connections and keeps up to `replay` bytes for them. (A bridge
-    /// need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so there is room for twice that at least.)
-    /// `compress`: when data is compressed.
+    /// need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so beside that there is room for the longest
+    /// chunk at least.) `compress`: when data is compressed.
     pub(super) fn new(count: usize, replay: u64, compress: CompressUse) -> Arc<Outbox> {
         let count = count.max(1);
         let streams = (0..count).map(|_| Stream::new(compress)).collect();
-        let limit = (replay / count as u64).max(2 * ACKNOWLEDGE_OUT);
+        let limit = (replay / count as u64).max(ACKNOWLEDGE_OUT + (HEADER as u64 + u64::from(MAX_DATA)));
         let downlink = (compress != CompressUse::Never).then(|| Mutex::new(Downlink::new(count)));
         Arc::new(Outbox { streams, limit, downlink, bytes: AtomicU64::new(0) })
     }

@@ -9,6 +9,9 @@
 //! their final size. What cannot be sent now stays in `out` or is refused ([`next_queue`](Link::next_queue)),
 //! until a later [`poll`](Link::poll) has brought credits or completions.
 //!
+//! Some devices refuse requests to a queue pair that has broken, others take them and give them back. A link
+//! makes no difference: a request that is refused counts as under way, and goes again with the others.
+//!
 //! Requests are signalled selectively: the last of a run that a thread waits for, and every quarter of a
 //! queue. A completion covers all earlier requests on its queue.
 //!
@@ -48,8 +51,9 @@ const CAUSE: Duration = Duration::from_millis(20);
 /// acted on; the peer is told so.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// How often in a row a peer's device may refuse a write before other queue pairs are of no use. A process
-/// that ends may leave its queue pairs without their memory for a moment, and so may the next one.
+/// How often in a row a device may refuse requests before other queue pairs are of no use. A process that
+/// ends may leave its queue pairs without their memory for a moment, and so may the next one; and queue pairs
+/// that break may refuse what is posted to them each time.
 const MOST_REFUSED: u32 = 8;
 
 /// Size of a message's header, in bytes.
@@ -146,8 +150,8 @@ pub struct Link {
     /// Maximum number of outstanding requests of each queue.
     depths: Vec<usize>,
     counts: Counts,
-    /// How often in a row the peer's device has refused a write.
-    refused: u32,
+    /// How often in a row a device has refused a message, and a write: ours, or the peer's.
+    refused: [u32; 2],
     /// `None`: requests are waited for, however long they take.
     stalls: Option<Stalls>,
     /// The next message is signalled.
@@ -184,7 +188,7 @@ impl Unconnected {
             domain,
             depths,
             counts: Counts::default(),
-            refused: 0,
+            refused: [0; 2],
             stalls: None,
             signal: false,
         })
@@ -208,7 +212,7 @@ impl Link {
             domain: Arc::clone(domain),
             depths,
             counts: Counts::default(),
-            refused: 0,
+            refused: [0; 2],
             stalls: None,
             signal: false,
         }
@@ -335,10 +339,11 @@ impl Link {
         };
         // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed,
         // and is not written again before this completes.
-        unsafe { queue.pair.send(&mut wr) }?;
+        let posted = unsafe { queue.pair.send(&mut wr) };
         requests[0].post(Posted::Message(buffer));
         up.messages.0 = up.messages.0.wrapping_add(1);
         counts.sent += 1;
+        up.posted(0, posted);
         Ok(true)
     }
 
@@ -436,11 +441,12 @@ impl Link {
         // SAFETY: a segment comes from a registration; should that be dropped too early, its key is void and
         // the device refuses. An inline one is host memory, mapped as long as its registration, which the
         // caller holds until the write is done.
-        unsafe { queue.pair.send(&mut wr) }?;
+        let posted = unsafe { queue.pair.send(&mut wr) };
         requests.post(Posted::Write(*put));
         counts.writes += 1;
         up.turn = put.queue;
         up.credits.spend(put.queue);
+        up.posted(put.queue, posted);
         Ok(())
     }
 
@@ -458,7 +464,9 @@ impl Link {
         loop {
             let Taken { some, full, failed } = self.take(on)?;
             worked |= some;
-            if let Some(mut failed) = failed {
+            let refused = self.up.as_ref().is_some_and(|up| up.refusal.is_some());
+            let flushed = Wc { status: number::WC_WR_FLUSH_ERR, ..Wc::default() };
+            if let Some(mut failed) = failed.or_else(|| refused.then_some(flushed)) {
                 // What broke the link may be reported a little later, on another queue; this may be a mere
                 // consequence.
                 let begin = Instant::now();
@@ -534,9 +542,12 @@ impl Link {
         let requests = &mut self.requests[queue];
         while let Some(done) = requests.done(wc.wr_id) {
             match done {
-                Posted::Message(buffer) => up.free.push(buffer),
+                Posted::Message(buffer) => {
+                    self.refused[0] = 0;
+                    up.free.push(buffer);
+                }
                 Posted::Write(put) => {
-                    self.refused = 0;
+                    self.refused[1] = 0;
                     on(Event::Written { queue, token: put.token })?;
                 }
             }
@@ -601,8 +612,9 @@ impl Link {
             requests.took();
             up.heard = true;
             if !up.stopped {
-                post_receive(&used.pair, &up.inbox, queue, index)?;
-                up.receives += 1;
+                let posted = post_receive(&used.pair, &up.inbox, queue, index);
+                up.receives += usize::from(posted.is_ok());
+                up.posted(queue, posted);
             }
             if stream { up.credits.used_by_stream() } else { up.credits.used(queue) }
         }
@@ -613,13 +625,21 @@ impl Link {
         let number = |up: &Up| up.queues.iter().position(|q| q.pair.number() == wc.qp_num);
         let queue = self.up.as_ref().and_then(number).unwrap_or(0);
         let device = self.domain.device();
-        let on = format!("queue {queue} of {} port {}", device.name(), device.port().number);
-        let why = describe(&on, &wc);
-        if wc.status != number::WC_REM_ACCESS_ERR {
+        let device = format!("{} port {}", device.name(), device.port().number);
+        let why = describe(&format!("queue {queue} of {device}"), &wc);
+        let (why, of) = match (self.up.as_mut().and_then(|up| up.refusal.take()), wc.status) {
+            // The first that was seen of it.
+            (Some((queue, refusal)), number::WC_WR_FLUSH_ERR) => {
+                (VerbsError::Broken(format!("queue {queue} of {device}: {refusal}")), usize::from(queue > 0))
+            }
+            (_, number::WC_REM_ACCESS_ERR) => (why, 1),
+            _ => return why,
+        };
+        self.refused[of] += 1;
+        if self.refused[of] <= MOST_REFUSED {
             return why;
         }
-        self.refused += 1;
-        if self.refused <= MOST_REFUSED { why } else { VerbsError::Wrong(format!("{why}, again and again")) }
+        VerbsError::Wrong(format!("{why}, again and again"))
     }
 
     /// Readable when something has happened after [`arm`](Self::arm). `None`: nothing happens, because there

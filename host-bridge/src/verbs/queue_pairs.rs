@@ -86,6 +86,8 @@ pub(super) struct Up {
     pub(super) heard: bool,
     /// They are to be taken down: nothing is sent or received any more.
     pub(super) stopped: bool,
+    /// The queue whose pair has refused a request, and what it said. Nothing is sent any more.
+    pub(super) refusal: Option<(usize, VerbsError)>,
 }
 
 impl Unconnected {
@@ -210,19 +212,33 @@ impl Unconnected {
             before: Before::Everything,
             heard: false,
             stopped: false,
+            refusal: None,
         })
     }
 }
 
 impl Up {
+    fn works(&self) -> bool {
+        !self.stopped && self.refusal.is_none()
+    }
+
+    /// A request was posted to this queue. If the device has refused it, the link is broken as if it had
+    /// taken the request and given it back. The queue's receives come back, which rouses whoever polls.
+    pub(super) fn posted(&mut self, queue: usize, posted: Result<(), VerbsError>) {
+        if let Err(refusal) = posted {
+            self.queues[queue].pair.stop();
+            self.refusal.get_or_insert((queue, refusal));
+        }
+    }
+
     /// Whether messages may be posted now.
     pub(super) fn sends(&self) -> bool {
-        !self.stopped && (self.heard || self.before != Before::Nothing)
+        self.works() && (self.heard || self.before != Before::Nothing)
     }
 
     /// Whether writes may be posted now.
     pub(super) fn writes(&self) -> bool {
-        !self.stopped && (self.heard || self.before == Before::Everything)
+        self.works() && (self.heard || self.before == Before::Everything)
     }
 
     /// Nothing is sent or received any more.

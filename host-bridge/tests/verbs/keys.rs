@@ -38,6 +38,9 @@ fn a_server_can_write_only_what_is_awaited() {
     let server = TcpServer::start();
     let (bridge, mut client, bytes) = copied(&server);
     assert_eq!(software::windows(), [], "nothing is awaited");
+    // Into nothing, of a memory without a key.
+    client.dtoh(0, region(INTO, 0, 0));
+    client.synchronize();
     server.hold_commands(true);
     client.dtoh(0, region(INTO, 4096, 3000));
     let (at, key) = window(1, 3000);

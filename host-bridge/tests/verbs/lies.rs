@@ -270,6 +270,69 @@ fn a_bridge_that_lies_when_it_resumes_loses_the_session() {
     until("nothing is left", || software::objects() == 0);
 }
 
+/// Says keys of so many memories from number `first` on, before `QUEUES`.
+fn keys(first: u32, count: u32) -> impl Fn(&mut Frames) + Send + Sync {
+    move |frames| {
+        let queues = frames.pop();
+        let key = |region| RegionKey { address: 1 << 20, size: 4096, region, key: 1 };
+        frames.extend((first..first + count).map(|n| (frame::REGION_KEY, key(n).as_bytes().to_vec())));
+        frames.extend(queues);
+    }
+}
+
+/// A program may register new memory for each of its copies as long as it runs.
+fn keys_are_forgotten(windows: bool) {
+    const KEYS: u32 = 60_000;
+    let _one = alone();
+    software::have_windows(windows);
+    let server = TcpServer::start();
+    let between = Between::start(&server);
+    let (bridge, mut client, _) = settled(&between);
+    software::have_windows(true);
+    let bytes = pattern(3000, 9);
+    write(&bridge.memories, &[Extent { len: 3000, ..extents(1)[0] }], &bytes);
+    client.htod(0, region(1, 0, 3000));
+    for round in 0..4u32 {
+        let resumed = bridge.session().counters().resumed.get();
+        between.lie(Liar::Bridge, keys(1000 + round * KEYS, KEYS));
+        software::stop(software::pairs()[0]);
+        until("it goes on", || {
+            bridge.lost().is_some() || bridge.session().counters().resumed.get() > resumed
+        });
+        assert_eq!((bridge.lost(), between.has_lied()), (None, true), "round {round}");
+        for id in [0, 2] {
+            write(&bridge.memories, &[Extent { len: 3000, ..extents(id)[0] }], &[0; 3000]);
+        }
+        client.write_arena(0, &[0; 3000]);
+        for to in [region(2, 0, 3000), region(0, 0, 3000), arena(0, 3000)] {
+            client.dtoh(0, to);
+        }
+        client.synchronize();
+        let came = [0, 2].map(|id| read(&bridge.memories, &[Extent { len: 3000, ..extents(id)[0] }]));
+        assert!(
+            came == [bytes.clone(), bytes.clone()] && client.read_arena(0, 3000) == bytes,
+            "round {round}"
+        );
+        // More than a bridge sends before it knows what the server has said.
+        for _ in 0..40_000 {
+            client.mark();
+        }
+        client.synchronize();
+    }
+    assert_eq!((bridge.lost(), server.trouble()), (None, Vec::new()));
+    leaves_nothing(bridge);
+}
+
+#[test]
+fn a_server_forgets_the_keys_of_memories_for_which_nothing_waits() {
+    keys_are_forgotten(true);
+}
+
+#[test]
+fn a_device_without_windows_says_a_key_again_that_the_server_may_have_forgotten() {
+    keys_are_forgotten(false);
+}
+
 /// Changes something at random.
 fn distort(frames: &mut Frames, random: &mut Random) {
     let number = |random: &mut Random| match random.below(4) {

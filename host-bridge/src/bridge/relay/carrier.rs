@@ -28,8 +28,8 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// The frames that go to the server, in this order.
     fn out(&mut self) -> &mut SendBuffer;
 
-    /// Called before records are put into [`out`](Self::out): says what the server should know before it has
-    /// them.
+    /// Called before records are put into [`out`](Self::out), and only when one can be: says what the server
+    /// should know before it has them.
     fn before_commands(&mut self, _machine: &mut Machine<'_, S>) {}
 
     /// Called when the server is asked whether it is there, with the last frame of [`out`](Self::out).
@@ -159,7 +159,7 @@ fn work<S: Schedule, C: Carrier<S>>(
             machine.serve(mailbox)?;
             worked = true;
         }
-        if machine.has_records() {
+        if machine.has_records() && machine.can_take(carrier.out()) {
             carrier.before_commands(machine);
         }
         worked |= machine.take_records(carrier.out())?;
@@ -271,6 +271,15 @@ impl Wakeups {
     /// Watches a descriptor of the carrier's for input. Its events come with `number`.
     pub(in crate::bridge) fn add(&self, fd: impl AsFd, number: usize) -> Result<(), EndReason> {
         self.epoll.add(fd, EpollEvent::new(EpollFlags::EPOLLIN, number as u64)).map_err(broken)
+    }
+
+    /// Watches it no more, if it was watched. A connection that was shut down would report its end again and
+    /// again.
+    pub(in crate::bridge) fn remove(&self, fd: impl AsFd) -> Result<(), EndReason> {
+        match self.epoll.delete(fd) {
+            Ok(()) | Err(nix::Error::ENOENT) => Ok(()),
+            Err(e) => Err(broken(e)),
+        }
     }
 
     /// Watches it for input and for room from now on, for one of them, or for its end alone.

@@ -11,8 +11,19 @@ struct Expected<M: ClientMemory> {
     /// Which piece of data, and where it goes. Nearly always one; `more` holds the others.
     first: (u32, Awaited<M>),
     more: Vec<(u32, Awaited<M>)>,
+    /// Bytes of the chunks that come or have come, and how many of them are here.
+    announced: u64,
     received: u64,
     total: u64,
+}
+
+impl<M: ClientMemory> Expected<M> {
+    /// Counts `len` more bytes that come, if there are so many more to come.
+    fn announce(&mut self, len: u64) -> bool {
+        let room = len <= self.total - self.announced;
+        self.announced += if room { len } else { 0 };
+        room
+    }
 }
 
 /// See the module's text.
@@ -54,34 +65,53 @@ impl<M: ClientMemory> Downloads<M> {
                 expected.total += len;
             }
             None => {
-                let expected = Expected { first: (piece, span), more: Vec::new(), received: 0, total: len };
-                self.commands.insert(seq, expected);
+                let (first, more) = ((piece, span), Vec::new());
+                self.commands.insert(seq, Expected { first, more, announced: 0, received: 0, total: len });
             }
         }
         Ok(key)
     }
 
-    /// Where `len` bytes from `offset` of that piece go.
-    pub(super) fn target(&self, seq: u64, piece: u32, offset: u64, len: u64) -> Result<Span<M>, EndReason> {
+    /// Where `len` bytes from `offset` of that piece go, which come now. A server that announces more than
+    /// the command expects is refused before any of it comes: by then the command might be settled, and its
+    /// memory in use for something else.
+    pub(super) fn target(
+        &mut self,
+        seq: u64,
+        piece: u32,
+        offset: u64,
+        len: u64,
+    ) -> Result<Span<M>, EndReason> {
         let wrong = |what| {
             EndReason::Server(format!("it sent {len} bytes of data for command {seq}, piece {piece}, {what}"))
         };
-        let expected = self.commands.get(&seq).ok_or_else(|| wrong("which expects none"))?;
+        let expected = self.commands.get_mut(&seq).ok_or_else(|| wrong("which expects none"))?;
         let span = std::iter::once(&expected.first)
             .chain(&expected.more)
             .find_map(|(number, awaited)| (*number == piece).then(|| awaited.span()))
             .ok_or_else(|| wrong("which the command does not have"))?;
-        span.part(offset, len).ok_or_else(|| wrong("beyond its end"))
+        let span = span.part(offset, len).ok_or_else(|| wrong("beyond its end"))?;
+        if expected.announce(len) { Ok(span) } else { Err(wrong("more than the command expects")) }
     }
 
-    /// Says that `len` bytes for command `seq` are in the client's memory.
+    /// Says that `len` bytes for command `seq` are in the client's memory, where the server wrote them by
+    /// itself.
+    pub(super) fn came(&mut self, seq: u64, len: u64) -> Result<(), EndReason> {
+        if let Some(expected) = self.commands.get_mut(&seq) {
+            expected.announce(len);
+        }
+        self.received(seq, len)
+    }
+
+    /// Says that `len` bytes for command `seq` are in the client's memory, where [`target`](Self::target)
+    /// said.
     pub(super) fn received(&mut self, seq: u64, len: u64) -> Result<(), EndReason> {
         let wrong = |what: &str| {
             EndReason::Server(format!("it sent {len} bytes of data for command {seq}, which expects {what}"))
         };
         let expected = self.commands.get_mut(&seq).ok_or_else(|| wrong("none"))?;
-        let Expected { received, total, .. } = *expected;
-        if len > total - received {
+        let Expected { announced, received, total, .. } = *expected;
+        if len > announced - received {
             return Err(wrong(&format!("{total} and has got {received}")));
         }
         expected.received += len;
@@ -97,16 +127,16 @@ impl<M: ClientMemory> Downloads<M> {
                 "it says that {bytes} bytes of data of command {seq} were sent, {what}"
             ))
         };
-        let Some(Expected { received, total, .. }) = self.commands.get(&seq) else {
+        let Some(&Expected { announced, received, total, .. }) = self.commands.get(&seq) else {
             return Err(wrong("which expects none".into()));
         };
-        if bytes > *total || *received > bytes {
-            return Err(wrong(format!("which expects {total} and has got {received}")));
+        if bytes > total || announced > bytes {
+            return Err(wrong(format!("which expects {total} and of which {announced} come or have come")));
         }
-        if *received < bytes {
+        if received < bytes {
             return Ok(false);
         }
-        self.bytes -= *total - *received;
+        self.bytes -= total - received;
         self.commands.remove(&seq);
         Ok(true)
     }

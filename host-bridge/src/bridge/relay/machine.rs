@@ -473,9 +473,10 @@ impl<'c, S: Schedule> Machine<'c, S> {
         }
     }
 
-    /// Where `len` bytes from `offset` of a piece of `Out` data go.
+    /// Where `len` bytes from `offset` of a piece of `Out` data go, which come now. To be called once for
+    /// them, however many links they take.
     pub(in crate::bridge) fn target(
-        &self,
+        &mut self,
         seq: u64,
         piece: u32,
         offset: u64,
@@ -484,7 +485,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
         self.downloads.target(seq, piece, offset, len)
     }
 
-    /// `len` bytes of command `seq`'s `Out` data are in the client's memory.
+    /// `len` bytes of command `seq`'s `Out` data are in the client's memory, where [`target`](Self::target)
+    /// said.
     pub(in crate::bridge) fn received(&mut self, seq: u64, len: u64) -> Result<(), EndReason> {
         self.downloads.received(seq, len)
     }
@@ -503,7 +505,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
         if len == 0 {
             return Err(wrong("which is no data"));
         }
-        self.downloads.received(seq, len.into())?;
+        self.downloads.came(seq, len.into())?;
         self.chunk_came(lane, number, seq, len.into());
         Ok(())
     }

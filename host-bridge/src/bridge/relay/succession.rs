@@ -268,7 +268,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             *sum = sum.saturating_add(download.received);
         }
         for (seq, bytes) in received {
-            self.downloads.received(seq, bytes).map_err(|_| wrong("a download's length"))?;
+            self.downloads.came(seq, bytes).map_err(|_| wrong("a download's length"))?;
         }
         Ok(())
     }

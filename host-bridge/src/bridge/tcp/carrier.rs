@@ -362,13 +362,15 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
     }
 
     /// What has come of data: a program that waited for its copies sends its next commands now, and the
-    /// places of those copies are free for them.
+    /// places of those copies are free for them. The connections say it again by themselves, because the
+    /// server may read these frames late.
     fn before_commands(&mut self, machine: &mut Machine<'_>) {
         for (stream, connection) in (1..).zip(&mut self.data) {
-            if let Some(bytes) = connection.tell_along() {
+            if let Some(bytes) = connection.untold() {
                 let received = Received { stream, reserved: 0, bytes };
-                // Without room for it the connection's own acknowledgements are enough.
-                machine.frame(&mut self.out, frame::RECEIVED, received.as_bytes());
+                if machine.frame(&mut self.out, frame::RECEIVED, received.as_bytes()) {
+                    connection.told_along(bytes);
+                }
             }
         }
     }
@@ -435,9 +437,11 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         self.control.shut_down();
         (self.unwelcomed, self.opening) = (None, None);
         self.session.link.lost();
+        self.wakeups.remove(&*self.control)?;
         let mut received = vec![machine.restart_frames()];
         for connection in &mut self.data {
             received.push(connection.disconnect(machine)?);
+            self.wakeups.remove(connection.socket())?;
         }
         if mailbox.is_to_pause() {
             // It reads the client's memory, too.

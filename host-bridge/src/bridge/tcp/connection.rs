@@ -250,10 +250,14 @@ pub(super) struct DataConnection {
     /// A compressed chunk has come of which the server was not told.
     tells_at_once: bool,
     /// Bytes of the stream that have come; how many of them are whole chunks; and how many the server was
-    /// told of, which is the end of a chunk, because another process would not know of more.
+    /// told of on this connection, which is the end of a chunk, because another process would not know of
+    /// more.
     received: u64,
     whole: u64,
     told: u64,
+    /// The same for what the server was told on the control connection. It may not read that in time, so it
+    /// does not count in place of `told`.
+    told_along: u64,
     /// What the relay watches it for: input, room.
     pub(super) watched: (bool, bool),
 }
@@ -295,6 +299,7 @@ impl DataConnection {
             received: 0,
             whole: 0,
             told: 0,
+            told_along: 0,
             watched: (true, false),
         }
     }
@@ -475,11 +480,15 @@ impl DataConnection {
         }
     }
 
-    /// What has come, if the server was not told of data among it: to be said now, along with something else.
-    pub(super) fn tell_along(&mut self) -> Option<u64> {
-        let untold = self.whole > self.told;
-        (self.told, self.tells_at_once) = (self.told.max(self.whole), false);
-        untold.then_some(self.whole)
+    /// What has come, if the server was not told of data among it. Whoever says it on the control connection
+    /// calls [`told_along`](Self::told_along).
+    pub(super) fn untold(&self) -> Option<u64> {
+        (self.whole > self.told.max(self.told_along)).then_some(self.whole)
+    }
+
+    /// So much was said on the control connection.
+    pub(super) fn told_along(&mut self, bytes: u64) {
+        self.told_along = bytes;
     }
 
     fn gone(&self, what: impl std::fmt::Display) -> EndReason {
@@ -648,7 +657,7 @@ impl DataConnection {
     }
 
     /// A whole header has come, or what is behind it.
-    fn begin(&mut self, machine: &Machine<'_>) -> Result<(), EndReason> {
+    fn begin(&mut self, machine: &mut Machine<'_>) -> Result<(), EndReason> {
         let (mut header, mut length) = (DataHeader::new_zeroed(), 0u32);
         header.as_mut_bytes().copy_from_slice(&self.header[..HEADER]);
         length.as_mut_bytes().copy_from_slice(&self.header[HEADER..]);

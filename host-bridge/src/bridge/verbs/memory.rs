@@ -53,8 +53,6 @@ struct Admitted {
     from: u64,
     to: u64,
     windows: Vec<Window>,
-    /// Without windows: the server has the key.
-    told: bool,
 }
 
 impl DeviceMemory {
@@ -87,9 +85,10 @@ impl ClientMemory for DeviceMemory {
 
     fn admit(&self, offset: u64, len: u64) -> Result<Option<MemoryKey>, EndReason> {
         let mut admitted = self.lock();
+        let first = admitted.count == 0;
         admitted.count += 1;
         let Some(windows) = &self.keys.windows else {
-            let first = !std::mem::replace(&mut admitted.told, true);
+            // It has always been the same one. The server may have forgotten it while nothing was awaited.
             return Ok(first.then(|| self.with(self.registration().remote_key())));
         };
         let end = offset.saturating_add(len);

@@ -91,6 +91,17 @@ fn what_is_kept_is_bounded_and_room_comes_with_acknowledgements() {
     reading.join().unwrap().unwrap();
 }
 
+/// It would wait for ever otherwise.
+#[test]
+fn the_longest_chunk_has_room_beside_what_a_bridge_need_not_acknowledge() {
+    let outbox = Outbox::new(1, 0, CompressUse::Never);
+    let (least, longest) = (ACKNOWLEDGE_OUT as usize - 1 - HEADER, MAX_DATA as usize);
+    outgoing(&outbox, least as u64).write(&vec![1; least]).unwrap();
+    let kept = lock(&outbox.streams[0].kept).journal.kept();
+    assert!(kept + (HEADER + longest) as u64 <= outbox.limit, "of {} bytes {kept} are kept", outbox.limit);
+    outgoing(&outbox, longest as u64).write(&vec![1; longest]).unwrap();
+}
+
 #[test]
 fn a_connection_whose_data_does_not_arrive_is_sent_nothing_more() {
     const LEN: usize = 1000;

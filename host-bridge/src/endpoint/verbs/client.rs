@@ -1,15 +1,15 @@
 //! What the threads of a worker share of a `verbs` session.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::thread::Thread;
 use std::time::Duration;
 
 use nix::sys::eventfd::EventFd;
-use protocol::link::{DataGrant, DataSent, FrameHeader, RegionKey, frame};
+use protocol::link::{DataGrant, DataSent, FrameHeader, frame};
 use zerocopy::IntoBytes;
 
+use super::keys::Keys;
 use crate::endpoint::end::{Farewell, Lost};
 use crate::endpoint::incoming::{Bridge, Inbox};
 use crate::endpoint::link::Link as Links;
@@ -32,8 +32,6 @@ pub(super) const BUFFERS: usize = 16;
 pub(super) const SENDS: usize = 64;
 /// Writes longer than this are signalled each: their completion is nothing beside their transfer.
 pub(super) const SIGNALLED: usize = 32 << 10;
-/// The client's memories for which the bridge may give keys.
-pub(super) const MOST_KEYS: usize = 1 << 16;
 
 /// The side of every other thread.
 pub struct VerbsClient {
@@ -93,7 +91,7 @@ pub(super) struct Engine {
     pub(super) records: Records,
     pub(super) body: Vec<u8>,
     /// The client's memories that may be written.
-    pub(super) keys: HashMap<u32, RegionKey>,
+    pub(super) keys: Keys,
     /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are
     /// free.
     pub(super) sends: Vec<usize>,
@@ -127,7 +125,7 @@ impl Target {
 impl Engine {
     /// A place as a write names it. (That of a region without a key is refused by the bridge's device.)
     pub(super) fn address(&self, Target { region, offset }: Target) -> (u64, u32) {
-        self.keys.get(&region).map_or((0, 0), |key| (key.address.wrapping_add(offset), key.key))
+        self.keys.get(region).map_or((0, 0), |key| (key.address.wrapping_add(offset), key.key))
     }
 
     /// Bytes of the bridge's stream whose frames were acted on.
@@ -189,7 +187,10 @@ impl VerbsClient {
     }
 
     pub(in crate::endpoint) fn data_sent(&self, seq: u64, bytes: u64) {
-        self.say(|engine| put(engine.link.out(), frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]));
+        self.say(|engine| {
+            put(engine.link.out(), frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
+            engine.keys.sent(seq);
+        });
     }
 
     pub(super) fn over(&self) -> Lost {

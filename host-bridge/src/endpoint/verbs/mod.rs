@@ -15,15 +15,15 @@
 //! bytes are copied into such a buffer first, and counted ([`Client::copied`]).
 //!
 //! In reading order: the session here, which the dispatcher uses; [`client`], what all threads share of it;
-//! [`pump`], the one thread that takes completions, [`send`], data on its way out, and [`resume`], links that
-//! take the place of lost ones.
+//! [`pump`], the one thread that takes completions, [`keys`], where it may write in the client's memories,
+//! [`send`], data on its way out, and [`resume`], links that take the place of lost ones.
 
 pub(super) mod client;
+mod keys;
 mod pump;
 mod resume;
 pub(super) mod send;
 
-use std::collections::HashMap;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -33,12 +33,13 @@ use std::time::{Duration, Instant};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::channel::Record;
-use protocol::data::{HostRange, Place};
-use protocol::link::{ARENA_KEY, COMMANDS_AHEAD, GRANTED_SLOTS, ProgressUpdate, Queues, frame};
+use protocol::data::HostRange;
+use protocol::link::{COMMANDS_AHEAD, GRANTED_SLOTS, ProgressUpdate, Queues, frame};
 use zerocopy::IntoBytes;
 
 pub use self::client::VerbsClient;
 use self::client::{BUFFERS, CHUNK, Engine, SENDS, SLOT_SIZE, SLOTS, Target, lock};
+use self::keys::{Keys, region};
 use super::contract::{Client, Commands, Sink, Source};
 use super::dispatcher_poll::Polling;
 use super::end::{Farewell, Lost};
@@ -120,7 +121,7 @@ impl VerbsCommands {
             control_reader: FrameReader::new(),
             records: Records::default(),
             body: Vec::new(),
-            keys: HashMap::new(),
+            keys: Keys::default(),
             sends: vec![0; SENDS],
             free_sends: (0..SENDS).collect(),
             free_buffers: (0..BUFFERS).collect(),
@@ -302,13 +303,11 @@ impl Client for VerbsClient {
     }
 
     fn sink(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
-        let region = match range.place {
-            Place::Arena => ARENA_KEY,
-            Place::Region(id) => id,
-        };
-        let key = *self.lock().keys.get(&region).ok_or(Status::INVALID_VALUE)?;
-        let inside = range.offset.checked_add(range.len).is_some_and(|end| end <= key.size);
-        if !inside {
+        let region = region(range.place);
+        let size = self.lock().keys.get(region).map_or(0, |key| key.size);
+        let inside = range.offset.checked_add(range.len).is_some_and(|end| end <= size);
+        // For a copy of nothing the bridge says no key.
+        if !inside && range.len > 0 {
             return Err(Status::INVALID_VALUE);
         }
         let at = Target { region, offset: range.offset };

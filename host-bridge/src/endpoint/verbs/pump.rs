@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use protocol::channel::MAX_RECORD;
-use protocol::channel::Record;
+use protocol::channel::{MAX_RECORD, RECORD_HEADER, Record};
 use protocol::data::DataUse;
 use protocol::link::{
     ACKNOWLEDGE_CONTROL, COMMANDS_AHEAD, DataAsk, DataHeader, Received, RegionKey, SLOT_DATA, frame,
@@ -16,7 +15,8 @@ use protocol::link::{
 use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::client::{Engine, MOST_KEYS, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
+use super::client::{Engine, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
+use super::keys::{Keys, region};
 use crate::endpoint::contract::Client;
 use crate::endpoint::stream::put;
 use crate::endpoint::wake;
@@ -268,7 +268,7 @@ impl VerbsClient {
                     while let Some(record) =
                         engine.records.take(&mut engine.body).map_err(|lost| End::Lost(lost.reason))?
                     {
-                        self.plan(&record, &engine.body).map_err(End::Lost)?;
+                        self.plan(&record, &engine.body, &mut engine.keys).map_err(End::Lost)?;
                     }
                     let mut arrived = lock(&self.arrived);
                     arrived.extend_from_slice(body);
@@ -286,10 +286,7 @@ impl VerbsClient {
                 }
                 frame::REGION_KEY => {
                     let (key, _) = split_struct::<RegionKey>(body).map_err(broken)?;
-                    if engine.keys.len() > MOST_KEYS || key.address.checked_add(key.size).is_none() {
-                        return Err(End::Lost("the bridge gave a key that cannot be".into()));
-                    }
-                    engine.keys.insert(key.region, key);
+                    engine.keys.learn(key).map_err(End::Lost)?;
                 }
                 frame::RECEIVED if self.links.survives() => {
                     let (received, _) = split_struct::<Received>(body).map_err(broken)?;
@@ -312,17 +309,20 @@ impl VerbsClient {
         Ok(())
     }
 
-    /// Notes where the data that a record names will lie, if it has a place among the slots. The error is
-    /// what the bridge has done wrong.
-    fn plan(&self, record: &Record, body: &[u8]) -> Result<(), String> {
+    /// Notes where the data that a record names will lie, if it has a place among the slots, and which memory
+    /// of the client's it is to fill. The error is what the bridge has done wrong.
+    fn plan(&self, record: &Record, body: &[u8], keys: &mut Keys) -> Result<(), String> {
+        keys.record(RECORD_HEADER + body.len());
         // The dispatcher judges what there is no such thing as.
         let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
         let (mut piece, mut planned) = (0, Ok(()));
         let mut visit = |data: DataUse| {
-            if let (DataUse::In(range), Ok(())) = (data, &planned)
-                && !self.inbox.is_asked((record.seq, piece))
-            {
-                planned = self.ring.plan(record.seq, piece, range.len);
+            match data {
+                DataUse::In(range) if planned.is_ok() && !self.inbox.is_asked((record.seq, piece)) => {
+                    planned = self.ring.plan(record.seq, piece, range.len);
+                }
+                DataUse::Out(range) => keys.awaits(record.seq, region(range.place)),
+                _ => {}
             }
             piece += 1;
         };

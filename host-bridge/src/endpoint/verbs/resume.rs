@@ -13,7 +13,7 @@
 //! While there is no link, threads that have something to send wait for room, as they do for a bridge that
 //! takes nothing.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, MutexGuard};
@@ -23,7 +23,8 @@ use nix::sys::socket::{Shutdown, shutdown};
 use protocol::link::{Queues, RegionKey, Written, frame};
 use zerocopy::IntoBytes;
 
-use super::client::{Engine, MOST_KEYS, SLOT_SIZE, VerbsClient, lock};
+use super::client::{Engine, SLOT_SIZE, VerbsClient, lock};
+use super::keys::{Keys, MOST_KEYS};
 use super::pump::End;
 use crate::endpoint::contract::{Client, Survivor};
 use crate::endpoint::link::resumed;
@@ -58,13 +59,14 @@ fn attempt(e: impl std::fmt::Display) -> Failed {
 
 /// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too:
 /// with whichever of a memory's keys they were posted, its address was the same.
-fn replace_keys(link: &mut Link, known: &mut HashMap<u32, RegionKey>, keys: &[RegionKey]) -> Result<(), End> {
+fn replace_keys(link: &mut Link, known: &mut Keys, keys: &[RegionKey]) -> Result<(), End> {
     let mut replaced = BTreeMap::new();
     for key in keys {
-        let old = known.insert(key.region, *key);
-        let fits = old.is_none_or(|old| old.size == key.size) && known.len() <= MOST_KEYS;
-        if !fits || key.address.checked_add(key.size).is_none() {
-            return Err(End::Lost("the bridge gave a key that cannot be".into()));
+        let old = known.learn(*key).map_err(End::Lost)?;
+        if old.is_some_and(|old| old.size != key.size) {
+            return Err(End::Lost(
+                "the bridge gave a key that cannot be: its memory has another size".into(),
+            ));
         }
         replaced.extend(old.map(|old| (old.address, *key)));
     }

@@ -55,6 +55,7 @@ pub(super) struct Fabric {
     pub(super) outside: Outside,
     pub(super) failing: Option<u32>,
     pub(super) silent: bool,
+    pub(super) refuses: bool,
 }
 
 pub(super) struct Memory {

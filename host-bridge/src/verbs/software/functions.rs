@@ -374,9 +374,12 @@ macro_rules! posted {
             return libc::ENOMEM;
         }
         assert!(of!($wr, next).is_null(), "a chain of requests");
-        let number = of!($qp, qp_num);
-        let Some(pair) = $fabric.pairs.get(&number) else { panic!("an unknown queue pair") };
-        (number, pair.domain, segments(of!($wr, sg_list), of!($wr, num_sge), pair.$($most)+))
+        let qp_num = of!($qp, qp_num);
+        let Some(pair) = $fabric.pairs.get(&qp_num) else { panic!("an unknown queue pair") };
+        if $fabric.refuses && pair.state == number::QPS_ERR {
+            return libc::EINVAL;
+        }
+        (qp_num, pair.domain, segments(of!($wr, sg_list), of!($wr, num_sge), pair.$($most)+))
     }};
 }
 

@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use self::fabric::fabric;
 pub use self::fabric::{Outside, Sent};
 use self::functions::LIBRARY;
-use super::sys::Library;
+use super::sys::{self, Library};
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 #[cfg(feature = "software-verbs")]
@@ -193,6 +193,20 @@ pub fn sent(from: u32, n: usize) -> Option<Sent> {
 /// Completes the oldest request of a queue pair. Another status than 0 stops the pair. False: there is none.
 pub fn complete(from: u32, status: u32) -> bool {
     fabric().complete(from, status)
+}
+
+/// The device gives a queue pair's connection up, and reports nothing before something is posted to the pair
+/// or its owner stops it.
+pub fn give_up(pair: u32) {
+    if let Some(pair) = fabric().pairs.get_mut(&pair) {
+        pair.state = sys::number::QPS_ERR;
+    }
+}
+
+/// Whether queue pairs whose connection was given up refuse what is posted to them. Otherwise they take it,
+/// and it completes as flushed.
+pub fn refuse_posts(refuse: bool) {
+    fabric().refuses = refuse;
 }
 
 /// The device gives a queue pair's connection up: everything that is posted completes as flushed.
