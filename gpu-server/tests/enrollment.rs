@@ -51,11 +51,11 @@ fn a_client_joins_once_and_its_sessions_have_the_name_that_it_was_enrolled_with(
     works(&mut client);
     let session = &server.status()["sessions"][0];
     assert_eq!((session["principal"].as_str(), session["client"].as_str()), (Some("host1"), Some("a liar")));
-    // The token is used up, for its user, too.
+    // The token is used up. Its user may show it again, as it might not have heard the answer.
     let late = Machine::new();
     let refusal = late.join(&server, &token).unwrap_err();
     assert!(refusal.contains("was used already"), "{refusal}");
-    assert!(machine.join(&server, &token).is_err());
+    assert_eq!(machine.join(&server, &token).unwrap(), "host1");
     // The first client's identity is worthless without its key.
     late.pin(server.port, token.server);
     let refusal = late.try_connect(server.port).err().unwrap();
