@@ -96,15 +96,18 @@ impl Lease {
         limits.total.device_memory = least(limits.total.device_memory);
     }
 }
+        limits.owner = Some(self.account.clone());
 
-pub(in crate::parent) fn account(of: &str, id: LeaseId) -> String {
-    // Principals' names contain no slash.
-    format!("{of}/{id}")
+/// The smaller one of two limits, of which 0 is none.
+pub(in crate::parent) fn at_most(one: u64, other: u64) -> u64 {
+    match (one, other) {
+        (0, limit) | (limit, 0) => limit,
+        (one, other) => one.min(other),
+    }
 }
 
-/// Whose account this is: for that of a lease, the account of its owner's sessions without a lease.
-pub(in crate::parent) fn owner(account: &str) -> &str {
-    account.split_once('/').map_or(account, |(owner, _)| owner)
+pub(in crate::parent) fn account(of: &str, id: LeaseId) -> String {
+    format!("{of}/{id}")
 }
 
 /// All leases.
