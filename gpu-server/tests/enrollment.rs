@@ -104,6 +104,33 @@ fn a_revoked_client_loses_its_sessions_and_gets_no_new_one() {
 }
 
 #[test]
+fn what_began_with_a_replaced_key_goes_on_until_its_name_is_revoked() {
+    let server = Server::start_protected(&[]);
+    let before = joined(&server, "host1");
+    let mut client = before.try_connect(server.port).unwrap();
+    works(&mut client);
+    let after = joined(&server, "host1");
+    for round in 1..=2 {
+        server.signal(nix::sys::signal::Signal::SIGHUP);
+        until("the rules are read again", || server.log().matches("SIGHUP: read").count() == round);
+        works_on(&mut client, round as u64);
+    }
+    server.signal(nix::sys::signal::Signal::SIGUSR2);
+    until("the next program serves", || {
+        let status = server.try_status();
+        status.is_some_and(|status| status["sessions"][0]["daemons_before"] == 1)
+    });
+    works_on(&mut client, 3);
+    // The earlier key begins nothing more.
+    let refusal = before.try_connect(server.port).err().unwrap();
+    assert!(refusal.contains("does not know this client's key"), "{refusal}");
+    works(&mut after.try_connect(server.port).unwrap());
+    server.ask(json!({ "revoke": { "name": "host1" } }));
+    let reason = client.wait_lost();
+    assert!(reason.contains("revoked") || reason.contains("does not know this client's key"), "{reason}");
+}
+
+#[test]
 fn without_tls_the_network_is_refused_with_what_to_do() {
     let server = Server::start_protected(&[]);
     let stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();

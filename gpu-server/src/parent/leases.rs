@@ -307,7 +307,7 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
 pub(super) fn end_unwelcome(server: &Server) -> usize {
     end(server, |lease| {
         let why = match &lease.holder {
-            Some(holder) => server.unwelcome(holder),
+            Some(holder) => server.ousted(holder),
             None => server.not_allowed(&lease.principal),
         };
         why.map(|why| format!("ended: {why}"))

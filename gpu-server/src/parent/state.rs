@@ -186,13 +186,17 @@ impl Server {
         Arc::clone(&self.policy.lock().unwrap_or_else(|e| e.into_inner()))
     }
 
-    /// Why a client verified as this principal may have no session, if so. Its access may have been revoked
+    /// Why a client verified as this principal may begin nothing, if so. Its access may have been revoked
     /// since.
     pub(super) fn unwelcome(&self, principal: &Principal) -> Option<String> {
-        if let Some(why) = self.trust.as_ref().and_then(|trust| trust.doubt(principal)) {
-            return Some(why);
-        }
-        self.not_allowed(&principal.name)
+        let doubt = self.trust.as_ref().and_then(|trust| trust.doubt(principal));
+        doubt.or_else(|| self.not_allowed(&principal.name))
+    }
+
+    /// Why sessions and leases of this principal may not go on, if so.
+    pub(super) fn ousted(&self, principal: &Principal) -> Option<String> {
+        let revoked = self.trust.as_ref().and_then(|trust| trust.revoked(principal));
+        revoked.or_else(|| self.not_allowed(&principal.name))
     }
 
     /// Why the rules give a principal nothing, if so.

@@ -137,7 +137,7 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         tracing::info!("took over {count} sessions of the previous daemon; {gone} are over");
     }
     // The rules may have changed meanwhile.
-    ends::end_sessions(server, |principal, _| server.unwelcome(principal));
+    ends::end_sessions(server, |principal, _| server.ousted(principal));
     leases::end_unwelcome(server);
 }
 

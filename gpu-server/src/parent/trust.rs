@@ -177,11 +177,24 @@ impl Trust {
         }
     }
 
-    /// Why a principal is no longer valid, if so: its access or its certificate was revoked.
+    /// Why a principal may begin nothing any more, if so: it is revoked, or another key has joined under its
+    /// name.
     pub(super) fn doubt(&self, principal: &Principal) -> Option<String> {
-        let (Principal { name, .. }, key) = (principal, principal.key?);
-        let Some(certificates) = &principal.certificates else {
-            let known = self.principals().find(&key) == Some(name);
+        self.revoked(principal).or_else(|| {
+            let (Principal { name, certificates: None, .. }, key) = (principal, principal.key?) else {
+                return None;
+            };
+            let replaced = self.principals().find(&key) != Some(name);
+            replaced.then(|| format!("{name} has joined this server again, with another key"))
+        })
+    }
+
+    /// Why what a principal has may not go on, if so: its access or its certificate was revoked. Sessions and
+    /// leases that began with an earlier key of a name that is still known go on.
+    pub(super) fn revoked(&self, principal: &Principal) -> Option<String> {
+        let Principal { name, key: Some(_), certificates } = principal else { return None };
+        let Some(certificates) = certificates else {
+            let known = self.principals().clients().iter().any(|client| client.name == *name);
             return (!known).then(|| format!("the access of {name} to this server was revoked"));
         };
         let files = self.files();
