@@ -84,7 +84,7 @@ fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answ
             let gpus = known(server, &server.lock(), &readings);
             leases::take(server, &gpus, &grant, who, &wish)
         }
-        Question::Renew { key: text } => leases::renew(server, who, &key(&text)?),
+        Question::Renew { key: text } => leases::renew(server, &grant, who, &key(&text)?),
         Question::Release { key: text } => leases::release(server, &who.name, &key(&text)?),
     }
 }

@@ -250,6 +250,7 @@ fn lease_of(
     lease.narrow(&mut grant.limits);
     Ok(Some(lease.id))
 }
+    lease.allowed(grant)?;
 
 /// Adds a client to the queue. It is served immediately if a worker is ready.
 fn open_session(
