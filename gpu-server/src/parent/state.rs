@@ -8,7 +8,6 @@ use std::time::Instant;
 use anyhow::Context;
 use handover::Inherited;
 use host_bridge::framing::Address;
-use host_bridge::log_limit::LogLimit;
 use protocol::Status;
 
 use super::asks::waiting::Asks;
@@ -23,7 +22,7 @@ use super::mps;
 use super::pace::Paces;
 use super::queue::parked::Parked;
 use super::record::Succession;
-use super::refusals::Refusals;
+use super::refusals::{Lines, Refusals};
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
 use super::session::Session;
@@ -60,8 +59,8 @@ pub(super) struct Server {
     pub(super) refusals: Refusals,
     pub(super) waits: Waits,
     pub(super) asks: Asks,
-    /// For lines that anybody who reaches the port can cause.
-    pub(super) strangers: LogLimit,
+    /// For lines that clients, and anybody who reaches the port, can cause.
+    pub(super) lines: Lines,
 }
 
 /// What changes while the daemon runs.
@@ -166,7 +165,7 @@ impl Server {
             policy,
             audit,
             cache,
-            strangers: LogLimit::default(),
+            lines: Lines::default(),
         })
     }
 
@@ -216,11 +215,8 @@ impl Server {
     ) {
         let Refused(cause, reason) = refused;
         self.refusals.count(*cause);
-        let shown = match who {
-            Some(_) => Some(String::new()),
-            None => self.strangers.allow().map(|not_shown| not_shown.to_string()),
-        };
-        if let Some(not_shown) = shown {
+        let client_name = who.map(|who| who.name.as_str());
+        if let Some(not_shown) = self.lines.allow(client_name, Instant::now()) {
             tracing::info!(peer, client, program, "refused: {reason}{not_shown}");
             self.audit.refused(who, peer, client, program, &format!("{reason}{not_shown}"));
         }
