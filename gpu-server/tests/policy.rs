@@ -161,6 +161,19 @@ fn rules_are_checked_before_a_server_starts() {
 }
 
 #[test]
+fn rules_for_an_address_hold_at_a_socket_for_all_addresses() {
+    let (_folder, _, flag) = rules("[[client]]\nname = \"insecure:127.0.0.1\"\nallow = false\n");
+    let folder = std::sync::Arc::new(tempfile::tempdir().unwrap());
+    let port = free_port();
+    let more = [flag.as_str(), &format!("--listen=tcp:*:{port}")];
+    let server = Server::start_by(Command::new(binary()), &folder, free_port(), &more).ready();
+    let stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let welcome = greet(&stream, &hello(purpose::CONTROL, [0; 16], 1)).unwrap();
+    let why = untext(&welcome.reason);
+    assert!(why.contains("insecure:127.0.0.1 may not use this server"), "{why}\n{}", server.log());
+}
+
+#[test]
 fn a_client_may_have_a_grace_period_of_its_own() {
     let text = "[[client]]\nname = \"insecure:127.0.0.1\"\ngrace_seconds = 1\n";
     let (_folder, _, flag) = rules(text);

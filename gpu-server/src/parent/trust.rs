@@ -1,5 +1,6 @@
 //! Identifies clients: by their keys over TLS, by their user over a Unix socket.
 
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,6 +16,7 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Serve;
+use crate::policy::insecure_name;
 
 /// A verified client. None of this comes from the client's own claims.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,8 +79,11 @@ impl Principal {
 
     /// Anybody at `peer`, over tcp without TLS.
     pub(super) fn of_address(peer: &str) -> Principal {
-        let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
-        Principal { name: format!("insecure:{host}"), key: None, certificates: None }
+        let name = match peer.parse::<SocketAddr>() {
+            Ok(peer) => insecure_name(peer.ip()),
+            Err(_) => format!("insecure:{peer}"),
+        };
+        Principal { name, key: None, certificates: None }
     }
 
     #[cfg(test)]
@@ -231,4 +236,21 @@ impl Trust {
 fn key(certificates: &[CertificateDer<'_>]) -> Result<Fingerprint, String> {
     let certificate = certificates.first().ok_or("the client has shown no certificate")?;
     Fingerprint::of(certificate).map_err(|e| format!("the client's certificate cannot be read: {e}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_has_one_name_whatever_kind_of_socket_reports_it() {
+        for (peer, name) in [
+            ("10.0.0.9:4711", "insecure:10.0.0.9"),
+            ("[::ffff:10.0.0.9]:4711", "insecure:10.0.0.9"),
+            ("[fd00::7]:4711", "insecure:fd00::7"),
+            ("[fe80::1%3]:4711", "insecure:fe80::1"),
+        ] {
+            assert_eq!(Principal::of_address(peer).name, name);
+        }
+    }
 }
