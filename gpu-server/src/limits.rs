@@ -11,6 +11,10 @@ pub struct Limits {
     /// Who opened the session, for accounting only: sessions with the same text share
     /// [`total`](Limits::total), [`sessions`](Limits::sessions) and their turns on a GPU.
     pub principal: String,
+    /// Under a lease: the account of the client's sessions without one, which says what counts for the client
+    /// as a whole. `None`: the principal itself.
+    #[serde(default)]
+    pub owner: Option<String>,
     /// Numbers of the devices that it may use, as counted by `--devices`. Empty: all that the server shares.
     pub devices: Vec<u32>,
     /// How many of these devices a session gets, the least used ones. 0: all of them, or one if they are
@@ -42,12 +46,27 @@ pub struct Limits {
 impl Limits {
     /// The default weight.
     pub const WEIGHT: u32 = 100;
+
+    /// The account of the client as a whole, with all of its leases.
+    pub fn owner(&self) -> &str {
+        self.owner.as_deref().unwrap_or(&self.principal)
+    }
+}
+
+#[cfg(test)]
+impl Limits {
+    /// Those of a client for tests, or of its lease, written `CLIENT#LEASE`.
+    pub fn test(principal: &str) -> Limits {
+        let owner = principal.split_once('#').map(|(owner, _)| owner.to_owned());
+        Limits { principal: principal.to_owned(), owner, ..Limits::default() }
+    }
 }
 
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
             principal: String::new(),
+            owner: None,
             devices: Vec::new(),
             device_count: 0,
             exclusive: false,

@@ -19,6 +19,7 @@
 //! from the server's options. A refusal names the line that caused it.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::path::Path;
 
 use clap::{Args, CommandFactory, value_parser};
@@ -228,25 +229,31 @@ impl Written {
     }
 }
 
+/// The principal of everybody at an address, without TLS. An IPv4 address that a socket for both kinds
+/// reports as an IPv6 address is meant, too.
+pub fn insecure_name(address: IpAddr) -> String {
+    format!("insecure:{}", address.to_canonical())
+}
+
 impl Policy {
     /// Reads the rules. `shared`: the devices that the server shares; empty: all.
     pub fn read(path: &Path, shared: &[u32]) -> Result<Policy, options::Error> {
         Policy::of(&File::read(path, &["group", "client"])?, path, shared)
     }
 
-    fn of(file: &File, path: &Path, shared: &[u32]) -> Result<Policy, options::Error> {
+    fn of<'f>(file: &'f File, path: &Path, shared: &[u32]) -> Result<Policy, options::Error> {
         // No flag overrides these keys.
         let given = Arguments::command().get_matches_from(["rgpu-server"]);
         let layer = |section| Layer { given: &given, section: Some((file, section)) };
-        let check = |section, rule: &Rule| match rule
-            .devices
-            .iter()
-            .find(|n| !shared.is_empty() && !shared.contains(n))
-        {
-            Some(number) => {
-                Err(layer(section).wrong("devices", format!("the server does not share device {number}")))
+        let check = |section: &'f Section, rule: &Rule| {
+            let wrong = |text: String| Err(layer(section).wrong("devices", text));
+            if rule.devices.is_empty() && section.has("devices") {
+                return wrong("names no device; allow = false keeps clients out".into());
             }
-            None => Ok(()),
+            match rule.devices.iter().find(|n| !shared.is_empty() && !shared.contains(n)) {
+                Some(number) => wrong(format!("the server does not share device {number}")),
+                None => Ok(()),
+            }
         };
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let mut policy = Policy { file: name, ..Policy::default() };
@@ -271,10 +278,18 @@ impl Policy {
         for section in file.sections("client") {
             let ClientSection { name, group, rule } = layer(section).read()?;
             let wrong = |text: String| Err(layer(section).wrong("name", text));
-            let Some(name) = name else { return wrong("is missing".into()) };
+            let Some(mut name) = name else { return wrong("is missing".into()) };
+            let by_address = match name.strip_prefix("insecure:") {
+                Some(address) => match address.trim_matches(['[', ']']).parse() {
+                    Ok(address) => Some(insecure_name(address)),
+                    Err(_) => return wrong(format!("{address} is not an IP address")),
+                },
+                None => None,
+            };
             let by_server = name.strip_prefix("uid:").is_some_and(|uid| uid.parse::<u32>().is_ok())
-                || name.starts_with("insecure:")
+                || by_address.is_some()
                 || is_certified_name(&name);
+            name = by_address.unwrap_or(name);
             if let (false, Err(why)) = (by_server, check_name(&name)) {
                 return wrong(why);
             }
@@ -629,6 +644,10 @@ allow = false
                 "line 3: group.devices: the server does not share device 4",
             ),
             ("[[group]]\nname = \"g\"\nallow = \"perhaps\"\n", "line 3: group.allow"),
+            ("\ndevices = []\n", "line 2: devices: names no device"),
+            ("[[group]]\nname = \"g\"\ndevices = []\n", "line 3: group.devices: names no device"),
+            ("[[client]]\nname = \"a\"\ndevices = []\n", "line 3: client.devices: names no device"),
+            ("[[client]]\nname = \"insecure:host1\"\n", "line 2: client.name: host1 is not an IP address"),
             ("[[client]\n", "line 1"),
         ] {
             let error = policy(text).unwrap_err();

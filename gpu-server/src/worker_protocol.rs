@@ -5,7 +5,9 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use identity::Fingerprint;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use nix::sys::socket::{
+    ControlMessage, ControlMessageOwned, MsgFlags, getsockopt, recvmsg, sendmsg, sockopt,
+};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -403,6 +405,15 @@ pub fn send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd
 /// Sends a message if there is room for it. Otherwise the error is `WouldBlock`.
 pub fn try_send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     send_with(socket, message, fds, MsgFlags::MSG_DONTWAIT)
+}
+
+/// Whether more than half of the room for messages is left: of what was sent, little is unread.
+pub fn has_much_room(socket: &OwnedFd) -> io::Result<bool> {
+    let mut unread: libc::c_int = 0;
+    // SAFETY: TIOCOUTQ (for sockets, SIOCOUTQ) writes an int to this address, which is that of one.
+    nix::Error::result(unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut unread) })?;
+    let room = getsockopt(socket, sockopt::SndBuf)?;
+    Ok(usize::try_from(unread).is_ok_and(|unread| unread <= room / 2))
 }
 
 fn send_with<T: Serialize>(

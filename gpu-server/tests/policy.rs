@@ -118,6 +118,25 @@ fn a_client_begins_no_more_sessions_within_a_minute_than_it_may() {
 }
 
 #[test]
+fn a_client_that_is_refused_again_and_again_cannot_flood_the_logs() {
+    let (folder, _, flag) = rules("sessions_per_minute = 1\n");
+    let audit = folder.path().join("audit");
+    let server = Server::start(&[&flag, &format!("--audit-log={}", audit.display())]);
+    let mut count = 0;
+    // A line is written for each second, so a slow machine needs more attempts until some are left out.
+    until("lines are left out, and that is said", || {
+        (0..100).for_each(|_| drop(ask(&server)));
+        count += 100;
+        server.log().contains("earlier messages not shown")
+    });
+    let written = server.log().matches("refused: ").count();
+    assert!(written < count - 1, "{written} lines of {count} attempts");
+    until("they are in the audit log", || {
+        of(&audited(&audit), "refused").len() == server.log().matches("refused: ").count()
+    });
+}
+
+#[test]
 fn a_client_that_gets_no_device_is_told_by_which_rule() {
     let (_folder, _, flag) = rules("client_sessions = 9\ndevices = [7]\n");
     let why = refusal(&Server::start(&[&flag]));
@@ -139,6 +158,19 @@ fn rules_are_checked_before_a_server_starts() {
     let right = check();
     let said = String::from_utf8_lossy(&right.stdout).into_owned();
     assert!(right.status.success() && said.contains("rules for 1 groups and 1 clients"), "{said}");
+}
+
+#[test]
+fn rules_for_an_address_hold_at_a_socket_for_all_addresses() {
+    let (_folder, _, flag) = rules("[[client]]\nname = \"insecure:127.0.0.1\"\nallow = false\n");
+    let folder = std::sync::Arc::new(tempfile::tempdir().unwrap());
+    let port = free_port();
+    let more = [flag.as_str(), &format!("--listen=tcp:*:{port}")];
+    let server = Server::start_by(Command::new(binary()), &folder, free_port(), &more).ready();
+    let stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let welcome = greet(&stream, &hello(purpose::CONTROL, [0; 16], 1)).unwrap();
+    let why = untext(&welcome.reason);
+    assert!(why.contains("insecure:127.0.0.1 may not use this server"), "{why}\n{}", server.log());
 }
 
 #[test]

@@ -35,10 +35,13 @@ pub struct Client {
     pub key: Fingerprint,
     /// When it joined, in seconds since 1970.
     pub since: u64,
+    /// The token with which it joined. A client that has not heard the answer shows it again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    redeemed: Option<Offer>,
 }
 
-/// A token that was issued and not used.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+/// A token that was issued.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// The name that the client gets.
     pub name: String,
@@ -142,9 +145,16 @@ impl Principals {
     }
 
     /// Redeems a token: the client's key becomes the principal's. It replaces an earlier key of the same
-    /// name.
+    /// name. The same key may redeem its token again until that expires, as the answer may have been lost.
     pub fn join(&mut self, secret: &Secret, key: Fingerprint, now: u64) -> Result<String, JoinError> {
         let hash = secret.hash();
+        let again = |client: &&Client| {
+            let redeemed = client.redeemed.as_ref().filter(|offer| offer.expires > now);
+            client.key.matches(&key) && redeemed.is_some_and(|offer| offer.secret.matches(&hash))
+        };
+        if let Some(client) = self.stored.clients.iter().find(again) {
+            return Ok(client.name.clone());
+        }
         let mut stored = self.copy(now);
         // Compares all tokens, so that the time does not reveal which one matches.
         let found: Vec<usize> =
@@ -154,9 +164,9 @@ impl Principals {
         if let Some(other) = self.find(&key).filter(|other| *other != name) {
             return Err(JoinError::Taken(other.to_owned()));
         }
-        stored.tokens.remove(*at);
+        let redeemed = Some(stored.tokens.remove(*at));
         stored.clients.retain(|client| client.name != name);
-        stored.clients.push(Client { name: name.clone(), key, since: now });
+        stored.clients.push(Client { name: name.clone(), key, since: now, redeemed });
         self.store(stored)?;
         Ok(name)
     }
@@ -214,6 +224,25 @@ mod tests {
         assert_eq!((all.find(&key(1)), all.find(&key(2))), (Some("host1"), None));
         let text = std::fs::read_to_string(folder.path().join(FILE)).unwrap();
         assert!(!text.contains(&Fingerprint(secret.0).to_string()), "the secret itself is not stored");
+    }
+
+    #[test]
+    fn who_has_not_heard_that_it_joined_may_join_again_and_nobody_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut all = Principals::open(folder.path()).unwrap();
+        let secret = all.enroll("host1", 1000, HOUR).unwrap();
+        all.join(&secret, key(1), 1001).unwrap();
+        let mut all = Principals::open(folder.path()).unwrap();
+        assert_eq!(all.join(&secret, key(1), 1002).unwrap(), "host1");
+        assert_eq!(all.clients().len(), 1);
+        assert!(matches!(all.join(&secret, key(2), 1003), Err(JoinError::Unknown)));
+        assert!(matches!(all.join(&secret, key(1), 1000 + 3600), Err(JoinError::Unknown)));
+        // Not after its name was revoked, or has another key.
+        let next = all.enroll("host1", 1000, HOUR).unwrap();
+        all.join(&next, key(2), 1004).unwrap();
+        assert!(matches!(all.join(&secret, key(1), 1005), Err(JoinError::Unknown)));
+        all.revoke("host1").unwrap();
+        assert!(matches!(all.join(&next, key(2), 1006), Err(JoinError::Unknown)));
     }
 
     #[test]

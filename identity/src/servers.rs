@@ -2,6 +2,7 @@
 //! join`.
 
 use std::fmt::Debug;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -87,6 +88,9 @@ pub fn known(folder: &Path) -> Result<Vec<KnownServer>, FileError> {
 
 /// Adds a server under each of its addresses, and replaces earlier entries for these addresses.
 pub fn add(folder: &Path, addresses: &[String], key: Fingerprint, principal: &str) -> Result<(), FileError> {
+    // Another process may add one at the same time.
+    let lock = || File::open(folder).and_then(|folder| folder.lock().map(|()| folder));
+    let _lock = lock().map_err(|source| FileError::Read { path: folder.to_owned(), source })?;
     let mut all = known(folder)?;
     all.retain(|server| !addresses.contains(&server.address));
     all.extend(addresses.iter().map(|address| KnownServer {
@@ -224,6 +228,20 @@ impl Credentials {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn servers_that_are_added_at_the_same_time_are_all_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for number in 0..16 {
+                let folder = folder.path();
+                scope.spawn(move || {
+                    add(folder, &[format!("tcp:host{number}:1")], Fingerprint([number; 32]), "me").unwrap()
+                });
+            }
+        });
+        assert_eq!(known(folder.path()).unwrap().len(), 16);
+    }
 
     #[test]
     fn a_server_is_found_by_its_address_and_missing_files_are_named() {

@@ -43,6 +43,7 @@ impl Borrow<[String; 3]> for Key {
 #[derive(Debug)]
 struct Row<T> {
     value: T,
+    owner: String,
     used: Instant,
 }
 
@@ -59,52 +60,57 @@ impl<T> Default for Ledger<T> {
 }
 
 impl<T: Default> Ledger<T> {
-    /// The row for these names. If there is no room: the owner's row for [`OTHER`], or that of all owners.
+    /// The row for these names, whose first one is the owner. If there is no room: the owner's row for
+    /// [`OTHER`], or that of all owners.
     pub fn enter(&mut self, names: [&str; 3], now: Instant) -> Key {
+        self.enter_for(names[0], names, now)
+    }
+
+    /// The same for an owner with several names: their rows count together.
+    pub fn enter_for(&mut self, owner: &str, names: [&str; 3], now: Instant) -> Key {
         let names = names.map(str::to_owned);
         if let Some((key, _)) = self.rows.get_key_value(&names) {
             let key = key.clone();
-            return self.used(key, now);
+            return self.used(key, owner, now);
         }
-        let counts = |key: &&Key| !key.is_other();
-        let of_owner = |key: &&Key| key.0[0] == names[0];
-        let all = self.rows.keys().filter(counts).count();
-        let own = self.rows.keys().filter(counts).filter(of_owner).count();
+        let counted = || self.rows.iter().filter(|(key, _)| !key.is_other());
+        let (all, own) = (counted().count(), counted().filter(|(_, row)| row.owner == owner).count());
         let full_of_own = own >= MOST_OF_ONE;
         if full_of_own || all >= MOST {
             let unused = |(key, row): &(&Key, &Row<T>)| {
                 Arc::strong_count(&key.0) == 1
                     && now.saturating_duration_since(row.used) >= UNUSED
-                    && (!full_of_own || key.0[0] == names[0])
+                    && (!full_of_own || row.owner == owner)
                     && !key.is_other()
             };
             let oldest = self.rows.iter().filter(unused).min_by_key(|(_, row)| row.used);
             match oldest.map(|(key, _)| key.clone()) {
                 Some(oldest) => drop(self.rows.remove(&oldest)),
                 None => {
-                    let [owner, ..] = names;
-                    let owner = if own > 0 { owner } else { OTHER.to_owned() };
-                    let key = Key(Arc::new([owner, OTHER.to_owned(), OTHER.to_owned()]));
-                    return self.used(key, now);
+                    let owner = if own > 0 { owner } else { OTHER };
+                    let key = Key(Arc::new([owner, OTHER, OTHER].map(str::to_owned)));
+                    return self.used(key, owner, now);
                 }
             }
         }
-        self.used(Key(Arc::new(names)), now)
+        self.used(Key(Arc::new(names)), owner, now)
     }
 
-    fn used(&mut self, key: Key, now: Instant) -> Key {
+    fn used(&mut self, key: Key, owner: &str, now: Instant) -> Key {
         if let Some((known, _)) = self.rows.get_key_value(&key) {
             let known = known.clone();
             self.rows.entry(known.clone()).and_modify(|row| row.used = now);
             return known;
         }
-        self.rows.insert(key.clone(), Row { value: T::default(), used: now });
+        let row = Row { value: T::default(), owner: owner.to_owned(), used: now };
+        self.rows.insert(key.clone(), row);
         key
     }
 
     /// The value of a row.
     pub fn value(&mut self, key: &Key, now: Instant) -> &mut T {
-        let row = self.rows.entry(key.clone()).or_insert_with(|| Row { value: T::default(), used: now });
+        let new = || Row { value: T::default(), owner: key.0[0].clone(), used: now };
+        let row = self.rows.entry(key.clone()).or_insert_with(new);
         row.used = now;
         &mut row.value
     }
@@ -132,6 +138,16 @@ mod tests {
         assert_eq!(honest.labels(), ["honest", "vm", "train"]);
         let others = ledger.enter(["hostile", "vm", "again"], now);
         assert_eq!(others.labels(), ["hostile", OTHER, OTHER]);
+    }
+
+    #[test]
+    fn an_owner_with_many_names_uses_up_only_its_own_room() {
+        let (mut ledger, now) = (Ledger::<u64>::default(), Instant::now());
+        for (lease, program) in (0..16).flat_map(|lease| (0..64).map(move |program| (lease, program))) {
+            ledger.enter_for("a", [&format!("a/{lease}"), "vm", &format!("program{program}")], now);
+        }
+        assert_eq!(ledger.enter_for("a", ["a/99", "vm", "train"], now).labels(), ["a", OTHER, OTHER]);
+        assert_eq!(ledger.enter(["b", "vm", "train"], now).labels(), ["b", "vm", "train"]);
     }
 
     #[test]

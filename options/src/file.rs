@@ -85,6 +85,11 @@ impl File {
 }
 
 impl Section {
+    /// Whether it has a key.
+    pub fn has(&self, key: &str) -> bool {
+        self.values.iter().any(|value| value.key == key)
+    }
+
     /// The line of a key, or the line of the section if it does not have the key.
     pub fn line_of(&self, key: &str) -> usize {
         self.values.iter().find(|value| value.key == key).map_or(self.line, |value| value.line)

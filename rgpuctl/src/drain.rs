@@ -9,6 +9,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use crate::enrollment::{Admin, request};
+use crate::status::scalar;
 
 /// How often the number of running sessions is printed.
 const REMIND: Duration = Duration::from_secs(10);
@@ -91,7 +92,7 @@ impl Progress {
             }));
         }
         if let Some(outcome) = said["outcome"].as_str() {
-            let text = |field: &str| said[field].as_str().unwrap_or("?").to_owned();
+            let text = |field: &str| scalar(&said[field]);
             let how = match outcome {
                 "finished" => "has finished".to_owned(),
                 "ended" => "was ended: its time was over".to_owned(),
@@ -146,9 +147,8 @@ mod tests {
         let mut progress = Progress::default();
         let mut say = |said: Value| progress.heard(&said).unwrap().unwrap();
         assert_eq!(say(json!({"running": 2, "seconds": 60})), "2 sessions: 60 s to end by themselves");
-        let ended =
-            json!({"program": "train", "client": "vm7", "pid": 4, "outcome": "finished", "running": 1});
-        assert_eq!(say(ended), "train (process 4 of vm7) has finished; 1 session left");
+        let ended = json!({"program": "tr\u{1b}[2Jain", "client": "vm\r7", "pid": 4, "outcome": "finished", "running": 1});
+        assert_eq!(say(ended), "tr?[2Jain (process 4 of vm?7) has finished; 1 session left");
         assert_eq!(say(json!({"running": 1, "seconds": 0})), "1 session: ended now");
         let ended = json!({"program": "infer", "client": "vm7", "pid": 5, "outcome": "ended", "running": 0});
         assert_eq!(say(ended), "infer (process 5 of vm7) was ended: its time was over; 0 sessions left");

@@ -143,7 +143,8 @@ fn cell(value: &Value) -> String {
     }
 }
 
-fn scalar(value: &Value) -> String {
+/// A value that is no list and no object, on one line.
+pub fn scalar(value: &Value) -> String {
     match value {
         // Programs choose their names, so control characters are replaced.
         Value::String(text) => text.chars().map(|c| if c.is_control() { '?' } else { c }).collect(),

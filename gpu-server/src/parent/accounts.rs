@@ -9,21 +9,21 @@ pub(super) mod account;
 use std::sync::atomic::Ordering;
 
 use self::account::Account;
-use super::leases::table::owner;
+use super::session::Session;
 use super::state::State;
-use crate::limits::{MOST_DEVICES, Resource};
+use crate::limits::{Limits, MOST_DEVICES, Resource};
 use crate::worker_protocol::{Refusal, Reply};
 
 impl State {
-    /// Bytes of a resource that a principal's sessions hold together. A lease has its own limit of device
-    /// memory, but page-locked memory is its owner's. Saturates, so that a nonexistent resource is never
-    /// free.
-    fn total(&self, principal: &str, resource: Resource) -> u64 {
-        let counts = |other: &str| match resource {
-            Resource::Device(_) => other == principal,
-            Resource::Pinned => owner(other) == owner(principal),
+    /// Bytes of a resource that the sessions which share these limits hold together. A lease has its own
+    /// limit of device memory, but page-locked memory is its owner's. Saturates, so that a nonexistent
+    /// resource is never free.
+    fn total(&self, limits: &Limits, resource: Resource) -> u64 {
+        let counts = |session: &&Session| match resource {
+            Resource::Device(_) => session.limits.principal == limits.principal,
+            Resource::Pinned => session.limits.owner() == limits.owner(),
         };
-        let counted = self.sessions.values().filter(|session| counts(&session.limits.principal));
+        let counted = self.sessions.values().filter(counts);
         counted.fold(0, |sum: u64, session| {
             let implicit = match resource {
                 Resource::Device(number) => session.account.implicit(number as usize),
@@ -41,7 +41,7 @@ impl State {
             return Reply::Charged;
         }
         let (principal, limit) = (&session.limits.principal, session.limits.total.of(resource));
-        let most = self.total(principal, resource).checked_add(bytes).filter(|sum| *sum <= limit);
+        let most = self.total(&session.limits, resource).checked_add(bytes).filter(|sum| *sum <= limit);
         if most.is_none() || !record.has(resource) {
             return Reply::Refused(Refusal::Full);
         }
@@ -91,7 +91,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limits::{Amounts, Limits};
+    use crate::limits::Amounts;
     use crate::pages::{Meter, Page};
     use crate::parent::queue::tests::session_of_limits;
     use crate::parent::record::Record;
@@ -103,7 +103,7 @@ mod tests {
         let mut state = State::default();
         for (worker, principal, limit) in sessions {
             let total = Amounts { device_memory: *limit, pinned_memory: *limit };
-            let limits = Limits { principal: (*principal).into(), total, ..Limits::default() };
+            let limits = Limits { total, ..Limits::test(principal) };
             state.sessions.insert(*worker, session_of_limits(limits));
         }
         state
@@ -134,14 +134,26 @@ mod tests {
 
     #[test]
     fn sessions_under_all_leases_of_a_client_share_its_page_locked_memory() {
-        let mut state =
-            state(&[(1, "a/00000001", 100), (2, "a/00000002", 100), (3, "a", 100), (4, "b", 100)]);
+        let mut state = state(&[
+            (1, "a#1", 100),
+            (2, "a#2", 100),
+            (3, "a", 100),
+            (4, "b", 100),
+            (5, "x/1", 9),
+            (6, "x/2", 9),
+        ]);
         assert!(granted(&state.charge(1, 1, Resource::Pinned, 60)));
         for worker in [2, 3] {
             assert!(!granted(&state.charge(worker, 1, Resource::Pinned, 41)));
             assert!(granted(&state.charge(worker, 2, Resource::Pinned, 20)));
         }
         assert!(granted(&state.charge(4, 1, Resource::Pinned, 100)), "another client");
+        for worker in [5, 6] {
+            assert!(
+                granted(&state.charge(worker, 1, Resource::Pinned, 9)),
+                "clients whose names have a slash"
+            );
+        }
         // Memory of the devices is limited for each lease.
         assert!(granted(&state.charge(1, 2, DEVICE, 100)) && granted(&state.charge(2, 3, DEVICE, 100)));
     }
@@ -159,6 +171,7 @@ mod tests {
     #[test]
     fn a_request_that_the_previous_daemon_carried_out_is_not_repeated() {
         let mut state = state(&[(1, "a", 100)]);
+        let total = |state: &State| state.total(&state.sessions[&1].limits, DEVICE);
         assert!(granted(&state.charge(1, 5, DEVICE, 60)));
         // Killed before it consumed the request. Its successor reads the same request again.
         let account = &state.sessions[&1].account;
@@ -166,12 +179,12 @@ mod tests {
         let (_, meter) = Page::<Meter>::new().unwrap();
         let (taken, _terms) = Account::take_over(&meter, record, 1).unwrap();
         state.sessions.get_mut(&1).unwrap().account = taken;
-        assert!(granted(&state.charge(1, 5, DEVICE, 60)) && state.total("a", DEVICE) == 60);
+        assert!(granted(&state.charge(1, 5, DEVICE, 60)) && total(&state) == 60);
         state.sessions.get_mut(&1).unwrap().account.heard();
         assert!(!granted(&state.charge(1, 5, DEVICE, 60)), "another one with the same number");
         state.discharge(1, 6, DEVICE, 60);
         state.discharge(1, 6, DEVICE, 60);
-        assert_eq!(state.total("a", DEVICE), 0);
+        assert_eq!(total(&state), 0);
     }
 
     #[test]

@@ -169,7 +169,12 @@ fn clients(trust: &Trust) -> Value {
         .tokens(now())
         .map(|offer| json!({ "name": offer.name, "expires": offer.expires }))
         .collect();
-    json!({ "server_key": trust.fingerprint(), "clients": principals.clients(), "tokens": tokens })
+    let clients: Vec<Value> = principals
+        .clients()
+        .iter()
+        .map(|client| json!({ "name": client.name, "key": client.key, "since": client.since }))
+        .collect();
+    json!({ "server_key": trust.fingerprint(), "clients": clients, "tokens": tokens })
 }
 
 fn check(addresses: Vec<String>) -> Result<Vec<String>, String> {

@@ -31,7 +31,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 
-use super::leases::table::owner;
 use crate::limits::Limits;
 
 /// Length of a turn in ns of charged time; work that was started may last longer.
@@ -72,6 +71,8 @@ pub(super) struct View<'a> {
     /// The worker's process ID.
     pub(super) worker: u32,
     pub(super) principal: &'a str,
+    /// Whose it is: the client's, for those of all its leases. Begins the principal's name.
+    pub(super) owner: &'a str,
     pub(super) weight: u32,
     /// The weight of its client, for the principals of all its leases together.
     pub(super) client_weight: u32,
@@ -167,7 +168,8 @@ pub(super) struct Arbiter {
 
 /// The combined state of a principal's sessions.
 #[derive(Debug, Default)]
-struct Together {
+struct Together<'a> {
+    owner: &'a str,
     devices: u64,
     weight: u32,
     client_weight: u32,
@@ -250,9 +252,9 @@ impl Arbiter {
     }
 
     /// Combines the sessions of each principal.
-    fn look<'a>(&mut self, views: &[View<'a>]) -> BTreeMap<&'a str, Together> {
+    fn look<'a>(&mut self, views: &[View<'a>]) -> BTreeMap<&'a str, Together<'a>> {
         self.seen.retain(|worker, _| views.iter().any(|view| view.worker == *worker));
-        let mut all: BTreeMap<&str, Together> = BTreeMap::new();
+        let mut all: BTreeMap<&str, Together<'_>> = BTreeMap::new();
         for view in views {
             // What a session had reported to the previous daemon was charged there.
             let reported = view.reported;
@@ -260,6 +262,7 @@ impl Arbiter {
                 || Seen { issued: 0, finished: 0, reported, gate: Gate::Open, steps: 0, allowance: 0 };
             let seen = self.seen.entry(view.worker).or_insert_with(fresh);
             let together = all.entry(view.principal).or_default();
+            together.owner = view.owner;
             together.devices |= view.devices;
             together.weight = view.weight.max(1);
             together.client_weight = view.client_weight.max(1);
@@ -278,7 +281,7 @@ impl Arbiter {
         all
     }
 
-    fn charge(&mut self, passed: u64, all: &BTreeMap<&str, Together>) {
+    fn charge(&mut self, passed: u64, all: &BTreeMap<&str, Together<'_>>) {
         if self.clock == Clock::Reported {
             for (name, together) in all {
                 self.add(name, all, together.reported);
@@ -295,7 +298,7 @@ impl Arbiter {
 
     /// Whether a principal's work has a part of its devices' time: it has its turn, or work from before its
     /// gates closed runs next to a holder's and does not wait for work behind them.
-    fn runs(&self, name: &str, all: &BTreeMap<&str, Together>) -> bool {
+    fn runs(&self, name: &str, all: &BTreeMap<&str, Together<'_>>) -> bool {
         let together = &all[name];
         let beside = |turn: &Turn| {
             all.get(turn.holder.as_str()).is_some_and(|held| held.devices & together.devices != 0)
@@ -307,7 +310,7 @@ impl Arbiter {
 
     /// Notes how much of its devices' time a principal leaves to others. That shows only while it is alone on
     /// them.
-    fn notice_room(&mut self, passed: u64, all: &BTreeMap<&str, Together>) {
+    fn notice_room(&mut self, passed: u64, all: &BTreeMap<&str, Together<'_>>) {
         let share = 1.0 - (-(passed as f64) / AVERAGED as f64).exp();
         for turn in self.turns.iter().filter(|turn| turn.closed.is_none()) {
             let Some(held) = all.get(turn.holder.as_str()) else { continue };
@@ -323,22 +326,22 @@ impl Arbiter {
 
     /// A principal's weight. Those of a client's leases that have work for the same devices share the
     /// client's weight, so that leases give a client no more time than it has without them.
-    fn weight(&self, name: &str, all: &BTreeMap<&str, Together>) -> f64 {
-        let (own, client) = (&all[name], owner(name));
-        let counts = |(other, together): &(&&str, &Together)| {
-            owner(other) == client
+    fn weight(&self, name: &str, all: &BTreeMap<&str, Together<'_>>) -> f64 {
+        let own = &all[name];
+        let counts = |(other, together): &(&&str, &Together<'_>)| {
+            together.owner == own.owner
                 && together.devices & own.devices != 0
                 && (**other == name || self.parts.get(**other).is_some_and(|part| part.active))
         };
         // They are in the order of their names, which begin with the client's.
-        let from = (Bound::Included(client), Bound::Unbounded);
-        let near = all.range::<str, _>(from).take_while(|(other, _)| other.starts_with(client));
+        let from = (Bound::Included(own.owner), Bound::Unbounded);
+        let near = all.range::<str, _>(from).take_while(|(other, _)| other.starts_with(own.owner));
         let sum: f64 = near.filter(counts).map(|(_, together)| f64::from(together.weight)).sum();
         f64::from(own.weight) * (f64::from(own.client_weight) / sum).min(1.0)
     }
 
     /// Charges time in ns to a principal.
-    fn add(&mut self, name: &str, all: &BTreeMap<&str, Together>, time: u64) {
+    fn add(&mut self, name: &str, all: &BTreeMap<&str, Together<'_>>, time: u64) {
         let weight = self.weight(name, all);
         let part = self.parts.entry(name.to_owned()).or_default();
         part.charged = part.charged.saturating_add(time);
@@ -357,7 +360,7 @@ impl Arbiter {
         }
     }
 
-    fn notice_work(&mut self, now: u64, all: &BTreeMap<&str, Together>) {
+    fn notice_work(&mut self, now: u64, all: &BTreeMap<&str, Together<'_>>) {
         let (_, pause) = self.patience();
         let begin = self.parts.values().filter(|part| part.active).map(|part| part.weighted);
         let begin = begin.fold(f64::INFINITY, f64::min);
@@ -378,7 +381,7 @@ impl Arbiter {
     }
 
     /// Groups of active principals that use the same devices, directly or through others.
-    fn groups<'a>(&self, all: &BTreeMap<&'a str, Together>) -> Vec<Vec<&'a str>> {
+    fn groups<'a>(&self, all: &BTreeMap<&'a str, Together<'_>>) -> Vec<Vec<&'a str>> {
         let mut groups: Vec<(u64, Vec<&str>)> = Vec::new();
         for (name, together) in all {
             if !self.parts.get(*name).is_some_and(|part| part.active) {
@@ -409,7 +412,7 @@ impl Arbiter {
 
     /// Among those that have, or recently had, work: the one with the highest priority; among equals, the one
     /// with the least time per weight.
-    fn next<'a>(&self, now: u64, group: &[&'a str], all: &BTreeMap<&str, Together>) -> Option<&'a str> {
+    fn next<'a>(&self, now: u64, group: &[&'a str], all: &BTreeMap<&str, Together<'_>>) -> Option<&'a str> {
         let worked = |name: &str| self.parts.get(name).map_or(0, |part| part.worked);
         let (idle, _) = self.patience();
         let works = group.iter().copied().filter(|name| now.saturating_sub(worked(name)) <= idle);
@@ -420,7 +423,13 @@ impl Arbiter {
         })
     }
 
-    fn take_turns(&mut self, now: u64, group: &[&str], all: &BTreeMap<&str, Together>, views: &[View<'_>]) {
+    fn take_turns(
+        &mut self,
+        now: u64,
+        group: &[&str],
+        all: &BTreeMap<&str, Together<'_>>,
+        views: &[View<'_>],
+    ) {
         let (mine, others): (Vec<Turn>, Vec<Turn>) = std::mem::take(&mut self.turns)
             .into_iter()
             .partition(|turn| group.contains(&turn.holder.as_str()));
@@ -482,7 +491,7 @@ impl Arbiter {
     }
 
     /// Whether a turn is to end, if there is somebody for the next one.
-    fn is_over(&self, now: u64, turn: &Turn, next: Option<&str>, all: &BTreeMap<&str, Together>) -> bool {
+    fn is_over(&self, now: u64, turn: &Turn, next: Option<&str>, all: &BTreeMap<&str, Together<'_>>) -> bool {
         let (most_idle, _) = self.patience();
         let worked = self.parts.get(&turn.holder).map_or(0, |part| part.worked);
         let priority = |name: &str| all.get(name).map(|together| together.priority);
@@ -503,7 +512,7 @@ impl Arbiter {
         now: u64,
         group: &[&'a str],
         held: &[Turn],
-        all: &BTreeMap<&str, Together>,
+        all: &BTreeMap<&str, Together<'_>>,
     ) -> Option<&'a str> {
         let has_turn = |name: &&str| held.iter().any(|turn| turn.holder == *name);
         let free: Vec<&str> = group.iter().copied().filter(|name| !has_turn(name)).collect();
@@ -522,7 +531,13 @@ impl Arbiter {
     /// Unfinished work of a principal whose gates are closed may wait for work behind them. If it makes no
     /// progress for longer than usual, the principal's sessions each continue by one command; then again,
     /// later each time.
-    fn grant_steps(&mut self, now: u64, group: &[&str], all: &BTreeMap<&str, Together>, views: &[View<'_>]) {
+    fn grant_steps(
+        &mut self,
+        now: u64,
+        group: &[&str],
+        all: &BTreeMap<&str, Together<'_>>,
+        views: &[View<'_>],
+    ) {
         for name in group {
             let (Some(together), Some(part)) = (all.get(name), self.parts.get_mut(*name)) else { continue };
             let open = self.turns.iter().any(|turn| turn.holder == *name && turn.closed.is_none());

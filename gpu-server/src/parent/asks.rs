@@ -11,7 +11,7 @@ use host_bridge::ask::{self, Question};
 use identity::Secret;
 
 use self::waiting::Ask;
-use super::control::Refused;
+use super::control::{Control, Refused};
 use super::leases;
 use super::leases::Known;
 use super::refusals::Reason;
@@ -40,10 +40,10 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
 
 fn serve(server: &Server, ask: &Ask) {
     let Ask { connection, peer, who, question } = ask;
-    let answered = answer(server, who, question).and_then(|answer| {
+    let answered = answer(server, connection, who, question).and_then(|answer| {
         let text = serde_json::to_vec(&answer)
             .map_err(|e| Refused(Reason::Failed, format!("the answer cannot be written: {e}")))?;
-        // The client may be gone. What it was granted ends when its time runs out.
+        // The client may be gone just now. What it was granted ends when its time runs out.
         let _ = connection.send_answer(&text);
         Ok(())
     });
@@ -52,7 +52,12 @@ fn serve(server: &Server, ask: &Ask) {
     }
 }
 
-fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answer, Refused> {
+fn answer(
+    server: &Server,
+    connection: &Control,
+    who: &Principal,
+    question: &[u8],
+) -> Result<ask::Answer, Refused> {
     let malformed = |why: String| Refused(Reason::Malformed, why);
     let question = Question::parse(question).map_err(|e| malformed(e.to_string()))?;
     // Its access may have been revoked since it connected.
@@ -82,9 +87,16 @@ fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answ
         Question::Lease(wish) => {
             let readings = server.gpus.fresh(FIGURES_WITHIN);
             let gpus = known(server, &server.lock(), &readings);
+            // Nobody else would know the lease's key, and its devices would be taken until its time runs out.
+            if connection.is_closed() {
+                return Err(Refused(
+                    Reason::Failed,
+                    "the client has gone before its lease was granted".into(),
+                ));
+            }
             leases::take(server, &gpus, &grant, who, &wish)
         }
-        Question::Renew { key: text } => leases::renew(server, who, &key(&text)?),
+        Question::Renew { key: text } => leases::renew(server, &grant, who, &key(&text)?),
         Question::Release { key: text } => leases::release(server, &who.name, &key(&text)?),
     }
 }
@@ -109,4 +121,32 @@ fn with_reading(gpu: ask::Gpu, readings: &[Reading]) -> ask::Gpu {
     let memory = reading.and_then(|reading| reading.memory).map(|(free, _)| free);
     let utilization = reading.and_then(|reading| reading.utilization).map(|(gpu, _)| gpu);
     ask::Gpu { memory_free: memory.or(gpu.memory_free), utilization, ..gpu }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::config::Serve;
+    use handover::Inherited;
+
+    #[test]
+    fn a_client_that_has_gone_gets_no_lease() {
+        let server = Server::new(Serve::from_flags(&["--software-devices=1"]), &mut Inherited::default());
+        let server = server.unwrap();
+        server.lock().serving = Some(("software".into(), vec!["a GPU".into()]));
+        let ask = |client: Option<UnixStream>, connection: UnixStream| {
+            let question = br#"{"lease":{"gpus":1,"seconds":60}}"#.to_vec();
+            let (connection, peer) = (Arc::new(Control::Local(connection)), "this host".to_owned());
+            serve(&server, &Ask { connection, peer, who: Principal::test(), question });
+            drop(client);
+            server.lock().leases.all().count()
+        };
+        let (client, connection) = UnixStream::pair().unwrap();
+        drop(client);
+        assert_eq!(ask(None, connection), 0);
+        let (client, connection) = UnixStream::pair().unwrap();
+        assert_eq!(ask(Some(client), connection), 1);
+    }
 }

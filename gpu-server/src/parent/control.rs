@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 
-use nix::poll::{PollFd, PollFlags};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, Shutdown, recv, send, sendmsg, shutdown};
 use protocol::device::{Answer, text};
 use protocol::link::{FrameHeader, Welcome, frame};
@@ -86,6 +86,11 @@ impl Control {
     pub(super) fn hung_up(&self) -> PollFd<'_> {
         // Not POLLIN: what a client sends early is for its worker to read. nix has no name for this event.
         PollFd::new(self.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP))
+    }
+
+    /// Whether the client has closed it.
+    pub(super) fn is_closed(&self) -> bool {
+        poll(&mut [self.hung_up()], PollTimeout::ZERO).is_ok_and(|events| events > 0)
     }
 
     /// Sends the answer to a question after a welcome, without blocking.

@@ -26,6 +26,11 @@ use crate::worker_protocol::{Kind, ToWorker, Token, Transport};
 /// Data connections of a session: default and maximum.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
 
+/// A name that a client gives itself, without control characters: operators see it in terminals.
+fn name(bytes: &[u8]) -> String {
+    untext(bytes).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
 /// Handles a client's first message. `who`: the verified client, or why there is none.
 pub(super) fn serve(
     server: &Server,
@@ -35,7 +40,7 @@ pub(super) fn serve(
     question: Vec<u8>,
     who: Result<Principal, String>,
 ) {
-    let (client, program) = (untext(&hello.client), untext(&hello.program));
+    let (client, program) = (name(&hello.client), name(&hello.program));
     let principal = who.as_ref().ok().cloned();
     let result = check(&connection, hello).and_then(|()| {
         let who = who.map_err(|why| Refused(Reason::UnknownClient, why))?;
@@ -88,9 +93,7 @@ pub(super) fn hand_over(server: &Server, session: &Token, connection: BorrowedFd
     };
     let worker = Arc::clone(worker);
     drop(state);
-    worker
-        .send(&message, &[connection])
-        .map_err(|e| format!("the worker of its session does not take it: {e}"))
+    worker.offer(&message, connection).map_err(|e| format!("the worker of its session does not take it: {e}"))
 }
 
 fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
@@ -247,6 +250,7 @@ fn lease_of(
     let state = server.lock();
     let lease = state.leases.find(&hello.secret, &principal.name);
     let lease = lease.ok_or_else(|| refused(UNKNOWN.into()))?;
+    lease.allowed(grant)?;
     lease.narrow(&mut grant.limits);
     Ok(Some(lease.id))
 }
@@ -289,8 +293,8 @@ fn open_session(
         Parked {
             connection: Arc::clone(connection),
             peer: peer.to_owned(),
-            client: untext(&hello.client),
-            program: untext(&hello.program),
+            client: name(&hello.client),
+            program: name(&hello.program),
             pid: hello.pid,
             transport,
             data_connections,
@@ -320,6 +324,35 @@ mod tests {
     use zerocopy::FromZeros;
 
     use super::*;
+    use crate::config::Serve;
+    use handover::Inherited;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn strangers_who_name_a_session_cannot_fill_its_workers_socket() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        // It never reads.
+        let worker = Worker::fake(7);
+        server.lock().tokens.insert([1; 16], Arc::clone(&worker));
+        let (connection, _peer) = UnixStream::pair().unwrap();
+        let taken = (0..1000).filter(|_| hand_over(&server, &[1; 16], connection.as_fd()).is_ok()).count();
+        assert!((64..1000).contains(&taken), "{taken}");
+        worker.send(&ToWorker::End, &[]).unwrap();
+    }
+
+    #[test]
+    fn names_that_clients_give_themselves_have_no_control_characters() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let (connection, _client) = UnixStream::pair().unwrap();
+        let mut hello = Hello::new_zeroed();
+        hello.purpose = purpose::LOCAL;
+        (hello.client, hello.program) = (text("vm\r7"), text("tr\u{1b}[2Jain"));
+        let connection = Arc::new(Control::Local(connection));
+        serve(&server, connection, "this host", &hello, Vec::new(), Ok(Principal::test()));
+        let state = server.lock();
+        let parked = &state.gpu.queue[0];
+        assert_eq!((parked.client.as_str(), parked.program.as_str()), ("vm?7", "tr?[2Jain"));
+    }
 
     #[test]
     fn compressed_data_goes_only_to_a_bridge_that_says_it_takes_it_in_a_version_that_has_it() {

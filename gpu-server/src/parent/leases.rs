@@ -17,7 +17,7 @@ use anyhow::Context;
 use host_bridge::ask::{self, Wish};
 use identity::Secret;
 
-use self::table::{Lease, LeaseId, UNKNOWN, account};
+use self::table::{Lease, LeaseId, UNKNOWN, account, at_most};
 use super::control::Refused;
 use super::placement::NoDevice;
 use super::refusals::Reason;
@@ -53,25 +53,12 @@ impl State {
         now: Instant,
     ) -> Result<&Lease, Refused> {
         let (limits, leasing) = (&grant.limits, &grant.leasing);
-        let not_allowed = |why: String| Err(Refused(Reason::NotAllowed, why));
-        let (most, rule) = &leasing.most;
         let held = self.leases.all().filter(|lease| lease.account == limits.principal).count();
-        if *most == 0 {
-            return not_allowed(format!("this client may have no leases ({rule})"));
-        }
-        if held >= *most as usize {
-            let why = format!("this client has its maximum of {most} leases ({rule})");
-            return Err(Refused(Reason::ClientFull, why));
-        }
+        allowed(grant, held, wish.gpus, wish.exclusive)?;
         if self.leases.0.len() >= MOST || self.leases.has(id) {
             return Err(Refused(Reason::ServerFull, format!("the server has its maximum of {MOST} leases")));
         }
-        if wish.exclusive && !leasing.exclusive.0 && !limits.exclusive {
-            return not_allowed(format!(
-                "this client may have no exclusive leases ({})",
-                leasing.exclusive.1
-            ));
-        }
+        let not_allowed = |why: String| Err(Refused(Reason::NotAllowed, why));
         let (longest, rule) = &leasing.seconds;
         if wish.seconds > *longest {
             return not_allowed(format!("a lease lasts for at most {longest} s ({rule}); it can be renewed"));
@@ -86,10 +73,6 @@ impl State {
             return not_allowed(format!(
                 "{wanted} bytes on each GPU, and this client may have {total} (client_memory_limit)"
             ));
-        }
-        if limits.device_count > 0 && wish.gpus > limits.device_count {
-            let (wanted, most) = (wish.gpus, limits.device_count);
-            return not_allowed(format!("{wanted} GPUs, and this client may have {most} (session_devices)"));
         }
         let exclusive = wish.exclusive || limits.exclusive;
         let memory = if wish.memory > 0 { wish.memory } else { total };
@@ -112,6 +95,35 @@ impl State {
         };
         self.leases_granted += 1;
         Ok(self.leases.0.entry(id).or_insert(lease))
+    }
+
+    /// Restarts the time of a client's lease, which from now on has no more than the rules give the client
+    /// now. What the rules forbid is refused, and ends with its time.
+    fn renew(
+        &mut self,
+        grant: &Grant,
+        who: &Principal,
+        key: &Secret,
+        now: Instant,
+    ) -> Result<Lease, Refused> {
+        let found = self.leases.find(&key.0, &who.name).cloned();
+        let mut lease = found.ok_or_else(|| Refused(Reason::NoLease, UNKNOWN.into()))?;
+        let earlier = |other: &&Lease| {
+            other.account == lease.account && (other.granted, other.id) < (lease.granted, lease.id)
+        };
+        let before = self.leases.all().filter(earlier).count();
+        allowed(grant, before, lease.devices.len() as u32, lease.exclusive)?;
+        lease.allowed(grant)?;
+        let limits = &grant.limits;
+        lease.memory = at_most(lease.memory, limits.total.device_memory);
+        lease.weight = lease.weight.min(limits.weight);
+        lease.client_weight = limits.weight;
+        lease.lasts = lease.lasts.min(Duration::from_secs(grant.leasing.seconds.0));
+        lease.renewed = now;
+        // It may have another key or certificate by now.
+        lease.holder = Some(who.clone());
+        self.leases.0.insert(lease.id, lease.clone());
+        Ok(lease)
     }
 
     /// The devices of a new lease.
@@ -224,6 +236,28 @@ impl State {
     }
 }
 
+/// Whether the rules give a client that has `held` leases another one with so many GPUs.
+fn allowed(grant: &Grant, held: usize, gpus: u32, exclusive: bool) -> Result<(), Refused> {
+    let Grant { limits, leasing, .. } = grant;
+    let not_allowed = |why: String| Err(Refused(Reason::NotAllowed, why));
+    let (most, rule) = &leasing.most;
+    if *most == 0 {
+        return not_allowed(format!("this client may have no leases ({rule})"));
+    }
+    if held >= *most as usize {
+        let why = format!("this client has its maximum of {most} leases ({rule})");
+        return Err(Refused(Reason::ClientFull, why));
+    }
+    if exclusive && !leasing.exclusive.0 && !limits.exclusive {
+        return not_allowed(format!("this client may have no exclusive leases ({})", leasing.exclusive.1));
+    }
+    if limits.device_count > 0 && gpus > limits.device_count {
+        let most = limits.device_count;
+        return not_allowed(format!("{gpus} GPUs, and this client may have {most} (session_devices)"));
+    }
+    Ok(())
+}
+
 /// Grants a client a lease, and saves it for a successor of this daemon before the client knows of it.
 pub(super) fn take(
     server: &Server,
@@ -251,18 +285,18 @@ pub(super) fn take(
     Ok(ask::Answer::Lease { lease: row, key: key.to_text() })
 }
 
-/// Restarts a lease's time.
-pub(super) fn renew(server: &Server, who: &Principal, key: &Secret) -> Result<ask::Answer, Refused> {
+/// Restarts a lease's time, if the rules still give it to its owner.
+pub(super) fn renew(
+    server: &Server,
+    grant: &Grant,
+    who: &Principal,
+    key: &Secret,
+) -> Result<ask::Answer, Refused> {
     let mut state = server.lock();
-    let id = known(&state, &who.name, key)?;
-    if let Some(lease) = state.leases.0.get_mut(&id) {
-        lease.renewed = Instant::now();
-        // It may have another certificate by now.
-        lease.holder = Some(who.clone());
-    }
+    let now = Instant::now();
+    let lease = state.renew(grant, who, key, now)?;
     state.save_daemon(&server.succession, true);
-    let lease = state.leases.0.get(&id).map(|lease| state.row(lease, Instant::now()));
-    Ok(ask::Answer::Lease { lease: lease.unwrap_or_default(), key: key.to_text() })
+    Ok(ask::Answer::Lease { lease: state.row(&lease, now), key: key.to_text() })
 }
 
 /// Ends a client's lease at its request.
@@ -307,7 +341,7 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
 pub(super) fn end_unwelcome(server: &Server) -> usize {
     end(server, |lease| {
         let why = match &lease.holder {
-            Some(holder) => server.unwelcome(holder),
+            Some(holder) => server.ousted(holder),
             None => server.not_allowed(&lease.principal),
         };
         why.map(|why| format!("ended: {why}"))
@@ -343,7 +377,7 @@ mod tests {
     use super::*;
     use crate::config::Serve;
     use crate::parent::queue::tests::session_of_limits;
-    use crate::policy::Policy;
+    use crate::policy::{Leasing, Policy};
 
     const MEMORY: u64 = 80 << 30;
 
@@ -452,6 +486,48 @@ mod tests {
         );
         bounded.leasing.most.0 = 0;
         assert_eq!(ask_by(&mut state, &bounded, &wish(1, false), 2).unwrap_err().0, Reason::NotAllowed);
+    }
+
+    #[test]
+    fn rules_that_are_tightened_reach_leases_when_they_are_renewed_and_used() {
+        let mut state = State::default();
+        let lavish = grant("a");
+        let hour = |exclusive| Wish { seconds: 3600, memory: MEMORY / 2, ..wish(1, exclusive) };
+        ask_by(&mut state, &lavish, &hour(true), 1).unwrap();
+        ask_by(&mut state, &lavish, &Wish { devices: vec![3], ..hour(false) }, 2).unwrap();
+        let who = Principal::named("a");
+        let mut renew = |grant: &Grant, number: u8| {
+            let renewed = state.renew(grant, &who, &Secret([number; 32]), Instant::now());
+            renewed.map_err(|Refused(reason, why)| (reason, why))
+        };
+        let mut tight = Grant {
+            leasing: Leasing { exclusive: (false, "line 7".into()), ..lavish.leasing.clone() },
+            ..lavish.clone()
+        };
+        let (reason, why) = renew(&tight, 1).unwrap_err();
+        assert!(reason == Reason::NotAllowed && why.contains("line 7"), "{why}");
+        renew(&tight, 2).unwrap();
+        tight.leasing.most = (1, "line 8".into());
+        let (reason, why) = renew(&tight, 2).unwrap_err();
+        assert!(reason == Reason::ClientFull && why.contains("line 8"), "{why}");
+        // Devices, for sessions, too.
+        let mut moved = lavish.clone();
+        (moved.limits.devices, moved.rules.devices) = (vec![0], Some("line 9".into()));
+        let shared = renew(&lavish, 2).unwrap();
+        renew(&moved, 1).unwrap();
+        let (reason, why) = renew(&moved, 2).unwrap_err();
+        assert!(reason == Reason::NotAllowed && why.contains("GPU 3") && why.contains("line 9"), "{why}");
+        assert!(shared.allowed(&moved).is_err() && shared.allowed(&lavish).is_ok());
+        // Amounts become what the rules give.
+        let mut less = lavish.clone();
+        (less.limits.weight, less.leasing.seconds.0, less.limits.total.device_memory) = (50, 600, 1 << 30);
+        let mut limits = less.limits.clone();
+        shared.narrow(&mut limits);
+        assert_eq!((limits.weight, limits.total.device_memory), (50, 1 << 30));
+        let lease = renew(&less, 2).unwrap();
+        assert_eq!((lease.weight, lease.client_weight, lease.memory), (50, 50, 1 << 30));
+        assert_eq!(lease.lasts, Duration::from_secs(600));
+        assert_eq!(renew(&lavish, 2).unwrap().weight, 50);
     }
 
     #[test]

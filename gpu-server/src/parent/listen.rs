@@ -58,6 +58,10 @@ const MAX_SILENT: usize = 512;
 const MAX_SILENT_OF_ONE: usize = 64;
 /// Maximum size of a client's first TLS message in bytes.
 const MAX_CLIENT_HELLO: usize = 8 << 10;
+/// Maximum size in bytes of what a client sends under TLS until its first message is complete: a handshake
+/// with its certificates, and that message. Without it, a peer that sends empty records and new keys forever
+/// would be served forever, as the library allows any number of both in turn.
+const MAX_UNDER_TLS: usize = (64 << 10) + MAX_SAID;
 /// The first byte of a TLS connection.
 const TLS: u8 = 22;
 
@@ -318,8 +322,8 @@ enum Phase {
     First,
     /// Waiting for the complete first TLS message, which stays in the socket until it is known who gets it.
     ClientHello,
-    /// The handshake, then the hello.
-    Tls(Box<ServerConnection>, Vec<u8>),
+    /// The handshake, then the hello. At the end, how many bytes have come.
+    Tls(Box<ServerConnection>, Vec<u8>, usize),
     /// The hello, without TLS.
     Plain(Vec<u8>),
 }
@@ -403,7 +407,7 @@ impl Arrival {
                         return Err(io::ErrorKind::InvalidData.into());
                     }
                     match accepted.into_connection(trust.config()) {
-                        Ok(tls) => self.phase = Phase::Tls(Box::new(tls), Vec::new()),
+                        Ok(tls) => self.phase = Phase::Tls(Box::new(tls), Vec::new(), 0),
                         Err((e, mut alert)) => {
                             let _ = alert.write_all(&mut Now(fd));
                             return Ok(Step::Over(format!("TLS: {e}")));
@@ -412,7 +416,7 @@ impl Arrival {
                     // Send the answer even if nothing more has arrived.
                     self.flush()?;
                 }
-                Phase::Tls(tls, said) => {
+                Phase::Tls(tls, said, came) => {
                     while !tls.is_handshaking() {
                         let mut part = [0; MAX_SAID];
                         let room = length(said) - said.len();
@@ -426,8 +430,12 @@ impl Arrival {
                             return Ok(step);
                         }
                     }
-                    if tls.read_tls(&mut Now(fd))? == 0 {
-                        return Err(io::ErrorKind::UnexpectedEof.into());
+                    match tls.read_tls(&mut Now(fd))? {
+                        0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                        n => *came += n,
+                    }
+                    if *came > MAX_UNDER_TLS {
+                        return Ok(Step::Over(format!("it has sent {came} bytes and no hello")));
                     }
                     let processed = tls.process_new_packets();
                     // Also sends the alert that describes the error.
@@ -453,7 +461,7 @@ impl Arrival {
 
     /// Sends TLS's output, all of which is short.
     fn flush(&mut self) -> io::Result<()> {
-        let Phase::Tls(tls, _) = &mut self.phase else { return Ok(()) };
+        let Phase::Tls(tls, ..) = &mut self.phase else { return Ok(()) };
         while tls.wants_write() {
             match tls.write_tls(&mut Now(self.socket.as_fd())) {
                 Ok(_) => {}
@@ -470,7 +478,7 @@ impl Arrival {
     fn into_control(self) -> Control {
         match (self.socket, self.phase) {
             (Socket::Unix(stream), _) => Control::Local(stream),
-            (Socket::Tcp(stream), Phase::Tls(tls, _)) => Control::tls(stream, *tls),
+            (Socket::Tcp(stream), Phase::Tls(tls, ..)) => Control::tls(stream, *tls),
             (Socket::Tcp(stream), _) => Control::Tcp(stream),
         }
     }
@@ -647,7 +655,7 @@ impl Greeter {
 
     /// Says why a connection was closed before anybody knew whose it is.
     fn closed(&self, peer: &str, why: &str) {
-        if let Some(not_shown) = self.server.strangers.allow() {
+        if let Some(not_shown) = self.server.lines.strangers.allow() {
             tracing::info!(peer, "connection closed in its handshake: {why}{not_shown}");
         }
     }
@@ -701,7 +709,7 @@ impl Greeter {
     fn principal(&self, arrival: &Arrival, hello: &Hello) -> Result<Principal, String> {
         match (&arrival.socket, &arrival.phase, &self.server.trust) {
             (Socket::Unix(socket), ..) => Ok(Principal::of_socket(socket)),
-            (_, Phase::Tls(tls, _), Some(trust)) => {
+            (_, Phase::Tls(tls, ..), Some(trust)) => {
                 let certificates = tls.peer_certificates().unwrap_or_default();
                 match hello.purpose {
                     purpose::JOIN => trust.join(certificates, &hello.secret),

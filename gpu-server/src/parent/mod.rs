@@ -108,8 +108,8 @@ fn reload(server: &Server) {
         }
     }
     let (groups, clients) = server.policy().counts();
-    let ended = ends::end_sessions(server, |principal, _| server.unwelcome(principal))
-        + leases::end_unwelcome(server);
+    let ended =
+        ends::end_sessions(server, |principal, _| server.ousted(principal)) + leases::end_unwelcome(server);
     tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
     server.succession.store.ready();
 }

@@ -1,4 +1,4 @@
-//! The queue of clients that wait for a worker. A principal's sessions are served in order of arrival, and
+//! The queue of clients that wait for a worker. A client's sessions are served in order of arrival, and
 //! whoever has fewer sessions comes first, so that one with many does not make others wait.
 //!
 //! ```text
@@ -32,7 +32,7 @@ use protocol::link::Welcome;
 use self::parked::Parked;
 use super::accounts::account::Account;
 use super::control::{Control, Refused, welcome};
-use super::leases::table::{UNKNOWN, owner};
+use super::leases::table::UNKNOWN;
 use super::placement::NoDevice;
 use super::refusals::Reason;
 use super::session::{Leaving, Presence, Session};
@@ -76,22 +76,27 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             let reason = format!("the server has its maximum of {most} sessions (--max-sessions)");
             return Err(Refused(Reason::ServerFull, reason));
         }
-        let limit = parked.limits.sessions.map_or(most - most / 8, |limit| limit as usize);
-        if limit > 0 && state.sessions_of(&parked.limits.principal, kind) >= limit {
+        // A lease may have as many sessions as a rule says. Without one, the limit leaves room for other
+        // clients, and so all of a client's sessions count.
+        let (limit, sessions) = match parked.limits.sessions {
+            Some(limit) => (limit as usize, state.sessions_under(&parked.limits.principal, kind)),
+            None => (most - most / 8, state.sessions_of(parked.limits.owner(), kind)),
+        };
+        if limit > 0 && sessions >= limit {
             let rule = &parked.rules.sessions;
             let reason = format!("this client has its maximum of {limit} sessions ({rule})");
             return Err(Refused(Reason::ClientFull, reason));
         }
         // Checked last: a client that is refused for another reason has begun no session.
         if let Some((most, rule)) = &parked.rules.sessions_per_minute
-            && !state.paces.take(owner(&parked.limits.principal), *most, Instant::now())
+            && !state.paces.take(parked.limits.owner(), *most, Instant::now())
         {
             let reason = format!(
                 "this client has begun {most} sessions within a minute, which is its maximum ({rule})"
             );
             return Err(Refused(Reason::Pace, reason));
         }
-        let before = state.place_in_queue(&parked.limits.principal, kind);
+        let before = state.place_in_queue(parked.limits.owner(), kind);
         let pool = state.pool_mut(kind);
         parked.failures = pool.failed;
         if before > 0 || pool.idle.is_empty() {
@@ -111,29 +116,38 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
 }
 
 impl State {
-    /// Number of sessions of a kind that each principal has, without waiting ones.
-    fn running_of_each(&self, kind: Kind) -> HashMap<&str, usize> {
-        let mut running = HashMap::new();
-        for session in self.sessions.values().filter(|session| session.kind == kind && !session.ended) {
-            *running.entry(session.limits.principal.as_str()).or_default() += 1;
+    /// The limits of all sessions of a kind that run.
+    fn running_of(&self, kind: Kind) -> impl Iterator<Item = &Limits> {
+        let running = self.sessions.values().filter(move |session| session.kind == kind && !session.ended);
+        running.map(|session| &session.limits)
+    }
+
+    /// The same, with those that wait.
+    fn running_or_waiting(&self, kind: Kind) -> impl Iterator<Item = &Limits> {
+        self.running_of(kind).chain(self.pool(kind).queue.iter().map(|parked| &parked.limits))
+    }
+
+    /// Number of sessions of a client, with all of its leases.
+    fn sessions_of(&self, owner: &str, kind: Kind) -> usize {
+        self.running_or_waiting(kind).filter(|limits| limits.owner() == owner).count()
+    }
+
+    /// Number of sessions with this principal: of one lease, or of a client without a lease.
+    fn sessions_under(&self, principal: &str, kind: Kind) -> usize {
+        self.running_or_waiting(kind).filter(|limits| limits.principal == principal).count()
+    }
+
+    /// The place of a client's next session in the queue: behind all that would be no more than that for
+    /// their clients, if the queue were served.
+    fn place_in_queue(&self, owner: &str, kind: Kind) -> usize {
+        let nth = self.sessions_of(owner, kind);
+        let mut counted: HashMap<&str, usize> = HashMap::new();
+        for limits in self.running_of(kind) {
+            *counted.entry(limits.owner()).or_default() += 1;
         }
-        running
-    }
-
-    /// Number of a principal's sessions of a kind, including waiting ones.
-    fn sessions_of(&self, principal: &str, kind: Kind) -> usize {
-        let waiting = self.pool(kind).queue.iter().filter(|parked| parked.limits.principal == principal);
-        self.running_of_each(kind).get(principal).copied().unwrap_or_default() + waiting.count()
-    }
-
-    /// The place of a principal's next session in the queue: behind all that would be no more than that for
-    /// their principals, if the queue were served.
-    fn place_in_queue(&self, principal: &str, kind: Kind) -> usize {
-        let nth = self.sessions_of(principal, kind);
-        let mut counted = self.running_of_each(kind);
         let mut place = 0;
         for (at, parked) in self.pool(kind).queue.iter().enumerate() {
-            let count = counted.entry(parked.limits.principal.as_str()).or_default();
+            let count = counted.entry(parked.limits.owner()).or_default();
             if *count <= nth {
                 place = at + 1;
             }
@@ -204,7 +218,7 @@ pub(super) fn serve(server: &Server, kind: Kind) {
             }
             state.tokens.insert(parked.token, Arc::clone(&worker));
             let limits = Limits { devices: devices.clone(), ..parked.limits.clone() };
-            let key = state.settled.enter(names(&parked), Instant::now());
+            let key = state.settled.enter_for(parked.limits.owner(), names(&parked), Instant::now());
             state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
             state.measured_before(worker.pid());
             state.publish(&parked.limits.principal);
@@ -589,7 +603,7 @@ pub(super) mod tests {
         let mut join = |number: u32, principal: &str| {
             let (ours, theirs) = UnixStream::pair().unwrap();
             clients.push(ours);
-            let limits = Limits { principal: principal.into(), ..Limits::default() };
+            let limits = Limits::test(principal);
             let connection = Arc::new(Control::Local(theirs));
             let parked = Parked { connection, pid: number, limits, ..Parked::fake() };
             super::join(&server, Kind::Gpu, parked).map_err(|Refused(_, reason)| reason)
@@ -617,16 +631,18 @@ pub(super) mod tests {
     fn sessions_under_all_leases_of_a_client_count_for_its_pace() {
         let server = server(&[]);
         let begin = |principal: &str| {
-            let limits = Limits { principal: principal.into(), ..Limits::default() };
+            let limits = Limits::test(principal);
             let mut rules = Parked::fake().rules;
             rules.sessions_per_minute = Some((1, "sessions_per_minute".into()));
             join(&server, Kind::Gpu, Parked { limits, rules, ..Parked::fake() }).map_err(|r| r.0)
         };
-        assert_eq!(begin("a/00000001"), Ok(()));
-        for lease in ["a/00000002", "a"] {
+        assert_eq!(begin("a#1"), Ok(()));
+        for lease in ["a#2", "a"] {
             assert_eq!(begin(lease), Err(Reason::Pace), "{lease}");
         }
-        assert_eq!(begin("b"), Ok(()));
+        for other in ["b", "cert:spiffe://x/a", "cert:spiffe://x/b"] {
+            assert_eq!(begin(other), Ok(()), "{other}");
+        }
     }
 
     #[test]
@@ -635,8 +651,31 @@ pub(super) mod tests {
         let _clients: Vec<UnixStream> = (0..14).map(|number| client(&server, number).unwrap()).collect();
         let refused = client(&server, 14).unwrap_err();
         assert!(refused.contains("its maximum of 14 sessions (--client-sessions)"), "{refused}");
-        let limits = Limits { principal: "another".into(), ..Limits::default() };
+        let limits = Limits::test("another");
         join(&server, Kind::Gpu, Parked { limits, ..Parked::fake() }).map_err(|r| r.1).unwrap();
+    }
+
+    #[test]
+    fn leases_give_a_client_no_more_sessions_unless_a_rule_says_so_and_no_better_place_in_the_queue() {
+        let server = server(&["--max-sessions", "8"]);
+        let begin = |principal: &str, sessions| {
+            let limits = Limits { sessions, ..Limits::test(principal) };
+            join(&server, Kind::Gpu, Parked { limits, ..Parked::fake() }).map_err(|refused| refused.0)
+        };
+        for _ in 0..6 {
+            begin("a", None).unwrap();
+        }
+        begin("a#1", None).unwrap();
+        assert_eq!(begin("a#2", None), Err(Reason::ClientFull));
+        begin("b", None).unwrap();
+        let order = |server: &Server| {
+            let state = server.lock();
+            state.gpu.queue.iter().map(|parked| parked.limits.principal.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(order(&server), ["a", "b", "a", "a", "a", "a", "a", "a#1"]);
+        server.lock().gpu.queue.pop_front();
+        assert_eq!(begin("a#1", Some(1)), Err(Reason::ClientFull));
+        assert_eq!(begin("a#2", Some(1)), Ok(()));
     }
 
     #[test]

@@ -1,7 +1,11 @@
 //! Why clients are refused.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
+use host_bridge::log_limit::{LogLimit, NotShown};
 use protocol::device::Answer;
 
 /// The reason for a refusal. Metrics count refusals by this, so there are few values, and none contains a
@@ -134,6 +138,36 @@ impl Refusals {
     }
 }
 
+/// Maximum number of clients whose lines are limited apart from those of others.
+const MOST_CLIENTS: usize = 1024;
+/// A client that was refused nothing for this long may write as many lines as a new one.
+const FORGOTTEN: Duration = Duration::from_secs(60);
+
+/// Limits the lines about refusals, in the log and in the audit log: a client's program can cause any number.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    /// Those about connections of which nobody knows whose they are.
+    pub(super) strangers: LogLimit,
+    clients: Mutex<HashMap<String, (Instant, LogLimit)>>,
+}
+
+impl Lines {
+    /// Whether a line about this client may be written, and what to write at its end. `None`: a stranger.
+    pub(super) fn allow(&self, client: Option<&str>, now: Instant) -> Option<NotShown> {
+        let Some(client) = client else { return self.strangers.allow() };
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if !clients.contains_key(client) && clients.len() >= MOST_CLIENTS {
+            clients.retain(|_, (used, _)| now.saturating_duration_since(*used) < FORGOTTEN);
+            if clients.len() >= MOST_CLIENTS {
+                return self.strangers.allow();
+            }
+        }
+        let (used, limit) = clients.entry(client.to_owned()).or_insert_with(|| (now, LogLimit::default()));
+        *used = now;
+        limit.allow()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,5 +182,22 @@ mod tests {
             assert_eq!(reason as usize, place);
             assert!(Reason::ALL[..place].iter().all(|other| other.name() != reason.name()));
         }
+    }
+
+    #[test]
+    fn each_client_that_is_refused_again_and_again_writes_few_lines_and_others_write_theirs() {
+        let (lines, start) = (Lines::default(), Instant::now());
+        let shown = |client: &str, count: usize| {
+            (0..count).filter(|_| lines.allow(Some(client), start).is_some()).count()
+        };
+        // One more for each second that the test takes.
+        assert!((10..500).contains(&shown("a", 1000)));
+        assert_eq!(shown("b", 10), 10);
+        for number in 0..2 * MOST_CLIENTS {
+            shown(&format!("address{number}"), 1);
+        }
+        assert!(lines.clients.lock().unwrap().len() <= MOST_CLIENTS);
+        assert!(lines.allow(Some("late"), start + FORGOTTEN).is_some());
+        assert_eq!(lines.clients.lock().unwrap().len(), 1);
     }
 }

@@ -42,7 +42,10 @@ impl State {
         for (principal, ns) in charged {
             let more = ns.saturating_sub(self.charged.get(principal).copied().unwrap_or(0));
             if more > 0 {
-                let key = self.charged_ever.enter([principal, "", ""], now);
+                let mut sessions = self.sessions.values();
+                let session = sessions.find(|session| session.limits.principal == *principal);
+                let owner = session.map_or(principal.as_str(), |session| session.limits.owner());
+                let key = self.charged_ever.enter_for(owner, [principal, "", ""], now);
                 let sum = self.charged_ever.value(&key, now);
                 *sum = sum.saturating_add(more);
             }

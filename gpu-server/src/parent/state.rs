@@ -8,7 +8,6 @@ use std::time::Instant;
 use anyhow::Context;
 use handover::Inherited;
 use host_bridge::framing::Address;
-use host_bridge::log_limit::LogLimit;
 use protocol::Status;
 
 use super::asks::waiting::Asks;
@@ -23,7 +22,7 @@ use super::mps;
 use super::pace::Paces;
 use super::queue::parked::Parked;
 use super::record::Succession;
-use super::refusals::Refusals;
+use super::refusals::{Lines, Refusals};
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
 use super::session::Session;
@@ -60,8 +59,8 @@ pub(super) struct Server {
     pub(super) refusals: Refusals,
     pub(super) waits: Waits,
     pub(super) asks: Asks,
-    /// For lines that anybody who reaches the port can cause.
-    pub(super) strangers: LogLimit,
+    /// For lines that clients, and anybody who reaches the port, can cause.
+    pub(super) lines: Lines,
 }
 
 /// What changes while the daemon runs.
@@ -166,7 +165,7 @@ impl Server {
             policy,
             audit,
             cache,
-            strangers: LogLimit::default(),
+            lines: Lines::default(),
         })
     }
 
@@ -186,13 +185,17 @@ impl Server {
         Arc::clone(&self.policy.lock().unwrap_or_else(|e| e.into_inner()))
     }
 
-    /// Why a client verified as this principal may have no session, if so. Its access may have been revoked
+    /// Why a client verified as this principal may begin nothing, if so. Its access may have been revoked
     /// since.
     pub(super) fn unwelcome(&self, principal: &Principal) -> Option<String> {
-        if let Some(why) = self.trust.as_ref().and_then(|trust| trust.doubt(principal)) {
-            return Some(why);
-        }
-        self.not_allowed(&principal.name)
+        let doubt = self.trust.as_ref().and_then(|trust| trust.doubt(principal));
+        doubt.or_else(|| self.not_allowed(&principal.name))
+    }
+
+    /// Why sessions and leases of this principal may not go on, if so.
+    pub(super) fn ousted(&self, principal: &Principal) -> Option<String> {
+        let revoked = self.trust.as_ref().and_then(|trust| trust.revoked(principal));
+        revoked.or_else(|| self.not_allowed(&principal.name))
     }
 
     /// Why the rules give a principal nothing, if so.
@@ -212,11 +215,8 @@ impl Server {
     ) {
         let Refused(cause, reason) = refused;
         self.refusals.count(*cause);
-        let shown = match who {
-            Some(_) => Some(String::new()),
-            None => self.strangers.allow().map(|not_shown| not_shown.to_string()),
-        };
-        if let Some(not_shown) = shown {
+        let client_name = who.map(|who| who.name.as_str());
+        if let Some(not_shown) = self.lines.allow(client_name, Instant::now()) {
             tracing::info!(peer, client, program, "refused: {reason}{not_shown}");
             self.audit.refused(who, peer, client, program, &format!("{reason}{not_shown}"));
         }

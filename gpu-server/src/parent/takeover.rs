@@ -137,7 +137,7 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         tracing::info!("took over {count} sessions of the previous daemon; {gone} are over");
     }
     // The rules may have changed meanwhile.
-    ends::end_sessions(server, |principal, _| server.unwelcome(principal));
+    ends::end_sessions(server, |principal, _| server.ousted(principal));
     leases::end_unwelcome(server);
 }
 
@@ -203,9 +203,13 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
 }
 
 /// A session restored from its record.
-fn session_of(server: &Server, saved: Saved, account: Account) -> Session {
+fn session_of(server: &Server, mut saved: Saved, account: Account) -> Session {
+    // An earlier version did not save whose a lease is.
+    if let (None, Some(lease)) = (&saved.limits.owner, saved.lease) {
+        saved.limits.owner = server.lock().leases.0.get(&lease).map(|lease| lease.account.clone());
+    }
     let names = [&saved.limits.principal, &saved.client, &saved.program].map(String::as_str);
-    let key = server.lock().settled.enter(names, Instant::now());
+    let key = server.lock().settled.enter_for(saved.limits.owner(), names, Instant::now());
     let transport = ["local", "tcp", "verbs"].into_iter().find(|name| *name == saved.transport);
     Session {
         kind: saved.kind,

@@ -1,5 +1,6 @@
 //! Identifies clients: by their keys over TLS, by their user over a Unix socket.
 
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,6 +16,7 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Serve;
+use crate::policy::insecure_name;
 
 /// A verified client. None of this comes from the client's own claims.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,8 +79,11 @@ impl Principal {
 
     /// Anybody at `peer`, over tcp without TLS.
     pub(super) fn of_address(peer: &str) -> Principal {
-        let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
-        Principal { name: format!("insecure:{host}"), key: None, certificates: None }
+        let name = match peer.parse::<SocketAddr>() {
+            Ok(peer) => insecure_name(peer.ip()),
+            Err(_) => format!("insecure:{peer}"),
+        };
+        Principal { name, key: None, certificates: None }
     }
 
     #[cfg(test)]
@@ -177,11 +182,24 @@ impl Trust {
         }
     }
 
-    /// Why a principal is no longer valid, if so: its access or its certificate was revoked.
+    /// Why a principal may begin nothing any more, if so: it is revoked, or another key has joined under its
+    /// name.
     pub(super) fn doubt(&self, principal: &Principal) -> Option<String> {
-        let (Principal { name, .. }, key) = (principal, principal.key?);
-        let Some(certificates) = &principal.certificates else {
-            let known = self.principals().find(&key) == Some(name);
+        self.revoked(principal).or_else(|| {
+            let (Principal { name, certificates: None, .. }, key) = (principal, principal.key?) else {
+                return None;
+            };
+            let replaced = self.principals().find(&key) != Some(name);
+            replaced.then(|| format!("{name} has joined this server again, with another key"))
+        })
+    }
+
+    /// Why what a principal has may not go on, if so: its access or its certificate was revoked. Sessions and
+    /// leases that began with an earlier key of a name that is still known go on.
+    pub(super) fn revoked(&self, principal: &Principal) -> Option<String> {
+        let Principal { name, key: Some(_), certificates } = principal else { return None };
+        let Some(certificates) = certificates else {
+            let known = self.principals().clients().iter().any(|client| client.name == *name);
             return (!known).then(|| format!("the access of {name} to this server was revoked"));
         };
         let files = self.files();
@@ -218,4 +236,21 @@ impl Trust {
 fn key(certificates: &[CertificateDer<'_>]) -> Result<Fingerprint, String> {
     let certificate = certificates.first().ok_or("the client has shown no certificate")?;
     Fingerprint::of(certificate).map_err(|e| format!("the client's certificate cannot be read: {e}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_has_one_name_whatever_kind_of_socket_reports_it() {
+        for (peer, name) in [
+            ("10.0.0.9:4711", "insecure:10.0.0.9"),
+            ("[::ffff:10.0.0.9]:4711", "insecure:10.0.0.9"),
+            ("[fd00::7]:4711", "insecure:fd00::7"),
+            ("[fe80::1%3]:4711", "insecure:fe80::1"),
+        ] {
+            assert_eq!(Principal::of_address(peer).name, name);
+        }
+    }
 }

@@ -80,6 +80,7 @@ fn step(state: &mut State, arbiter: &mut Arbiter, now: u64) {
             View {
                 worker: *worker,
                 principal: &session.limits.principal,
+                owner: session.limits.owner(),
                 weight: session.limits.weight,
                 client_weight: state.client_weight(session),
                 priority: session.limits.priority,

@@ -95,6 +95,16 @@ impl Worker {
         sent
     }
 
+    /// Passes on a connection that anybody may have opened, if the worker has read most of its messages. One
+    /// that has not may be busy, and the rest of the room is for messages of the daemon: whoever reaches the
+    /// port must not be able to have it killed.
+    pub(super) fn offer(&self, message: &ToWorker, connection: BorrowedFd<'_>) -> io::Result<()> {
+        if !worker_protocol::has_much_room(&self.socket)? {
+            return Err(io::Error::new(io::ErrorKind::WouldBlock, "it has many others to read"));
+        }
+        worker_protocol::try_send(self.socket.as_fd(), message, &[connection])
+    }
+
     /// Closes the connection to the worker, which then tells its session and exits.
     pub(super) fn hang_up(&self) {
         // It may have ended already.

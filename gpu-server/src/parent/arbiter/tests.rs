@@ -13,6 +13,11 @@ const QUICK: u64 = 50;
 /// Work is fenced at most this often, unless the worker waits or sleeps.
 const FENCE_EVERY: u64 = 100 * US;
 
+/// Here, a lease of `a` is called `a#1`.
+fn owner(principal: &str) -> &str {
+    principal.split('#').next().unwrap_or(principal)
+}
+
 /// A kernel that was given to a device.
 struct Kernel {
     left: u64,
@@ -199,6 +204,7 @@ impl Program {
         View {
             worker: self.worker,
             principal: self.principal,
+            owner: owner(self.principal),
             weight: self.weight,
             client_weight: self.weight.max(100),
             priority: self.priority,
@@ -320,24 +326,31 @@ fn a_principal_gets_its_share_once_however_many_sessions_it_has() {
 
 #[test]
 fn a_client_gets_its_share_once_however_many_leases_it_has() {
-    let leases = ["a/00000001", "a/00000002", "a/00000003", "a/00000004"];
+    let leases = ["a#1", "a#2", "a#3", "a#4"];
     let mut programs: Vec<Program> =
         (0..).zip(leases).map(|(worker, name)| Program::new(worker, name, MS)).collect();
     programs.push(Program::new(9, "b", MS));
     simulate(&mut programs, 10_000 * MS);
     assert_shares(&programs, &[12.5, 12.5, 12.5, 12.5, 50.0]);
     // What one lease does not use goes to the client's others.
-    let mut programs =
-        [Program::new(1, "a/00000001", MS), Program::new(2, "a/00000002", MS), Program::new(3, "b", MS)];
+    let mut programs = [Program::new(1, "a#1", MS), Program::new(2, "a#2", MS), Program::new(3, "b", MS)];
     programs[1].works = 0..0;
     simulate(&mut programs, 10_000 * MS);
     assert_shares(&programs, &[50.0, 0.0, 50.0]);
     // Leases may have a part of their client's weight each.
-    let mut programs =
-        [Program::new(1, "a/00000001", MS), Program::new(2, "a/00000002", MS), Program::new(3, "b", MS)];
+    let mut programs = [Program::new(1, "a#1", MS), Program::new(2, "a#2", MS), Program::new(3, "b", MS)];
     (programs[0].weight, programs[1].weight) = (75, 25);
     simulate(&mut programs, 10_000 * MS);
     assert_shares(&programs, &[37.5, 12.5, 50.0]);
+}
+
+#[test]
+fn clients_whose_names_have_slashes_are_different_clients() {
+    let names = ["cert:spiffe://x/a", "cert:spiffe://x/a/b", "b"];
+    let mut programs: Vec<Program> =
+        (0..).zip(names).map(|(worker, name)| Program::new(worker, name, MS)).collect();
+    simulate(&mut programs, 10_000 * MS);
+    assert_shares(&programs, &[33.3, 33.3, 33.3]);
 }
 
 #[test]
@@ -411,6 +424,7 @@ fn false_reports_harm_neither_other_principals_nor_the_daemon() {
     let nonsense = |worker: u32, principal: &'static str, n: u64| View {
         worker,
         principal,
+        owner: principal,
         weight: 100,
         client_weight: 100,
         priority: 0,

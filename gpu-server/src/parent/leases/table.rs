@@ -8,7 +8,10 @@ use identity::Secret;
 use serde::{Deserialize, Serialize};
 
 use crate::limits::Limits;
+use crate::parent::control::Refused;
+use crate::parent::refusals::Reason;
 use crate::parent::trust::Principal;
+use crate::policy::Grant;
 
 /// The message for a lease that doesn't exist or belongs to another client, without telling which.
 pub(in crate::parent) const UNKNOWN: &str =
@@ -80,31 +83,39 @@ impl Lease {
         self.renewed + self.lasts
     }
 
+    /// Refuses a lease with devices that the rules do not give its owner any more.
+    pub(in crate::parent) fn allowed(&self, grant: &Grant) -> Result<(), Refused> {
+        let allowed = &grant.limits.devices;
+        let other = self.devices.iter().find(|number| !allowed.is_empty() && !allowed.contains(number));
+        other.map_or(Ok(()), |number| {
+            let why = format!("this client may not use GPU {number} of its lease any more");
+            Err(Refused(Reason::NotAllowed, grant.rules.explain(why)))
+        })
+    }
+
     /// Narrows a client's limits to this lease.
     pub(in crate::parent) fn narrow(&self, limits: &mut Limits) {
-        let least = |limit: u64| match (limit, self.memory) {
-            (0, memory) => memory,
-            (limit, 0) => limit,
-            (limit, memory) => limit.min(memory),
-        };
         limits.principal = self.account();
+        limits.owner = Some(self.account.clone());
         limits.devices.clone_from(&self.devices);
         limits.device_count = 0;
         limits.exclusive = self.exclusive;
-        limits.weight = self.weight;
-        limits.session.device_memory = least(limits.session.device_memory);
-        limits.total.device_memory = least(limits.total.device_memory);
+        limits.weight = self.weight.min(limits.weight);
+        limits.session.device_memory = at_most(limits.session.device_memory, self.memory);
+        limits.total.device_memory = at_most(limits.total.device_memory, self.memory);
+    }
+}
+
+/// The smaller one of two limits, of which 0 is none.
+pub(in crate::parent) fn at_most(one: u64, other: u64) -> u64 {
+    match (one, other) {
+        (0, limit) | (limit, 0) => limit,
+        (one, other) => one.min(other),
     }
 }
 
 pub(in crate::parent) fn account(of: &str, id: LeaseId) -> String {
-    // Principals' names contain no slash.
     format!("{of}/{id}")
-}
-
-/// Whose account this is: for that of a lease, the account of its owner's sessions without a lease.
-pub(in crate::parent) fn owner(account: &str) -> &str {
-    account.split_once('/').map_or(account, |(owner, _)| owner)
 }
 
 /// All leases.

@@ -148,7 +148,7 @@ impl Program<'_> {
         assert_eq!(silent.len(), groups.values().map(|all| all.len()).sum::<usize>());
         for (number, arrival) in silent {
             assert!(groups[&arrival.group()].contains(number));
-            if let Phase::Plain(said) | Phase::Tls(_, said) = &arrival.phase {
+            if let Phase::Plain(said) | Phase::Tls(_, said, _) = &arrival.phase {
                 assert!(said.len() <= super::MAX_SAID);
             }
         }
@@ -328,6 +328,30 @@ mod tests {
         greeter.advance(*late);
         assert!(is_kept(&greeter, *late) && !is_kept(&greeter, oldest));
         assert_eq!(greeter.silent.len(), 2 * MAX_SILENT_OF_ONE - 1);
+    }
+
+    #[test]
+    fn who_sends_tls_forever_without_a_hello_is_closed() {
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let server = &FIXTURE.servers[0];
+        let greeter = Greeter::new(Arc::clone(server), Vec::new()).unwrap();
+        let mut program = Program { server, greeter, peers: Vec::new(), opened: 0, now: Instant::now() };
+        // A stranger's key, and no session's name.
+        program.connect(0x12);
+        let shakes_hands = |program: &Program<'_>| program.peers[0].tls.as_ref().unwrap().is_handshaking();
+        while shakes_hands(&program) {
+            program.pump(0, &mut Steps::new(&[]));
+        }
+        let mut hello = Hello::new_zeroed();
+        (hello.magic, hello.version, hello.fingerprint) = (MAGIC, OURS.version(), OURS.fingerprint());
+        // As many new keys as the library allows before there must be data again.
+        for byte in &hello.as_bytes()[..size_of::<Hello>() - 1] {
+            let tls = program.peers[0].tls.as_mut().unwrap();
+            tls.writer().write_all(&[*byte]).unwrap();
+            (0..31).for_each(|_| tls.refresh_traffic_keys().unwrap());
+            program.pump(0, &mut Steps::new(&[]));
+        }
+        assert!(program.greeter.silent.is_empty(), "a peer may send as much as it likes");
     }
 
     #[test]

@@ -537,9 +537,14 @@ impl Ledger {
         Ok((ledger, content))
     }
 
+    /// Whether so much is staged that it must be committed before much more is.
+    pub(super) fn must_commit(&self) -> bool {
+        self.staged.0.len() >= MUCH_STAGED
+    }
+
     /// Whether another record and all that it names may be noted.
     pub(super) fn has_room(&self) -> bool {
-        self.staged.0.len() < MUCH_STAGED
+        !self.must_commit()
             && self.frames.len < FRAMES - MARGIN
             && self.uploads.has_room()
             && self.downloads.has_room()

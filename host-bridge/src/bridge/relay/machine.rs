@@ -459,6 +459,11 @@ impl<'c, S: Schedule> Machine<'c, S> {
     /// The server has what was sent first on data connection `lane` of what it had not, `len` bytes of the
     /// stream.
     pub(in crate::bridge) fn arrived(&mut self, lane: usize, len: u64) {
+        // After a long silence the server may acknowledge everything on all connections at once. What the
+        // last chunk means for its command has been staged with it.
+        if self.ledger.as_ref().is_some_and(Ledger::must_commit) {
+            self.commit();
+        }
         if let Some(ledger) = &mut self.ledger {
             ledger.arrived(lane, len);
         }

@@ -54,6 +54,19 @@ impl Model<'_> {
     }
 }
 
+#[test]
+fn any_number_of_chunks_may_be_acknowledged_at_once() {
+    let (session, _) = session();
+    let file = ledger::file().unwrap();
+    let mut machine = Machine::new(&session, arena(), slots(), Duration::from_secs(60));
+    machine.note_in(Ledger::begin(&file, 16).unwrap());
+    // As many as may be under way on that many connections.
+    for lane in 0..16 {
+        (0..4032).for_each(|_| machine.arrived(lane, 16));
+    }
+    machine.commit();
+}
+
 /// A session whose bridge's process ends about every `every` steps. Gives how often, and how many bytes were
 /// compressed. False: one of them could not say what its predecessor had done.
 fn crash_often(seed: u64, every: usize) -> (u64, u64, bool) {
