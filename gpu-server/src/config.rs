@@ -476,7 +476,7 @@ pub fn parts() -> [Part; 1] {
         text: "",
         options: Serve::augment_args(clap::Command::new("options")),
         set: &[
-            ("listen", "[\"unix:/run/rgpu/server.sock\", \"tcp:0.0.0.0:9700\"]"),
+            ("listen", "[\"unix:/run/rgpu/server.sock\", \"tcp:*:9700\"]"),
             ("status.socket", "\"/run/rgpu/server.status\""),
             ("admin.socket", "\"/run/rgpu/server.admin\""),
         ],

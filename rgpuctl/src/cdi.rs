@@ -48,7 +48,7 @@ enum Command {
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   rgpuctl cdi generate                                    for all engines of this machine
-  podman run --device rgpu.dev/gpu=all IMAGE nvidia-smi   all GPUs
+  podman run --device rgpu.dev/gpu=all IMAGE PROGRAM      all GPUs
   podman run --device rgpu.dev/gpu=0 IMAGE PROGRAM        the first one
 
 Files:

@@ -16,6 +16,7 @@ use host_bridge::bridge::{ConnectError, join as join_server};
 use host_bridge::framing::Address;
 use identity::servers::{self, CLIENT_FOLDER};
 use identity::{Credentials, Identity, Token};
+use protocol::device::Answer;
 use serde_json::{Value, json};
 
 /// The default path of the daemon's admin socket.
@@ -163,27 +164,35 @@ pub fn join(arguments: &Join) -> Result<ExitCode> {
     let identity = Identity::load_or_create(&folder)?;
     let credentials = Credentials::pinning(identity, token.server)?;
     let mut unreachable = Vec::new();
+    let mut own = token.addresses.clone();
     for text in &token.addresses {
         let address: Address = text.parse().with_context(|| format!("the token names {text:?}"))?;
         match join_server(&address, &credentials, &token.secret) {
             Ok(principal) => {
-                // All addresses of a token belong to the same server, which has the key in the token.
-                servers::add(&folder, &token.addresses, token.server, &principal)?;
+                // All other addresses of a token belong to the same server, which has the key in the token.
+                servers::add(&folder, &own, token.server, &principal)?;
                 println!(
                     "This machine is known to the server as {principal:?}. Its key is in {}.",
                     folder.display()
                 );
                 println!(
-                    "Use the server with rgpuctl run --server {address}, or with server = \"{address}\" in /etc/rgpu/vhost-rgpu.toml and systemctl restart vhost-rgpu"
+                    "Use the server with rgpuctl run --server {address}, or with server = \"{address}\" in /etc/rgpu/vhost-rgpu.toml and systemctl reload-or-restart vhost-rgpu"
                 );
                 return Ok(ExitCode::SUCCESS);
             }
-            Err(error @ ConnectError::NoServer { .. }) => unreachable.push(with_causes(&error)),
+            Err(error) if error.answer() == Answer::NoServer => {
+                // Another machine has the same address, such as that of a bridge.
+                if matches!(error, ConnectError::Unsafe { .. }) {
+                    own.retain(|address| address != text);
+                }
+                unreachable.push(with_causes(&error));
+            }
             Err(error) => return Err(error.into()),
         }
     }
     bail!(
-        "the server cannot be reached at any of its addresses ({}): enroll again with --address HOST:PORT\n  {}",
+        "the server cannot be reached at any of its addresses ({}): if it has others, enroll again with --address HOST:PORT; \
+         where a connection is refused it does not listen (listen in rgpu-server.toml)\n  {}",
         token.addresses.join(", "),
         unreachable.join("\n  ")
     )

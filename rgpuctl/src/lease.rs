@@ -6,7 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use host_bridge::ask::{Answer, Lease as Row, Question};
 use host_bridge::framing::with_causes;
@@ -166,12 +166,15 @@ fn given(leases: &[String]) -> Result<Vec<String>> {
     if !leases.is_empty() {
         return Ok(leases.iter().flat_map(|text| text.split_whitespace()).map(str::to_owned).collect());
     }
-    let text = std::env::var(SERVERS).unwrap_or_default();
-    let found: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
-    if found.is_empty() {
-        bail!("no lease was given, and RGPU_SERVERS has none");
-    }
+    let found = in_environment();
+    ensure!(!found.is_empty(), "no lease was given, and RGPU_SERVERS has none");
     Ok(found)
+}
+
+/// The servers and leases in the environment; none if the variable is not set.
+pub fn in_environment() -> Vec<String> {
+    let text = std::env::var(SERVERS).unwrap_or_default();
+    text.split_whitespace().map(str::to_owned).collect()
 }
 
 /// Does something with each lease. If that fails for one, does it with the others too, and fails at the end.

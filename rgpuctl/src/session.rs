@@ -19,7 +19,7 @@ use serde_json::Value;
 
 use crate::daemon::{Daemon, option, read_status};
 use crate::installation::{find, libraries};
-use crate::lease::{Renewed, SERVERS};
+use crate::lease::{Renewed, SERVERS, in_environment};
 use crate::pool::{Place, Wanted};
 
 /// NCCL's settings for GPUs of several servers if it uses another network than libcuda's, which makes its
@@ -39,9 +39,10 @@ pub struct Target {
     place: Place,
     #[command(flatten)]
     wanted: Wanted,
-    /// What the private server uses, which is started if there is no --server and no --gpus
-    #[arg(long, value_enum, default_value_t = Backend::Auto, conflicts_with_all = ["servers", "gpus"])]
-    backend: Backend,
+    /// What the private server uses, which is started if there is no --server, no --gpus and no RGPU_SERVERS,
+    /// or with this option. By default auto
+    #[arg(long, value_enum, conflicts_with_all = ["servers", "gpus"])]
+    backend: Option<Backend>,
     /// Transport to the server: shared memory (needs a server on this machine) or TCP.
     /// By default local for a private server or unix:PATH, otherwise tcp
     #[arg(long, value_enum)]
@@ -119,8 +120,16 @@ impl Session {
         let leases = (target.wanted.gpus.is_some())
             .then(|| Renewed::take(&target.place, &target.wanted, "rgpuctl run"))
             .transpose()?;
-        let servers = leases.as_ref().map_or(&target.place.servers[..], Renewed::servers);
-        ensure!(!servers.is_empty() || target.place.pool.is_none(), "--pool needs --gpus");
+        ensure!(leases.is_some() || target.place.pool.is_none(), "--pool needs --gpus");
+        let servers = match &leases {
+            Some(leases) => leases.servers().to_vec(),
+            None if target.place.servers.is_empty() && target.backend.is_none() => {
+                let parsed =
+                    in_environment().iter().map(|text| text.parse()).collect::<Result<Vec<Server>, _>>();
+                parsed.context(SERVERS)?
+            }
+            None => target.place.servers.clone(),
+        };
         // The leases' keys must not be on a command line, which all users of this machine can see.
         let leased = servers.iter().any(|server| server.lease.is_some());
         let named = leased.then(|| servers.iter().map(Server::with_key).collect::<Vec<_>>().join(" "));
@@ -128,7 +137,8 @@ impl Session {
         let private = servers.is_empty();
         let (server, addresses, transport) = if private {
             let transport = target.transport.unwrap_or(Transport::Local);
-            let (server, address) = start_server(target.backend, transport, &folder.path, &logs)?;
+            let (server, address) =
+                start_server(target.backend.unwrap_or(Backend::Auto), transport, &folder.path, &logs)?;
             (Some(server), vec![address], Some(transport))
         } else {
             (None, servers.iter().map(ToString::to_string).collect(), target.transport)

@@ -262,6 +262,20 @@ fn the_book_has_each_page_once_and_leads_nowhere_else() {
     assert!(outside.is_empty(), "links that lead out of the book:\n{}", outside.join("\n"));
 }
 
+/// Restarting the daemon ends all sessions and guests. For another configuration, a reload is enough.
+#[test]
+fn no_page_and_no_message_has_vhost_rgpu_restarted_for_its_configuration() {
+    let sources =
+        ["enrollment.rs", "doctor/slurm.rs"].map(|name| tree::root().join("rgpuctl/src").join(name));
+    // A socket is made anew only with its daemon.
+    let restarts = |file: &PathBuf| {
+        let text = fs::read_to_string(file).expect("a file").replace("vhost-rgpu.socket", "");
+        text.contains("systemctl restart vhost-rgpu")
+    };
+    let wrong: Vec<PathBuf> = pages().into_iter().chain(sources).filter(restarts).collect();
+    assert!(wrong.is_empty(), "these say to restart vhost-rgpu: {wrong:?}");
+}
+
 /// The flags of each command in the reference: `rgpuctl run` and so on, and the daemons with their
 /// configuration's settings.
 fn known_flags() -> BTreeMap<String, BTreeSet<String>> {

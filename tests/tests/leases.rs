@@ -139,7 +139,10 @@ fn a_program_that_finds_a_lease_in_its_environment_runs_under_it() -> Result<()>
         // The same through a private vhost-rgpu. The key does not show in this machine's process list.
         let program = programs::built("device_list")?;
         let mut own = rgpuctl("run");
-        let outcome = programs::run(own.args(["--server", servers, "--"]).arg(program), LIMIT)?;
+        let outcome = programs::run(own.args(["--server", servers, "--"]).arg(&program), LIMIT)?;
+        ensure!(outcome.verdict("device_list")? == "1 device(s)", "{outcome:?}");
+        let mut own = rgpuctl("run");
+        let outcome = programs::run(own.env("RGPU_SERVERS", servers).arg("--").arg(program), LIMIT)?;
         ensure!(outcome.verdict("device_list")? == "1 device(s)", "{outcome:?}");
         let renewed = programs::run(rgpuctl("renew").arg(servers), LIMIT)?;
         ensure!(renewed.status == Some(0), "{renewed:?}");

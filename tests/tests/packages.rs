@@ -142,9 +142,29 @@ fn the_package_for_slurm_has_its_script_and_a_timer_that_runs_it() -> Result<()>
     Ok(())
 }
 
+#[test]
+fn needrestart_leaves_the_daemons_alone() -> Result<()> {
+    let folder = unpacked(&INSTALLED)?;
+    // As needrestart reads them, and looks a unit up.
+    let script = r#"our %nrconf = (override_rc => {}); my $folder = shift;
+        for my $file (glob("$folder/*.conf")) { eval do { local (@ARGV, $/) = $file; <> }; die $@ if $@; }
+        for my $unit (@ARGV) { my ($key) = grep { $unit =~ /$_/ } keys %{$nrconf{override_rc}};
+            print "$unit ", $key ? $nrconf{override_rc}{$key} : 'restarts', "\n"; }"#;
+    let units = ["rgpu-server.service", "vhost-rgpu.service", "ssh.service"];
+    let said = output(
+        Command::new("perl")
+            .args(["-e", script])
+            .arg(folder.path().join("etc/needrestart/conf.d"))
+            .args(units),
+    )?;
+    ensure!(said == "rgpu-server.service 0\nvhost-rgpu.service 0\nssh.service restarts\n", "{said}");
+    Ok(())
+}
+
 /// A machine that has the packages' files, but has not installed them.
 fn boot(release: Release, newer: &[PathBuf]) -> Result<Machine> {
-    systemd::boot(contents(systemd::builder(release)?, &INSTALLED, newer, &["vectorAdd", "idle"])?)
+    let builder = contents(systemd::builder(release)?, &INSTALLED, newer, &["vectorAdd", "idle"])?;
+    systemd::boot(builder.file(package("rgpu-guest")?, "/host/guest/rgpu-guest.deb"))
 }
 
 /// A property of a unit.
@@ -231,8 +251,11 @@ fn packages_are_installed_used_upgraded_and_purged() -> Result<()> {
         ("cgroups", groups),
         ("a keeper that is replaced", keeper),
         ("reload and restart", reload_and_restart),
+        ("a socket for all users", socket_for_all),
+        ("a failure that goes away", failure),
         ("upgrade", upgrade),
         ("limits", limits),
+        ("a guest's package", guest),
     ];
     in_a_machine(Release::Debian12, &phases)
 }
@@ -247,6 +270,7 @@ fn in_debian_13_sessions_go_on_if_the_server_is_killed() -> Result<()> {
         ("cgroups", groups),
         ("a keeper that is replaced", keeper),
         ("a server that is killed", killed),
+        ("a failure that goes away", failure),
         ("upgrade", upgrade),
     ];
     in_a_machine(Release::Debian13, &phases)
@@ -264,7 +288,8 @@ fn in_a_machine(release: Release, phases: &[Phase]) -> Result<()> {
         phase(&machine).context(*name)?;
         println!("{release:?}: {name}: done after {:.0} s", begin.elapsed().as_secs_f64());
     }
-    purge(&machine, &INSTALLED, "/etc/rgpu/vhost-rgpu.toml /var/lib/rgpu/server", &before).context("purge")
+    purge(&machine, &INSTALLED, &["/etc/rgpu/vhost-rgpu.toml", "/var/lib/rgpu/server"], &before)
+        .context("purge")
 }
 
 fn installation(machine: &Machine) -> Result<()> {
@@ -446,10 +471,77 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
+/// Who may use the native socket is changed as docs/slurm.md and docs/containers.md say.
+fn socket_for_all(machine: &Machine) -> Result<()> {
+    let is = |wanted: &str| -> Result<()> {
+        let socket = machine.check("stat -c '%a %G' /run/rgpu/native.sock", LONG)?;
+        ensure!(socket == wanted, "the socket is {socket}");
+        Ok(())
+    };
+    let folder = "/etc/systemd/system/vhost-rgpu.socket.d";
+    machine.check(
+        &format!("mkdir {folder} && printf '[Socket]\\nSocketMode=0666\\n' > {folder}/mode.conf"),
+        LONG,
+    )?;
+    machine.check("systemctl daemon-reload && systemctl restart vhost-rgpu.socket", LONG)?;
+    is("666 rgpu")?;
+    machine.check("systemctl is-active vhost-rgpu && useradd --no-create-home other", LONG)?;
+    native(machine, "other", "vectorAdd")?;
+    machine.check(&format!("userdel other; rm -r {folder}; systemctl daemon-reload"), LONG)?;
+    // The daemon never runs without the socket.
+    machine.check("systemctl stop vhost-rgpu.socket && ! systemctl is-active vhost-rgpu", LONG)?;
+    machine.check("systemctl start vhost-rgpu && systemctl is-active vhost-rgpu.socket", LONG)?;
+    is("660 rgpu")?;
+    native(machine, "root", "vectorAdd")?;
+    quiet(machine)
+}
+
+/// Daemons that cannot start are started again until they can. Here a file is missing for a while.
+fn failure(machine: &Machine) -> Result<()> {
+    // As the example of the file says.
+    machine.check(
+        "sed -i 's|^#: \\(folder = \"/var/lib/rgpu/swap\"\\)|\\1|' /etc/rgpu/rgpu-server.toml",
+        LONG,
+    )?;
+    machine.check("grep '^folder = \"/var/lib/rgpu/swap\"' /etc/rgpu/rgpu-server.toml", LONG)?;
+    for unit in ["rgpu-server", "vhost-rgpu"] {
+        let file = format!("/etc/rgpu/{unit}.toml");
+        machine.check(&format!("mv {file} {file}.away; systemctl stop {unit}"), LONG)?;
+        machine.check(&format!("systemctl start --no-block {unit}"), LONG)?;
+        eventually(machine, &format!("test $(systemctl show --value -p NRestarts {unit}) -ge 7"))?;
+        machine.check(&format!("mv {file}.away {file}"), LONG)?;
+        eventually(machine, &format!("systemctl is-active -q {unit}"))?;
+    }
+    native(machine, "root", "vectorAdd")?;
+    machine.check(
+        "sed -i 's|^folder = |#: &|' /etc/rgpu/rgpu-server.toml; systemctl restart rgpu-server",
+        LONG,
+    )?;
+    // The failed starts may be the only warnings so far.
+    machine.check("sleep 2; journalctl --rotate; journalctl --vacuum-time=1s", LONG)?;
+    Ok(())
+}
+
+/// Once a guest's package is removed, programs do not find rgpu's libraries any more.
+fn guest(machine: &Machine) -> Result<()> {
+    let finds = |machine: &Machine| machine.check("ldconfig -p | grep -c /usr/lib/rgpu/; true", LONG);
+    // apt removes rgpu-server for it.
+    machine.check("apt-get install -y --no-install-recommends /mnt/guest/rgpu-guest.deb", LONG)?;
+    ensure!(finds(machine)? != "0", "programs do not find rgpu's libraries");
+    machine.check("apt-get remove -y rgpu-guest", LONG)?;
+    ensure!(finds(machine)? == "0", "programs still find rgpu's libraries");
+    machine.check("apt-get purge -y rgpu-guest", LONG).map(drop)
+}
+
 /// A program's session continues while the keeper of its device process is reloaded, and while systemd
-/// restarts one that was killed. New sessions can begin.
+/// restarts one that was killed. New sessions can begin, and a reload adds a guest.
 fn keeper(machine: &Machine) -> Result<()> {
     let held = Held::start(machine, "keeper")?;
+    machine.check(
+        "printf '\n[[vm]]\nname = \"guest2\"\nsocket = \"/run/rgpu/vm-guest2.sock\"\ngroup = \"rgpu\"\n\
+         server = \"tcp:127.0.0.1\"\n' >> /etc/rgpu/vhost-rgpu.toml",
+        LONG,
+    )?;
     let processes = |machine: &Machine| -> Result<Vec<serde_json::Value>> {
         let status = status(machine, "vhost-rgpu")?;
         let all = status["device_processes"].as_array().cloned().unwrap_or_default();
@@ -475,6 +567,8 @@ fn keeper(machine: &Machine) -> Result<()> {
         if !kill {
             ensure!(property(machine, "vhost-rgpu", "MainPID")? == pid, "a reload started another process");
         }
+        let socket = machine.check("stat -c '%a %G' /run/rgpu/vm-guest2.sock", LONG)?;
+        ensure!(socket == "660 rgpu", "the socket of guest2 is {socket}");
         native(machine, "root", "vectorAdd")?;
     }
     ensure!(status(machine, "vhost-rgpu")?["sessions_lost"] == 0, "sessions were lost");

@@ -291,7 +291,15 @@ fn a_machine_joins_a_server_and_runs_programs_there_until_it_is_revoked() -> Res
     let refusal = vector_add(&protected)?;
     ensure!(refusal.stderr.contains("has no key") && refusal.stderr.contains("rgpuctl join"), "{refusal:?}");
 
-    let enrolled = rgpuctl(&["enroll", "host1", "--socket", &admin])?;
+    // Another server may have an address of this one, such as that of a bridge.
+    let another = format!("127.0.0.1:{}", free_port()?);
+    let other_identity = path("other");
+    let listens = format!("tcp:{another}");
+    let other = ["--backend", "software", "--listen", &listens, "--identity", &other_identity];
+    let _other =
+        Daemon::start("rgpu-server", other, &logs.join("other.log"), &folder.path().join("status2"))?;
+    let both = ["--address", &another, "--address", &address];
+    let enrolled = rgpuctl(&[&["enroll", "host1", "--socket", &admin][..], &both].concat())?;
     let mut words: Vec<&str> = enrolled.stdout.split_whitespace().collect();
     ensure!(words.len() == 3 && words[..2] == ["rgpuctl", "join"], "{enrolled:?}");
     words.extend(protected);

@@ -296,6 +296,54 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
     cluster.until_there_are_leases(0)
 }
 
+/// rgpuctl is called through this script, which takes down what all users of a machine can see of it. Two
+/// calls that renew leases wait for each other.
+const SEEN: &str = r#"
+echo "$*" >>"$seen/arguments"
+if [ "$1" = renew ]; then
+	touch "$seen/renewing.$$"
+	left=600
+	until [ "$(ls "$seen" | grep -c renewing)" -ge 2 ]; do
+		left=$((left - 1))
+		[ $left -gt 0 ] || { echo "alone" >>"$seen/arguments"; break; }
+		sleep 0.1
+	done
+fi
+exec "$rgpuctl" "$@"
+"#;
+
+#[test]
+fn leases_are_renewed_at_the_same_time_and_their_keys_are_on_no_command_line() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let seen = cluster.folder.path().join("seen");
+    fs::create_dir(&seen)?;
+    let script = format!(
+        "#!/bin/sh\nseen={} rgpuctl={}\n{SEEN}",
+        seen.display(),
+        tree::binaries().join("rgpuctl").display()
+    );
+    let wrapper = cluster.folder.path().join("rgpuctl");
+    fs::write(&wrapper, script)?;
+    fs::set_permissions(&wrapper, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    cluster.run(&format!("echo 'PATH={}:$PATH' >>/etc/rgpu/slurm.conf", cluster.folder.path().display()))?;
+    let script = format!("echo begun; {}", until_there_is(Path::new("/never")));
+    let jobs = [(), ()].map(|()| cluster.submit("-w n1 --gres=rgpu:1", &script));
+    for job in jobs {
+        cluster.prints(&job?, "begun")?;
+    }
+    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+    cluster.run("scancel --user=root")?;
+    cluster.until_there_are_leases(0)?;
+    let arguments = fs::read_to_string(seen.join("arguments"))?;
+    for command in ["lease", "renew", "release"] {
+        let count = arguments.lines().filter(|line| line.split(' ').next() == Some(command)).count();
+        ensure!(count == 2, "rgpuctl {command} was not called for each job: {arguments}");
+    }
+    ensure!(!arguments.contains('#'), "a lease's key is on a command line: {arguments}");
+    ensure!(!arguments.contains("alone"), "a lease was renewed after another one: {arguments}");
+    Ok(())
+}
+
 /// Starts a job that never ends by itself, on the first node.
 fn begin(cluster: &Cluster, gpus: u32) -> Result<String> {
     let never = until_there_is(Path::new("/never"));

@@ -22,6 +22,7 @@ use sandbox::{Mode, Policy};
 use thiserror::Error;
 
 use crate::servers::{self, Servers};
+use crate::sockets::Access;
 
 /// Give virtual machines and processes of this host the GPUs of a server.
 ///
@@ -137,6 +138,12 @@ struct VmOptions {
     /// may create it: descriptor name "vm-NAME". By default no virtual machine is served
     #[arg(id = "vm.socket", long = "socket", value_name = "PATH")]
     socket: Option<PathBuf>,
+    /// Permissions of that socket's file, in octal: a process that may connect is the virtual machine
+    #[arg(id = "vm.mode", long = "socket-mode", value_name = "MODE", default_value = "0o660", value_parser = parse_mode)]
+    mode: u32,
+    /// Group of that socket's file, for a VMM that does not run as root. By default the daemon's own
+    #[arg(id = "vm.group", long = "socket-group", value_name = "NAME")]
+    group: Option<String>,
 }
 
 /// Keys only for the `[native]` section.
@@ -148,6 +155,9 @@ struct NativeOptions {
     /// Permissions of that socket's file, in octal: a process that may connect may use the GPU
     #[arg(id = "native.mode", long = "native-mode", value_name = "MODE", default_value = "0o660", value_parser = parse_mode)]
     mode: u32,
+    /// Group of that socket's file. By default the daemon's own
+    #[arg(id = "native.group", long = "native-group", value_name = "NAME")]
+    group: Option<String>,
     /// Maximum concurrent channels of one user of this host, so that no user can take all of them
     #[arg(id = "native.max_channels_per_user", long = "max-channels-per-user", value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..=65536))]
     max_channels_per_user: u32,
@@ -270,6 +280,8 @@ pub struct Vm {
     pub name: String,
     /// vhost-user socket that its VMM connects to.
     pub socket: PathBuf,
+    /// Which VMMs may connect to it.
+    pub access: Access,
     /// Its servers, and how its sessions are opened.
     pub servers: Servers,
     /// What its guest may use.
@@ -281,8 +293,8 @@ pub struct Vm {
 pub struct Native {
     /// The socket.
     pub socket: PathBuf,
-    /// Permissions of the socket's file.
-    pub mode: u32,
+    /// Which users' programs may connect to it.
+    pub access: Access,
     /// Concurrent channels of one user.
     pub max_channels_per_user: u32,
     /// Its servers, and how sessions are opened.
@@ -446,19 +458,21 @@ fn vm(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Vm, options::Error> {
         Some(_) => options.session.name.clone().ok_or_else(|| missing("name"))?,
         None => options.session.name.clone().unwrap_or_else(host_name),
     };
-    let socket = options.own.socket.ok_or_else(|| missing("socket"))?;
+    let VmOptions { socket, mode, group } = options.own;
+    let socket = socket.ok_or_else(|| missing("socket"))?;
     check_socket(layer, &socket, "vm.socket")?;
     let (servers, limits) = servers(layer, &name, &options.session, &[], poll)?;
-    Ok(Vm { name, socket, servers, limits })
+    Ok(Vm { name, socket, access: Access { mode, group }, servers, limits })
 }
 
 fn native(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Native, options::Error> {
     let NativeSection { session: options, own } = layer.read()?;
-    let NativeOptions { socket, mode, max_channels_per_user, named_servers } = own;
+    let NativeOptions { socket, mode, group, max_channels_per_user, named_servers } = own;
+    let access = Access { mode, group };
     check_socket(layer, &socket, "native.socket")?;
     let name = options.name.clone().unwrap_or_else(host_name);
     let (servers, limits) = servers(layer, &name, &options, &named_servers, poll)?;
-    Ok(Native { socket, mode, max_channels_per_user, servers, limits })
+    Ok(Native { socket, access, max_channels_per_user, servers, limits })
 }
 
 /// In a file, a relative path would depend on the folder where the daemon was started.
@@ -568,13 +582,14 @@ pub fn example() -> String {
 
 /// The parts of the file, for its documentation. `brief`: `[native]` omits what `[[vm]]` has already shown.
 fn parts(brief: bool) -> [Part; 3] {
-    const RDMA: &[(&str, &str)] = &[
+    const VM: &[(&str, &str)] = &[
         ("transport", "\"tcp\""),
         ("rdma.device", "\"mlx5_0\""),
         ("rdma.gid_index", "3"),
         ("rdma.mtu", "4096"),
         ("rdma.queue_pairs", "2"),
         ("rdma.queue_depth", "128"),
+        ("group", "\"libvirt-qemu\""),
     ];
     let command = || clap::Command::new("options");
     let own = [
@@ -582,6 +597,7 @@ fn parts(brief: bool) -> [Part; 3] {
         "server",
         "native.socket",
         "native.mode",
+        "native.group",
         "native.max_channels_per_user",
         "native.named_servers",
     ];
@@ -618,7 +634,7 @@ fn parts(brief: bool) -> [Part; 3] {
                 ("socket", "\"/run/rgpu/vm-guest1.sock\""),
                 ("server", "\"tcp:gpu-node:9700\""),
             ],
-            examples: RDMA,
+            examples: VM,
         },
         Part {
             name: "native",
@@ -627,7 +643,11 @@ fn parts(brief: bool) -> [Part; 3] {
             text: "Processes of this host, and containers that the socket is mounted into. Without this section there are none. The other options of [[vm]] are valid here, too.",
             options: if brief { native.mut_args(hide) } else { NativeOptions::augment_args(command()) },
             set: &[("server", "\"unix:/run/rgpu/server.sock\"")],
-            examples: &[("name", "\"host\""), ("named_servers", "[\"gpu1:9700\", \"gpu2:9700/0,2\"]")],
+            examples: &[
+                ("name", "\"host\""),
+                ("named_servers", "[\"gpu1:9700\", \"gpu2:9700/0,2\"]"),
+                ("group", "\"rgpu\""),
+            ],
         },
     ]
 }
@@ -679,7 +699,7 @@ mod tests {
         assert_eq!((before.data_connections, before.silence), (now.data_connections, now.silence));
         assert_eq!(now.verbs.queue_pairs, Some(QUEUE_PAIRS));
         assert_eq!(now.verbs.queue_depth, Some(DEPTH));
-        assert_eq!(all.native.unwrap().mode, 0o660);
+        assert_eq!(all.native.unwrap().access.mode, 0o660);
     }
 
     #[test]
@@ -723,7 +743,7 @@ mod tests {
             "poll_us = 7\n{VM}[vm.limits]\nmax_channels = 9\n[native]\nserver = \"unix:/run/s\"\nmode = 0o600\n"
         );
         let unchanged = config(&text, &[]).unwrap();
-        assert_eq!((unchanged.vms[0].limits.max_channels, unchanged.native.unwrap().mode), (9, 0o600));
+        assert_eq!((unchanged.vms[0].limits.max_channels, unchanged.native.unwrap().access.mode), (9, 0o600));
         let flags = [
             "--server=tcp:other",
             "--max-channels=10",
@@ -734,7 +754,7 @@ mod tests {
         let config = config(&text, &flags).unwrap();
         let (vm, native) = (&config.vms[0], config.native.unwrap());
         assert_eq!((vm.limits.max_channels, vm.socket.as_path()), (10, Path::new("b.sock")));
-        assert_eq!((native.mode, native.limits.max_channels), (0o640, 10));
+        assert_eq!((native.access.mode, native.limits.max_channels), (0o640, 10));
         for session in [vm.servers.first(), native.servers.first()] {
             assert_eq!(session.server.to_string(), "tcp:other:9700");
             assert_eq!(session.poll, Duration::from_micros(8));

@@ -88,6 +88,10 @@ fn run() -> Result<()> {
         .with_context(|| format!("log: {:?} is not a level or filter", config.log))?;
     if control.is_none() {
         config.metrics.check()?;
+        let vms = config.vms.iter().map(|vm| &vm.access);
+        for access in vms.chain(config.native.iter().map(|native| &native.access)) {
+            access.gid().context("group")?;
+        }
     }
     if let (true, Some(format)) = (arguments.common.check_config, arguments.common.takes_over) {
         return keeper::takeover::takes_over(format);

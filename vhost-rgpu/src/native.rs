@@ -721,7 +721,7 @@ mod tests {
         let session = SessionConfig::new("tcp:127.0.0.1:1".parse().unwrap(), "test");
         let config = Native {
             socket: "unused".into(),
-            mode: 0,
+            access: 0.into(),
             max_channels_per_user: 1,
             servers: Servers::new(session, Vec::new(), Vec::new()),
             limits: Limits {

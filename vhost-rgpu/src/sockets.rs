@@ -17,6 +17,7 @@ use nix::sys::socket::{
     AddressFamily, Backlog, Shutdown, SockFlag, SockType, UnixAddr, accept4, bind, connect, getsockname,
     getsockopt, listen, shutdown, socket, sockopt,
 };
+use nix::unistd::{Gid, Group, setfsgid};
 use thiserror::Error;
 
 /// Why there is no listening socket.
@@ -40,6 +41,42 @@ pub enum SocketError {
     },
 }
 
+/// Who may connect to a socket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Access {
+    /// Permissions of the socket's file.
+    pub mode: u32,
+    /// Name of the file's group, by default the keeper's.
+    pub group: Option<String>,
+}
+
+impl From<u32> for Access {
+    /// With these permissions, for the keeper's group.
+    fn from(mode: u32) -> Access {
+        Access { mode, group: None }
+    }
+}
+
+impl Access {
+    /// The group of the file. An error says that this machine has none of that name.
+    pub fn gid(&self) -> io::Result<Gid> {
+        let Some(name) = &self.group else { return Ok(Gid::effective()) };
+        let missing = || io::Error::other(format!("this machine has no group {name:?}"));
+        Group::from_name(name)?.map(|group| group.gid).ok_or_else(missing)
+    }
+
+    /// Gives a socket's file its group and permissions.
+    fn apply(&self, path: &Path) -> io::Result<()> {
+        let gid = self.gid()?;
+        // An owner may give a file to a group of its own without CAP_CHOWN, which the unit does not have.
+        let before = setfsgid(gid);
+        let given = std::os::unix::fs::chown(path, None, Some(gid.as_raw()));
+        setfsgid(before);
+        given?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(self.mode))
+    }
+}
+
 /// A listening socket. If this process created its file, the file is removed with it.
 #[derive(Debug)]
 pub struct Listening {
@@ -55,8 +92,8 @@ impl Listening {
         Ok(Listening { fd, file, stop: Arc::new(stop) })
     }
 
-    /// Listens at `path`; the socket's file gets permissions `mode`.
-    pub fn bind(path: &Path, kind: SockType, mode: u32) -> Result<Listening, SocketError> {
+    /// Listens at `path`.
+    pub fn bind(path: &Path, kind: SockType, access: &Access) -> Result<Listening, SocketError> {
         let failed =
             |what| move |source: io::Error| SocketError::System { path: path.to_owned(), what, source };
         if let Some(parent) = path.parent() {
@@ -69,7 +106,7 @@ impl Listening {
         bind(fd.as_raw_fd(), &address).map_err(|e| failed("bind")(e.into()))?;
         let listening = Listening::new(fd, Some(path.to_owned())).map_err(failed("eventfd"))?;
         // No process can connect before `listen`, so the permissions are set in time.
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).map_err(failed("chmod"))?;
+        access.apply(path).map_err(failed("its permissions"))?;
         listen(&listening.fd, Backlog::new(128).unwrap_or(Backlog::MAXCONN))
             .map_err(|e| failed("listen")(e.into()))?;
         Ok(listening)
@@ -205,13 +242,13 @@ pub struct Sockets<'i> {
 }
 
 impl Sockets<'_> {
-    /// The socket with that name, or a new one at `path`.
+    /// The socket with that name, or a new one at `path`. Who may connect to systemd's is for its unit to say.
     pub fn take_or_bind(
         &mut self,
         name: &str,
         path: &Path,
         kind: SockType,
-        mode: u32,
+        access: &Access,
     ) -> Result<Listening, SocketError> {
         let system = |what, source| SocketError::System { path: path.to_owned(), what, source };
         let keep = |prefix: &str, listening: Listening| {
@@ -233,11 +270,13 @@ impl Sockets<'_> {
         let before = self.inherited.remove(&format!("{OWN}{name}"));
         // Its file may have been removed, or the configuration may name another.
         if let Some(fd) = before.filter(|fd| path.exists() && is_at(fd, path)) {
+            // The configuration may give it to others than before.
+            access.apply(path).map_err(|source| system("its permissions", source))?;
             let listening = Listening::new(fd, Some(path.to_owned()));
             return keep(OWN, listening.map_err(|source| system("eventfd", source))?);
         }
         self.store.forget(&format!("{OWN}{name}"));
-        keep(OWN, Listening::bind(path, kind, mode)?)
+        keep(OWN, Listening::bind(path, kind, access)?)
     }
 
     /// Closes the sockets that nobody took. Logs names that are not the keeper's own.
@@ -272,14 +311,20 @@ mod tests {
     fn a_stale_socket_is_replaced_and_a_live_one_refused() {
         let folder = folder();
         let path = folder.path().join("s");
-        let mut first = Listening::bind(&path, SockType::SeqPacket, 0o600).unwrap();
-        assert!(matches!(Listening::bind(&path, SockType::SeqPacket, 0o600), Err(SocketError::InUse(_))));
-        assert!(matches!(Listening::bind(&path, SockType::Stream, 0o600), Err(SocketError::InUse(_))));
+        let mut first = Listening::bind(&path, SockType::SeqPacket, &0o600.into()).unwrap();
+        assert!(matches!(
+            Listening::bind(&path, SockType::SeqPacket, &0o600.into()),
+            Err(SocketError::InUse(_))
+        ));
+        assert!(matches!(
+            Listening::bind(&path, SockType::Stream, &0o600.into()),
+            Err(SocketError::InUse(_))
+        ));
         // As after SIGKILL: the file stays and nothing listens.
         first.file = None;
         drop(first);
         assert!(path.exists());
-        drop(Listening::bind(&path, SockType::SeqPacket, 0o600).unwrap());
+        drop(Listening::bind(&path, SockType::SeqPacket, &0o600.into()).unwrap());
         assert!(!path.exists());
     }
 
@@ -288,14 +333,17 @@ mod tests {
         let folder = folder();
         let path = folder.path().join("precious");
         std::fs::write(&path, "data").unwrap();
-        assert!(matches!(Listening::bind(&path, SockType::Stream, 0o600), Err(SocketError::NotASocket(_))));
+        assert!(matches!(
+            Listening::bind(&path, SockType::Stream, &0o600.into()),
+            Err(SocketError::NotASocket(_))
+        ));
         assert_eq!(std::fs::read(&path).unwrap(), b"data");
     }
 
     #[test]
     fn a_stopped_listener_accepts_nothing() {
         let folder = folder();
-        let listening = Listening::bind(&folder.path().join("s"), SockType::Stream, 0o600).unwrap();
+        let listening = Listening::bind(&folder.path().join("s"), SockType::Stream, &0o600.into()).unwrap();
         let stopper = listening.stopper();
         std::thread::scope(|scope| {
             let accepting = scope.spawn(|| listening.accept().unwrap().is_none());
@@ -308,17 +356,18 @@ mod tests {
     fn sockets_from_systemd_are_found_by_name() {
         let folder = folder();
         let path = folder.path().join("s");
-        let mut made = Listening::bind(&path, SockType::SeqPacket, 0o600).unwrap();
+        let mut made = Listening::bind(&path, SockType::SeqPacket, &0o600.into()).unwrap();
         made.file = None;
         let store = Store::default();
         let given = || Inherited::from_pairs([("native".to_owned(), made.fd.try_clone().unwrap())]);
         let mut inherited = given();
         let mut sockets = Sockets { inherited: &mut inherited, store: &store };
-        let wrong = sockets.take_or_bind("native", &path, SockType::Stream, 0).unwrap_err().to_string();
+        let wrong =
+            sockets.take_or_bind("native", &path, SockType::Stream, &0.into()).unwrap_err().to_string();
         assert!(wrong.contains("native"), "{wrong}");
         let mut inherited = given();
         let mut sockets = Sockets { inherited: &mut inherited, store: &store };
-        let taken = sockets.take_or_bind("native", &path, SockType::SeqPacket, 0).unwrap();
+        let taken = sockets.take_or_bind("native", &path, SockType::SeqPacket, &0.into()).unwrap();
         drop(taken);
         assert!(path.exists(), "systemd's socket file stays");
         assert!(inherited.names("").is_empty());
@@ -326,17 +375,41 @@ mod tests {
     }
 
     #[test]
+    fn a_socket_gets_the_group_and_permissions_that_the_configuration_names() {
+        use std::os::unix::fs::MetadataExt;
+        let folder = folder();
+        let path = folder.path().join("s");
+        // Only root may give a file to a group that it is not in.
+        let other = if nix::unistd::geteuid().is_root() { Gid::from_raw(1) } else { Gid::effective() };
+        let group = Group::from_gid(other).unwrap().map(|group| group.name);
+        let access = Access { mode: 0o620, group };
+        let is = || std::fs::metadata(&path).map(|file| (file.mode() & 0o777, file.gid())).unwrap();
+        let mut before = Listening::bind(&path, SockType::Stream, &access).unwrap();
+        assert_eq!(is(), (0o620, other.as_raw()));
+        // The next keeper's configuration says something else.
+        before.file = None;
+        let store = Store::default();
+        let mut inherited = Inherited::from_pairs([("own-vm-a".to_owned(), before.fd.try_clone().unwrap())]);
+        let mut sockets = Sockets { inherited: &mut inherited, store: &store };
+        let _same = sockets.take_or_bind("vm-a", &path, SockType::Stream, &0o600.into()).unwrap();
+        assert_eq!(is(), (0o600, Gid::effective().as_raw()));
+        let nobody = Access { mode: 0o660, group: Some("no such group".to_owned()) };
+        let wrong = Listening::bind(&folder.path().join("t"), SockType::Stream, &nobody).unwrap_err();
+        assert!(wrong.to_string().contains("no group \"no such group\""), "{wrong}");
+    }
+
+    #[test]
     fn the_next_keeper_inherits_the_socket_unless_its_path_changed() {
         let folder = folder();
         let path = folder.path().join("s");
-        let mut before = Listening::bind(&path, SockType::Stream, 0o600).unwrap();
+        let mut before = Listening::bind(&path, SockType::Stream, &0o600.into()).unwrap();
         // An upgrade executes the next program, so nothing is dropped.
         before.file = None;
         let store = Store::default();
         let given = || Inherited::from_pairs([("own-status".to_owned(), before.fd.try_clone().unwrap())]);
         let mut inherited = given();
         let mut sockets = Sockets { inherited: &mut inherited, store: &store };
-        let mut same = sockets.take_or_bind("status", &path, SockType::Stream, 0o600).unwrap();
+        let mut same = sockets.take_or_bind("status", &path, SockType::Stream, &0o600.into()).unwrap();
         same.file = None;
         let client = std::os::unix::net::UnixStream::connect(&path).unwrap();
         assert!(same.accept().unwrap().is_some());
@@ -344,7 +417,7 @@ mod tests {
         let mut inherited = given();
         let mut sockets = Sockets { inherited: &mut inherited, store: &store };
         let other = folder.path().join("other");
-        let moved = sockets.take_or_bind("status", &other, SockType::Stream, 0o600).unwrap();
+        let moved = sockets.take_or_bind("status", &other, SockType::Stream, &0o600.into()).unwrap();
         std::os::unix::net::UnixStream::connect(&other).unwrap();
         assert!(moved.accept().unwrap().is_some());
     }

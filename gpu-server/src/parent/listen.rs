@@ -84,7 +84,7 @@ pub(super) fn addresses(all: &[Address]) -> String {
 }
 
 /// Where this server can probably be reached: what it listens at; for a wildcard address, this machine's name
-/// and each of its addresses.
+/// and each of its addresses, those of bridges last: other machines have the same ones for their own guests.
 pub(super) fn own_addresses(server: &Server) -> Vec<String> {
     let mut all = Vec::new();
     let mut add = |host: String, port| {
@@ -97,7 +97,8 @@ pub(super) fn own_addresses(server: &Server) -> Vec<String> {
         match address {
             Address::Tcp(host, port) if ["*", "::", "0.0.0.0"].contains(&host.as_str()) => {
                 add(host_name(), *port);
-                interface_addresses().into_iter().for_each(|host| add(host, *port));
+                let addresses = interface_addresses().into_iter().filter(|ip| is_within(host, *ip));
+                addresses.for_each(|ip| add(ip.to_string(), *port));
             }
             Address::Tcp(host, port) => add(host.clone(), *port),
             Address::Unix(_) => {}
@@ -106,16 +107,25 @@ pub(super) fn own_addresses(server: &Server) -> Vec<String> {
     all
 }
 
-/// The addresses of this machine's interfaces that others can use.
-fn interface_addresses() -> Vec<String> {
+/// Whether a socket that listens at this wildcard address takes connections to that one.
+fn is_within(wildcard: &str, address: IpAddr) -> bool {
+    wildcard != "0.0.0.0" || address.is_ipv4()
+}
+
+/// The addresses of this machine's interfaces that others can use, those of bridges last.
+fn interface_addresses() -> Vec<IpAddr> {
     let Ok(all) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let address = |interface: nix::ifaddrs::InterfaceAddress| {
         let address = interface.address?;
-        let v4 = address.as_sockaddr_in().map(|a| std::net::IpAddr::V4(a.ip()));
+        let v4 = address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
         let v6 = address.as_sockaddr_in6().map(|a| a.ip()).filter(|ip| !ip.is_unicast_link_local());
-        v4.or(v6.map(std::net::IpAddr::V6)).filter(|ip| !ip.is_loopback()).map(|ip| ip.to_string())
+        let ip = v4.or(v6.map(IpAddr::V6)).filter(|ip| !ip.is_loopback())?;
+        let is_bridge = Path::new("/sys/class/net").join(interface.interface_name).join("bridge").exists();
+        Some((is_bridge, ip))
     };
-    all.filter_map(address).collect()
+    let mut found: Vec<(bool, IpAddr)> = all.filter_map(address).collect();
+    found.sort_by_key(|(is_bridge, _)| *is_bridge);
+    found.into_iter().map(|(_, ip)| ip).collect()
 }
 
 /// The name under which a listening socket is kept for the next daemon.
@@ -157,12 +167,14 @@ pub(super) fn start(
         listeners.push(match address {
             Address::Unix(path) => Listener::Unix(bind_unix(server, path, 0o660, inherited, files)?),
             Address::Tcp(host, port) => {
-                let host = if host == "*" { "::" } else { host.as_str() };
+                let bind = |host: &str| TcpListener::bind((host, *port));
                 let listener = match inherited.remove(&kept_name(address)) {
-                    Some(kept) => TcpListener::from(kept),
-                    None => TcpListener::bind((host, *port))
-                        .with_context(|| format!("cannot listen at {address}"))?,
+                    Some(kept) => Ok(TcpListener::from(kept)),
+                    // The kernel may have no IPv6.
+                    None if host == "*" => bind("::").or_else(|_| bind("0.0.0.0")),
+                    None => bind(host),
                 };
+                let listener = listener.with_context(|| format!("cannot listen at {address}"))?;
                 server.succession.store.keep(&kept_name(address), &listener)?;
                 Listener::Tcp(listener)
             }
@@ -718,6 +730,19 @@ impl Greeter {
             }
             _ if self.server.options.insecure => Ok(Principal::of_address(&arrival.peer)),
             _ => Err("the server accepts no connection without TLS: join it with rgpuctl join and a token of rgpuctl enroll, and leave --insecure out; or start it with --insecure".into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_are_told_only_addresses_at_which_the_server_listens() {
+        let [v4, v6] = ["192.0.2.1", "2001:db8::1"].map(|text| text.parse::<IpAddr>().unwrap());
+        for (wildcard, reached) in [("0.0.0.0", [true, false]), ("::", [true; 2]), ("*", [true; 2])] {
+            assert_eq!([v4, v6].map(|address| is_within(wildcard, address)), reached, "{wildcard}");
         }
     }
 }

@@ -139,7 +139,7 @@ fn module() -> Finding {
     }
     Wrong(
         "the driver virtio_rgpu is not loaded".into(),
-        "modprobe virtio_rgpu; if there is no such module: apt install linux-headers-$(uname -r), then rgpu-guest-dkms, which builds it; dkms status shows whether it did".into(),
+        "modprobe virtio_rgpu; if there is no such module: apt install linux-headers-$(uname -r), or, if apt has none for this kernel, a newer kernel with its headers (linux-image-amd64 linux-headers-amd64) and restart; then rgpu-guest-dkms, which builds it; dkms status shows whether it did".into(),
     )
 }
 

@@ -239,7 +239,7 @@ fn unknown(members: &[Server], configuration: &str) -> Option<Finding> {
     (!missing.is_empty()).then(|| {
         Wrong(
             format!("vhost-rgpu does not know {}: jobs with GPUs there have no sessions", missing.join(", ")),
-            "add them to named_servers in [native] of /etc/rgpu/vhost-rgpu.toml, then systemctl restart vhost-rgpu".into(),
+            "add them to named_servers in [native] of /etc/rgpu/vhost-rgpu.toml, then systemctl reload vhost-rgpu".into(),
         )
     })
 }
@@ -256,7 +256,7 @@ fn socket(path: &Path) -> Option<Finding> {
                 mode & 0o777
             ),
             Some(
-                "add users to its group (rgpu), or systemctl edit vhost-rgpu.socket and set SocketMode=0666"
+                "add users to its group (rgpu), or systemctl edit vhost-rgpu.socket, set SocketMode=0666 in [Socket], and systemctl restart vhost-rgpu.socket, which ends sessions"
                     .into(),
             ),
         )

@@ -122,13 +122,15 @@ impl Held {
     }
 }
 
-/// Removes these packages, which keeps their settings, and then purges them. Nothing may be left of them.
-pub fn purge(machine: &Machine, names: &[&str], settings: &str, before: &BTreeSet<String>) -> Result<()> {
+/// Removes these packages, which keeps their settings (these files), and then purges them. Nothing may be left of them.
+pub fn purge(machine: &Machine, names: &[&str], settings: &[&str], before: &BTreeSet<String>) -> Result<()> {
     let names = names.join(" ");
     machine.check(&format!("apt-get remove -y {names}"), LONG)?;
     let left = machine.check("pgrep -l rgpu; lsmod | grep rgpu; ls /dev/rgpu* 2>/dev/null; true", LONG)?;
     ensure!(left.is_empty(), "these processes, modules and devices are left: {left}");
-    machine.check(&format!("ls -d {settings}"), LONG)?;
+    for file in settings {
+        machine.check(&format!("ls -d {file}"), LONG)?;
+    }
     machine.check(&format!("apt-get purge -y {names}"), LONG)?;
     let after = inventory(machine)?;
     let left: Vec<_> = after.difference(before).collect();

@@ -118,23 +118,23 @@ impl Keeper {
             .native
             .map(|native| {
                 let listening =
-                    sockets.take_or_bind("native", &native.socket, SockType::SeqPacket, native.mode)?;
+                    sockets.take_or_bind("native", &native.socket, SockType::SeqPacket, &native.access)?;
                 anyhow::Ok((native, listening))
             })
             .transpose()?;
         let mut vms = Vec::with_capacity(config.vms.len());
         for vm in config.vms {
             let listening =
-                sockets.take_or_bind(&format!("vm-{}", vm.name), &vm.socket, SockType::Stream, 0o660)?;
+                sockets.take_or_bind(&format!("vm-{}", vm.name), &vm.socket, SockType::Stream, &vm.access)?;
             vms.push((vm, listening));
         }
         let status = config
             .status
-            .map(|path| sockets.take_or_bind("status", &path, SockType::Stream, 0o660))
+            .map(|path| sockets.take_or_bind("status", &path, SockType::Stream, &0o660.into()))
             .transpose()?;
         let admin = config
             .admin
-            .map(|path| sockets.take_or_bind("admin", &path, SockType::Stream, 0o600))
+            .map(|path| sockets.take_or_bind("admin", &path, SockType::Stream, &0o600.into()))
             .transpose()?;
         let scraped = scrape::listen(&config.metrics, &mut sockets)?;
         if native.is_none() {

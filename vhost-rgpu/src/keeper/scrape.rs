@@ -36,7 +36,7 @@ pub fn listen(options: &Options, sockets: &mut Sockets<'_>) -> Result<Option<Uns
     let Some(place) = &options.listen else { return Ok(None) };
     let (listener, file) = match place {
         metrics::Place::Unix(path) => {
-            let listening = sockets.take_or_bind("metrics", path, SockType::Stream, 0o660)?;
+            let listening = sockets.take_or_bind("metrics", path, SockType::Stream, &0o660.into())?;
             let socket = listening.as_fd().try_clone_to_owned().context("duplicating a descriptor")?;
             (Listener::Unix(UnixListener::from(socket)), Some(listening))
         }

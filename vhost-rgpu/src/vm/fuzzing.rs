@@ -142,7 +142,7 @@ fn config() -> Vm {
         ..SessionConfig::new(Address::Unix(PathBuf::from("/fuzz")), "fuzz")
     };
     let servers = Servers::new(session, Vec::new(), Vec::new());
-    Vm { name: "fuzz".into(), socket: PathBuf::from("/fuzz"), servers, limits: LIMITS }
+    Vm { name: "fuzz".into(), socket: PathBuf::from("/fuzz"), access: 0o660.into(), servers, limits: LIMITS }
 }
 
 /// The smallest channel that there can be.
