@@ -427,7 +427,7 @@ pub struct Backing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
-    /// CUDA if there is a device, otherwise software
+    /// CUDA if there is an NVIDIA GPU, otherwise software
     Auto,
     /// NVIDIA's driver
     Cuda,

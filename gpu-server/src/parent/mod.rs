@@ -75,6 +75,7 @@ pub use self::host::server_name;
 use self::state::{Server, read_policy};
 use self::trust::Trust;
 use crate::config::Serve;
+use crate::driver;
 use crate::policy::Policy;
 
 #[cfg(fuzzing)]
@@ -118,6 +119,7 @@ fn reload(server: &Server) {
 pub fn main(mut options: Serve) -> anyhow::Result<()> {
     let mut inherited = Inherited::take();
     crate::log::start(&options.log);
+    let only_cuda = driver::present::settle(&mut options.worker.backing);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
     // Before signals are blocked, which the service would inherit. It ends with this function.
     let _service = options.mps.as_deref().map(mps::Service::start).transpose()?;
@@ -193,7 +195,8 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     while state.fatal.is_none() && !state.draining() {
         state = server.changed.wait(state).unwrap_or_else(|e| e.into_inner());
     }
-    if let Some(fatal) = state.fatal.clone() {
+    if let Some(mut fatal) = state.fatal.clone() {
+        only_cuda.iter().for_each(|why| fatal.extend(["; ", why]));
         bail!(fatal);
     }
     drop(state);
