@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
@@ -162,6 +163,9 @@ pub struct Serve {
     /// by default
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
+    /// The configuration file as it was read.
+    #[arg(skip)]
+    pub file: Option<Arc<File>>,
 }
 
 /// What clients need not send again.
@@ -435,6 +439,15 @@ pub enum Backend {
     Software,
 }
 
+impl Serve {
+    /// The options of the configuration file whose values have changed since it was read, and the file.
+    pub fn changed(&self) -> Result<Option<(&Path, Vec<String>)>, options::Error> {
+        let Some(before) = &self.file else { return Ok(None) };
+        let keys = File::read(before.path(), &[])?.differences(before);
+        Ok((!keys.is_empty()).then(|| (before.path(), keys)))
+    }
+}
+
 impl Arguments {
     /// Parses a command line and reads the configuration file that it names. An invalid command line ends the
     /// process with clap's message.
@@ -447,6 +460,7 @@ impl Arguments {
             let file = File::read(path, &[])?;
             let section = file.sections("").next().map(|section| (&file, section));
             arguments.serve = Layer { given: &given, section }.read()?;
+            arguments.serve.file = Some(Arc::new(file));
         }
         Ok(arguments)
     }

@@ -90,7 +90,8 @@ pub fn check(options: &Serve) -> anyhow::Result<Policy> {
 
 /// Reloads what the operator may change while the server runs: its key and certificates, and the rules for
 /// clients. If something is invalid, the old version stays in effect. Sessions of clients that may no longer
-/// have any are ended; others keep the limits with which they began.
+/// have any are ended; others keep the limits with which they began. Options stay as they are until the next
+/// daemon, and the log says which of them would be others.
 fn reload(server: &Server) {
     server.succession.store.reloading();
     server.audit.reopen();
@@ -107,6 +108,15 @@ fn reload(server: &Server) {
             let why = host_bridge::framing::with_causes(&e);
             tracing::error!("the rules for clients stay as they were: {why}");
         }
+    }
+    match server.options.changed() {
+        Ok(None) => {}
+        Ok(Some((path, keys))) => tracing::warn!(
+            "{} has changed since this daemon read it ({}), which a reload does not take over: rgpuctl upgrade does, under running sessions",
+            path.display(),
+            keys.join(", ")
+        ),
+        Err(e) => tracing::warn!("{}", host_bridge::framing::with_causes(&e)),
     }
     let (groups, clients) = server.policy().counts();
     let ended = ends::end_sessions(server, |principal, _| server.unwelcome(principal))
