@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use handover::Places;
 use host_bridge::endpoint::CompressUse;
 use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
@@ -187,6 +188,16 @@ pub struct Cache {
 }
 
 impl Cache {
+    /// Whether the store could be opened, if one is configured. A running daemon may have it open.
+    pub fn check(&self, places: &Places) -> anyhow::Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        let is_own = if folder.exists() { store::check_owner(folder) } else { Ok(()) };
+        let usable = is_own
+            .map_err(anyhow::Error::from)
+            .and_then(|()| places.folder(folder).map_err(anyhow::Error::msg));
+        usable.context("the cache (--cache)")
+    }
+
     /// Opens the store, if one is configured.
     pub fn open(&self) -> std::io::Result<Option<Store>> {
         let limits = store::Limits { client: self.client_limit, all: self.limit };

@@ -157,8 +157,9 @@ fn a_reload_names_the_options_that_it_does_not_take_over() {
 
 #[test]
 fn rules_are_checked_before_a_server_starts() {
-    let (_folder, path, flag) = rules("[[client]]\nname = \"a\"\ngroup = \"nobody\"\n");
-    let check = || Command::new(binary()).args([&flag, "--check-config"]).output().unwrap();
+    let (folder, path, flag) = rules("[[client]]\nname = \"a\"\ngroup = \"nobody\"\n");
+    let listen = format!("--listen=unix:{}", folder.path().join("server.sock").display());
+    let check = || Command::new(binary()).args([&flag, &listen, "--check-config"]).output().unwrap();
     let wrong = check();
     let said = String::from_utf8_lossy(&wrong.stderr).into_owned();
     assert!(

@@ -68,7 +68,7 @@ mod workers;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use handover::Inherited;
+use handover::{Inherited, Places};
 use nix::sys::signal::{SigSet, Signal};
 
 pub use self::host::server_name;
@@ -82,10 +82,22 @@ use crate::policy::Policy;
 pub use self::listen::fuzzing::handshake_any;
 pub(crate) use self::takeover::takes_over;
 
-/// Checks the options and what they name, and returns the rules for clients.
+/// Checks the options and what they name, and returns the rules for clients. Another daemon may be running
+/// with the same files and sockets, which stay as they are.
 pub fn check(options: &Serve) -> anyhow::Result<Policy> {
     options.metrics.check()?;
-    Ok(read_policy(options)?)
+    let policy = read_policy(options)?;
+    let places = Places::new();
+    listen::check(options, &places).map_err(anyhow::Error::msg)?;
+    if Trust::wanted(options) {
+        Trust::check(&options.identity, &places)?;
+    }
+    if let Some(path) = &options.audit_log {
+        audit::check(path, &places)?;
+    }
+    options.cache.check(&places)?;
+    swap::check(&options.worker.swap)?;
+    Ok(policy)
 }
 
 /// Reloads what the operator may change while the server runs: its key and certificates, and the rules for
