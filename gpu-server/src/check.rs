@@ -7,8 +7,10 @@ use crate::driver;
 use crate::driver::quota::Quota;
 
 /// Prints what it finds. Fails if nothing could be served.
-pub fn main(backing: &Backing) -> ExitCode {
+pub fn main(mut backing: Backing) -> ExitCode {
     crate::log::start("error");
+    let only_cuda = driver::present::settle(&mut backing);
+    let backing = &backing;
     println!("{}", crate::parent::server_name());
     if backing.backend != Backend::Software {
         match driver::cuda::report() {
@@ -42,6 +44,7 @@ pub fn main(backing: &Backing) -> ExitCode {
         }
         Err(e) => {
             println!("  cannot serve: {}", e.reason);
+            only_cuda.into_iter().for_each(|why| println!("  {why}"));
             ExitCode::FAILURE
         }
     }

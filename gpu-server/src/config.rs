@@ -3,9 +3,11 @@
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use handover::Places;
 use host_bridge::endpoint::CompressUse;
 use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
@@ -162,6 +164,9 @@ pub struct Serve {
     /// by default
     #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
+    /// The configuration file as it was read.
+    #[arg(skip)]
+    pub file: Option<Arc<File>>,
 }
 
 /// What clients need not send again.
@@ -183,6 +188,16 @@ pub struct Cache {
 }
 
 impl Cache {
+    /// Whether the store could be opened, if one is configured. A running daemon may have it open.
+    pub fn check(&self, places: &Places) -> anyhow::Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        let is_own = if folder.exists() { store::check_owner(folder) } else { Ok(()) };
+        let usable = is_own
+            .map_err(anyhow::Error::from)
+            .and_then(|()| places.folder(folder).map_err(anyhow::Error::msg));
+        usable.context("the cache (--cache)")
+    }
+
     /// Opens the store, if one is configured.
     pub fn open(&self) -> std::io::Result<Option<Store>> {
         let limits = store::Limits { client: self.client_limit, all: self.limit };
@@ -427,12 +442,21 @@ pub struct Backing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
-    /// CUDA if there is a device, otherwise software
+    /// CUDA if there is an NVIDIA GPU, otherwise software
     Auto,
     /// NVIDIA's driver
     Cuda,
     /// A GPU in software that runs PTX on the CPU
     Software,
+}
+
+impl Serve {
+    /// The options of the configuration file whose values have changed since it was read, and the file.
+    pub fn changed(&self) -> Result<Option<(&Path, Vec<String>)>, options::Error> {
+        let Some(before) = &self.file else { return Ok(None) };
+        let keys = File::read(before.path(), &[])?.differences(before);
+        Ok((!keys.is_empty()).then(|| (before.path(), keys)))
+    }
 }
 
 impl Arguments {
@@ -447,6 +471,7 @@ impl Arguments {
             let file = File::read(path, &[])?;
             let section = file.sections("").next().map(|section| (&file, section));
             arguments.serve = Layer { given: &given, section }.read()?;
+            arguments.serve.file = Some(Arc::new(file));
         }
         Ok(arguments)
     }

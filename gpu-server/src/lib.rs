@@ -65,7 +65,7 @@ fn run() -> anyhow::Result<ExitCode> {
     let arguments = config::Arguments::read(std::env::args_os())?;
     match &arguments.command {
         Some(config::Command::Worker(worker)) => worker::main(worker)?,
-        Some(config::Command::Check(options)) => return Ok(check::main(options)),
+        Some(config::Command::Check(options)) => return Ok(check::main(options.clone())),
         None if arguments.print_clients => print!("{}", policy::example()),
         None if arguments.common.print_config => print!("{}", config::example()),
         None if let Some(folder) = &arguments.common.write_manual => config::write_manual(folder)?,

@@ -145,9 +145,40 @@ fn a_client_that_gets_no_device_is_told_by_which_rule() {
 }
 
 #[test]
+fn a_reload_names_the_options_that_it_does_not_take_over() {
+    let (folder, rules, _) = rules("allow = false\n");
+    let file = folder.path().join("rgpu-server.toml");
+    std::fs::write(&file, "workers = 1\nmax_sessions = 9\n").unwrap();
+    let server = Server::start(&["--config", &file.display().to_string()]);
+    let reload = |times: usize| {
+        server.signal(Signal::SIGHUP);
+        until("it has read everything again", || server.log().matches("SIGHUP: read").count() == times);
+    };
+    reload(1);
+    assert!(!server.log().contains("has changed"), "{}", server.log());
+    // The operator switches the rules on, and reloads, but this daemon has no file of rules.
+    let text = format!("workers = 1\nclients = \"{}\"\n", rules.display());
+    std::fs::write(&file, text).unwrap();
+    reload(2);
+    let said = server.log();
+    assert!(
+        said.contains("rgpu-server.toml has changed") && said.contains("(clients, max_sessions)"),
+        "{said}"
+    );
+    assert!(said.contains("rgpuctl upgrade does"), "{said}");
+    LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+    // What it says is right.
+    assert_eq!(server.ask(serde_json::json!({ "upgrade": {} }))["error"], Value::Null);
+    until("the next daemon refuses everybody", || {
+        server.try_status().is_some() && refusal(&server).contains("clients.toml")
+    });
+}
+
+#[test]
 fn rules_are_checked_before_a_server_starts() {
-    let (_folder, path, flag) = rules("[[client]]\nname = \"a\"\ngroup = \"nobody\"\n");
-    let check = || Command::new(binary()).args([&flag, "--check-config"]).output().unwrap();
+    let (folder, path, flag) = rules("[[client]]\nname = \"a\"\ngroup = \"nobody\"\n");
+    let listen = format!("--listen=unix:{}", folder.path().join("server.sock").display());
+    let check = || Command::new(binary()).args([&flag, &listen, "--check-config"]).output().unwrap();
     let wrong = check();
     let said = String::from_utf8_lossy(&wrong.stderr).into_owned();
     assert!(

@@ -5,6 +5,7 @@
 
 mod support;
 
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::Command;
 
@@ -152,6 +153,48 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
     assert_eq!(row(&server, "local")["daemons_before"], 0);
     assert_eq!(service.manager.said(), ["READY=1", "RELOADING=1", "READY=1"]);
+}
+
+#[test]
+fn a_daemon_that_could_not_start_is_not_executed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let configure = |text: &str| std::fs::write(path("rgpu-server.toml"), text).unwrap();
+    configure("");
+    std::fs::write(path("data"), "data").unwrap();
+    std::fs::write(path("token"), "0123456789abcdef").unwrap();
+    std::fs::set_permissions(path("token"), PermissionsExt::from_mode(0o600)).unwrap();
+    let metrics = |port: u16| {
+        format!("[metrics]\nlisten = \"tcp:127.0.0.1:{port}\"\ntoken_file = \"{}\"\n", path("token"))
+    };
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let service = Service::new(&["--config", &path("rgpu-server.toml")]);
+    let server = service.start();
+    let mut local = LocalBridge::connect(&server.socket());
+    let upgrade = || server.ask(json!({ "upgrade": {} }));
+    for (text, why) in [
+        (format!("[swap]\nfolder = \"{}\"\n", path("data")), "in --swap-folder="),
+        (format!("[cache]\nfolder = \"{}\"\n", path("data/cache")), "the cache (--cache)"),
+        (format!("audit_log = \"{}\"\n", path("data/log")), "cannot write the audit log"),
+        (format!("[metrics]\nlisten = \"unix:{}\"\n", path("data")), "exists and is not a socket"),
+        (metrics(taken.local_addr().unwrap().port()), "Address already in use"),
+    ] {
+        configure(&text);
+        let answer = upgrade();
+        assert!(answer["error"].as_str().is_some_and(|error| error.contains(why)), "{why}: {answer}");
+        local.call(&SessionInfo {}).unwrap();
+        assert_eq!(row(&server, "local")["daemons_before"], 0);
+    }
+    assert_eq!(std::fs::read_to_string(path("data")).unwrap(), "data");
+    // Sockets of its own are no obstacle, also those that it does not hand over.
+    drop(taken);
+    configure(&metrics(free_port()));
+    for daemons in 1..3 {
+        let answer = upgrade();
+        assert_eq!(answer["upgrading"]["sessions"], 1, "{answer}");
+        until("the next program serves", || row(&server, "local")["daemons_before"] == daemons);
+        local.call(&SessionInfo {}).unwrap();
+    }
 }
 
 #[test]

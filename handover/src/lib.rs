@@ -24,7 +24,8 @@
 //!
 //! - [`inherited`]: the descriptors that a process gets at its start;
 //! - [`store`]: the descriptors that a process keeps for the next one;
-//! - [`program`]: checks whether another program can take over;
+//! - [`program`]: checks whether another program can take over; [`places`]: whether it could listen where its
+//!   configuration says, and write there;
 //! - [`text`]: a text that a process keeps for the next one;
 //! - [`clock`]: times that another process can use;
 //! - [`thread`]: threads that begin while the next program is being executed;
@@ -33,12 +34,14 @@
 pub mod admin;
 pub mod clock;
 mod inherited;
+mod places;
 mod program;
 mod store;
 mod text;
 mod thread;
 
 pub use inherited::Inherited;
+pub use places::Places;
 pub use program::can_take_over;
 pub use store::Store;
 pub use text::Text;

@@ -5,11 +5,12 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::VARIABLES;
+use crate::places::{LISTENS, listens};
 
 /// Checks whether a program accepts the configuration that these arguments name (the first is the program
 /// itself), and whether it understands what a daemon of this format has kept. For that, the program is run
 /// with the same arguments, `--check-config` and `--takes-over=FORMAT`. If it fails, also because it does not
-/// know these options, it must not be executed.
+/// know these options, it must not be executed. It [learns](crate::Places) where this process listens.
 ///
 /// # Errors
 /// The program's own error message.
@@ -19,6 +20,7 @@ pub fn can_take_over(program: &Path, arguments: &[OsString], format: u32) -> Res
     for variable in VARIABLES {
         command.env_remove(variable);
     }
+    command.env(LISTENS, listens());
     let output = command.output().map_err(|e| format!("cannot run {}: {e}", program.display()))?;
     if output.status.success() {
         return Ok(());

@@ -1,5 +1,6 @@
 //! A configuration file as sections of keys and values with their line numbers.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -76,6 +77,22 @@ impl File {
         }
         found.insert(0, root);
         Ok(File { path: path.to_owned(), sections: found })
+    }
+
+    /// The path that it was read from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The keys outside any section whose values differ from those of another version of the file.
+    pub fn differences(&self, other: &File) -> Vec<String> {
+        let values = |file: &File| -> BTreeMap<String, Vec<String>> {
+            let all = file.sections("").flat_map(|section| &section.values);
+            all.map(|value| (value.key.clone(), value.words.clone())).collect()
+        };
+        let (ours, theirs) = (values(self), values(other));
+        let keys: BTreeSet<&String> = ours.keys().chain(theirs.keys()).collect();
+        keys.into_iter().filter(|key| ours.get(*key) != theirs.get(*key)).cloned().collect()
     }
 
     /// The sections with this name, in the order of the file. There is always one section without a name.

@@ -571,6 +571,12 @@ fn keeper(machine: &Machine) -> Result<()> {
         ensure!(socket == "660 rgpu", "the socket of guest2 is {socket}");
         native(machine, "root", "vectorAdd")?;
     }
+    // A configuration that the next keeper could not serve, because the unit may not write there.
+    let section = "[[vm]]\\nname = \"other\"\\nsocket = \"/usr/other.sock\"\\nserver = \"unix:/x\"\\n";
+    let file = "/etc/rgpu/vhost-rgpu.toml";
+    machine.check(&format!("cp -p {file} /root/kept && printf '{section}' >>{file}"), LONG)?;
+    machine.check("! systemctl reload vhost-rgpu && systemctl is-active -q vhost-rgpu", LONG)?;
+    machine.check(&format!("mv /root/kept {file}"), LONG)?;
     ensure!(status(machine, "vhost-rgpu")?["sessions_lost"] == 0, "sessions were lost");
     held.finish(machine, "keeper")?;
     // The kills may be the only warnings so far.

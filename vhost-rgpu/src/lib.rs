@@ -93,10 +93,11 @@ fn run() -> Result<()> {
             access.gid().context("group")?;
         }
     }
-    if let (true, Some(format)) = (arguments.common.check_config, arguments.common.takes_over) {
-        return keeper::takeover::takes_over(format);
-    }
     if arguments.common.check_config {
+        if let Some(format) = arguments.common.takes_over {
+            keeper::takeover::takes_over(format)?;
+        }
+        sockets::check(&config)?;
         let vms: Vec<&str> = config.vms.iter().map(|vm| vm.name.as_str()).collect();
         let vms = if vms.is_empty() { "none".to_owned() } else { vms.join(", ") };
         let native = config.native.map_or("none".to_owned(), |native| native.socket.display().to_string());

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use handover::{Inherited, Store};
+use handover::{Inherited, Places, Store};
+use metrics::Place;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{
@@ -19,6 +20,8 @@ use nix::sys::socket::{
 };
 use nix::unistd::{Gid, Group, setfsgid};
 use thiserror::Error;
+
+use crate::config::Config;
 
 /// Why there is no listening socket.
 #[derive(Debug, Error)]
@@ -224,6 +227,21 @@ fn clear(path: &Path, kind: SockType) -> Result<(), SocketError> {
         // Connected, queue full, another type of socket, or not permitted: a process listens there.
         _ => Err(SocketError::InUse(path.to_owned())),
     }
+}
+
+/// Whether the keeper could listen where its configuration says. A keeper that has already begun to take over
+/// from another one has no way back.
+pub fn check(config: &Config) -> anyhow::Result<()> {
+    let places = Places::new();
+    let paths =
+        config.vms.iter().map(|vm| &vm.socket).chain(config.native.iter().map(|native| &native.socket));
+    let mut paths = paths.chain(&config.status).chain(&config.admin);
+    let metrics = match &config.metrics.listen {
+        Some(Place::Unix(path)) => places.unix(path),
+        Some(Place::Tcp(host, port)) => places.tcp(host, *port),
+        None => Ok(()),
+    };
+    paths.try_for_each(|path| places.unix(path)).and(metrics).map_err(anyhow::Error::msg)
 }
 
 /// Prefix of names of listening sockets that the previous keeper created.

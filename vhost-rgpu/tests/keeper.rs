@@ -290,6 +290,74 @@ fn a_program_that_cannot_take_over_is_not_executed() {
     assert!(ask(&daemon, &json!({ "nonsense": {} }))["error"].is_string());
 }
 
+/// The section of a virtual machine with this socket.
+fn section(name: &str, socket: &std::path::Path, server: &TcpServer) -> String {
+    let (socket, server) = (socket.display(), &server.config.server);
+    format!("[[vm]]\nname = \"{name}\"\nsocket = \"{socket}\"\nserver = \"{server}\"\n")
+}
+
+#[test]
+fn a_configuration_whose_sockets_cannot_be_made_is_not_taken_over() {
+    let (server, folder) = (TcpServer::start(), Arc::new(tempfile::tempdir().unwrap()));
+    let good = section("vm", &folder.path().join("vm.sock"), &server);
+    let daemon = Daemon::configured(&folder, &good);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    std::fs::write(daemon.path("data"), "data").unwrap();
+    let _other = std::os::unix::net::UnixListener::bind(daemon.path("other")).unwrap();
+    let long = "x".repeat(108);
+    let bad = [
+        ("data/vm2.sock", "is not a folder"),
+        (&long, "107 bytes"),
+        ("data", "is not a socket"),
+        ("other", "another process does already"),
+    ];
+    for (refused, (socket, why)) in bad.into_iter().enumerate() {
+        let more = section("vm2", &daemon.path(socket), &server);
+        std::fs::write(daemon.path("vhost-rgpu.toml"), format!("{good}{more}")).unwrap();
+        daemon.signal(Signal::SIGUSR2);
+        eventually(|| daemon.log().matches("not upgraded: ").count() == refused + 1);
+        assert!(daemon.log().contains(why), "{}", daemon.log());
+        channel.synchronize();
+    }
+    // With one that can be made, both are served.
+    let more = section("vm2", &daemon.path("vm2.sock"), &server);
+    std::fs::write(daemon.path("vhost-rgpu.toml"), format!("{good}{more}")).unwrap();
+    daemon.upgrade();
+    channel.synchronize();
+    Guest::at_socket(&daemon.path("vm2.sock")).create(0).synchronize();
+}
+
+#[test]
+fn a_socket_that_cannot_be_made_ends_no_guest() {
+    let (server, folder) = (TcpServer::start(), Arc::new(tempfile::tempdir().unwrap()));
+    let manager = Manager::new();
+    let start = |file: &str| Daemon::kept_configured(&manager, &folder, file);
+    let path = |name: &str| folder.path().join(name);
+    let good = section("vm", &path("vm.sock"), &server);
+    let mut daemon = start(&good);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    std::fs::write(path("data"), "data").unwrap();
+    let bad = path("data/socket");
+    let (bad, shown) = (bad.as_path(), bad.display());
+    let files = [
+        good.clone() + &section("other", bad, &server),
+        section("vm", bad, &server),
+        format!("{good}[admin]\nsocket = \"{shown}\"\n[metrics]\nlisten = \"unix:{shown}\"\n"),
+    ];
+    for (replaced, file) in files.iter().enumerate() {
+        // What a guest's last message was is known when the daemon has answered it.
+        guest.settle();
+        eventually(|| manager.record("guest-vm-record", RECORD).is_some_and(|r| r["words"]["busy"] == false));
+        daemon.end(Signal::SIGKILL);
+        daemon = start(file);
+        assert!(daemon.log().contains("serving without this socket"), "{}", daemon.log());
+        channel.synchronize();
+        assert_eq!(daemon.number("keepers_before"), replaced as u64 + 1);
+    }
+}
+
 #[test]
 fn an_upgrade_whose_program_is_gone_after_its_check_loses_nothing() {
     let server = TcpServer::start();

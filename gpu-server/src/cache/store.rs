@@ -140,14 +140,11 @@ fn unhex(text: &str) -> Option<Hash> {
 
 /// Creates a folder that only this user can look into, unless it exists.
 fn make_folder(folder: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(0o700).create(folder) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
-        _ => Ok(()),
-    }
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
-/// Locks the folder for this process.
-fn lock_folder(folder: &Path) -> io::Result<File> {
+/// Whether others have no access to this folder.
+pub fn check_owner(folder: &Path) -> io::Result<()> {
     let about = fs::metadata(folder)?;
     if about.uid() != nix::unistd::geteuid().as_raw() || about.mode() & 0o077 != 0 {
         return Err(io::Error::other(format!(
@@ -155,6 +152,12 @@ fn lock_folder(folder: &Path) -> io::Result<File> {
             folder.display()
         )));
     }
+    Ok(())
+}
+
+/// Locks the folder for this process.
+fn lock_folder(folder: &Path) -> io::Result<File> {
+    check_owner(folder)?;
     let file =
         OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(folder.join(LOCK))?;
     let deadline = Instant::now() + LOCKED_WITHIN;

@@ -9,6 +9,7 @@
 //! - [`backend`]: what a worker runs its session on; [`call`]: one command that is being executed, and
 //!   answers that are given later;
 //! - [`session`]: each operation, implemented once: what the client has made, and what it may do with it;
+//! - [`present`]: whether there is an NVIDIA GPU;
 //! - [`gpu`]: what the session needs from a GPU, documented as a contract; [`cuda`] and [`software`]
 //!   implement it and contain only what differs;
 //! - [`quota`]: the owner of the session's memory limits;
@@ -35,6 +36,7 @@ pub mod ids;
 pub mod nvml;
 pub mod output;
 pub mod parts;
+pub mod present;
 pub mod quota;
 pub mod ranges;
 pub mod rows;

@@ -21,6 +21,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use handover::Places;
 use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -188,6 +189,18 @@ pub(super) fn hex(token: &[u8]) -> String {
 
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o640).open(path)
+}
+
+/// Whether the log could be opened. Does not create it.
+pub(super) fn check(path: &Path, places: &Places) -> anyhow::Result<()> {
+    let folder = path.parent().filter(|folder| folder.is_dir());
+    let checked = match (OpenOptions::new().append(true).open(path), folder) {
+        (Err(e), Some(folder)) if e.kind() == io::ErrorKind::NotFound => {
+            places.folder(folder).map_err(anyhow::Error::msg)
+        }
+        (opened, _) => opened.map(drop).map_err(anyhow::Error::from),
+    };
+    checked.with_context(|| format!("cannot write the audit log {}", path.display()))
 }
 
 struct Writer {

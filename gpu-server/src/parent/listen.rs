@@ -23,14 +23,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Read};
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use handover::Inherited;
+use handover::{Inherited, Places};
 use host_bridge::framing::Address;
 use identity::tls::session_of;
 use metrics::Place;
@@ -48,6 +48,7 @@ use super::host::host_name;
 use super::refusals::Reason;
 use super::state::Server;
 use super::trust::Principal;
+use crate::config::Serve;
 
 /// How long a client may take for its first message. With TLS it takes four trips to the server.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
@@ -156,6 +157,26 @@ pub(super) fn drop_others(server: &Server, inherited: &mut Inherited) {
     }
 }
 
+/// Whether the daemon could listen wherever its options say.
+pub(super) fn check(options: &Serve, places: &Places) -> Result<(), String> {
+    let mut paths = options.admin_socket.iter().chain(&options.status_socket);
+    paths.try_for_each(|path| places.unix(path))?;
+    match &options.metrics.listen {
+        Some(Place::Unix(path)) => places.unix(path)?,
+        Some(Place::Tcp(host, port)) => places.tcp(host, *port)?,
+        None => {}
+    }
+    options.listen.iter().try_for_each(|address| match address {
+        Address::Unix(path) => places.unix(path),
+        Address::Tcp(host, port) => bind_to(host, |host| places.tcp(host, *port)),
+    })
+}
+
+/// Binds to a host, for "*" to all addresses of this machine. Its kernel may have no IPv6.
+fn bind_to<T, E>(host: &str, bind: impl Fn(&str) -> Result<T, E>) -> Result<T, E> {
+    if host == "*" { bind("::").or_else(|_| bind("0.0.0.0")) } else { bind(host) }
+}
+
 /// Opens every listening socket and starts the thread that accepts from them.
 pub(super) fn start(
     server: &Arc<Server>,
@@ -170,9 +191,7 @@ pub(super) fn start(
                 let bind = |host: &str| TcpListener::bind((host, *port));
                 let listener = match inherited.remove(&kept_name(address)) {
                     Some(kept) => Ok(TcpListener::from(kept)),
-                    // The kernel may have no IPv6.
-                    None if host == "*" => bind("::").or_else(|_| bind("0.0.0.0")),
-                    None => bind(host),
+                    None => bind_to(host, bind),
                 };
                 let listener = listener.with_context(|| format!("cannot listen at {address}"))?;
                 server.succession.store.keep(&kept_name(address), &listener)?;
@@ -208,7 +227,10 @@ pub(super) fn bind_unix(
         std::fs::create_dir_all(folder)
             .with_context(|| format!("cannot create the folder {}", folder.display()))?;
     }
-    if path.exists() {
+    if let Ok(file) = path.symlink_metadata() {
+        if !file.file_type().is_socket() {
+            anyhow::bail!("cannot listen at {}: exists and is not a socket", path.display());
+        }
         if UnixStream::connect(path).is_ok() {
             anyhow::bail!("cannot listen at {}: another process does already", path.display());
         }

@@ -68,28 +68,42 @@ mod workers;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use handover::Inherited;
+use handover::{Inherited, Places};
 use nix::sys::signal::{SigSet, Signal};
 
 pub use self::host::server_name;
 use self::state::{Server, read_policy};
 use self::trust::Trust;
 use crate::config::Serve;
+use crate::driver;
 use crate::policy::Policy;
 
 #[cfg(fuzzing)]
 pub use self::listen::fuzzing::handshake_any;
 pub(crate) use self::takeover::takes_over;
 
-/// Checks the options and what they name, and returns the rules for clients.
+/// Checks the options and what they name, and returns the rules for clients. Another daemon may be running
+/// with the same files and sockets, which stay as they are.
 pub fn check(options: &Serve) -> anyhow::Result<Policy> {
     options.metrics.check()?;
-    Ok(read_policy(options)?)
+    let policy = read_policy(options)?;
+    let places = Places::new();
+    listen::check(options, &places).map_err(anyhow::Error::msg)?;
+    if Trust::wanted(options) {
+        Trust::check(&options.identity, &places)?;
+    }
+    if let Some(path) = &options.audit_log {
+        audit::check(path, &places)?;
+    }
+    options.cache.check(&places)?;
+    swap::check(&options.worker.swap)?;
+    Ok(policy)
 }
 
 /// Reloads what the operator may change while the server runs: its key and certificates, and the rules for
 /// clients. If something is invalid, the old version stays in effect. Sessions of clients that may no longer
-/// have any are ended; others keep the limits with which they began.
+/// have any are ended; others keep the limits with which they began. Options stay as they are until the next
+/// daemon, and the log says which of them would be others.
 fn reload(server: &Server) {
     server.succession.store.reloading();
     server.audit.reopen();
@@ -107,6 +121,15 @@ fn reload(server: &Server) {
             tracing::error!("the rules for clients stay as they were: {why}");
         }
     }
+    match server.options.changed() {
+        Ok(None) => {}
+        Ok(Some((path, keys))) => tracing::warn!(
+            "{} has changed since this daemon read it ({}), which a reload does not take over: rgpuctl upgrade does, under running sessions",
+            path.display(),
+            keys.join(", ")
+        ),
+        Err(e) => tracing::warn!("{}", host_bridge::framing::with_causes(&e)),
+    }
     let (groups, clients) = server.policy().counts();
     let ended =
         ends::end_sessions(server, |principal, _| server.ousted(principal)) + leases::end_unwelcome(server);
@@ -118,6 +141,7 @@ fn reload(server: &Server) {
 pub fn main(mut options: Serve) -> anyhow::Result<()> {
     let mut inherited = Inherited::take();
     crate::log::start(&options.log);
+    let only_cuda = driver::present::settle(&mut options.worker.backing);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
     // Before signals are blocked, which the service would inherit. It ends with this function.
     let _service = options.mps.as_deref().map(mps::Service::start).transpose()?;
@@ -193,7 +217,8 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     while state.fatal.is_none() && !state.draining() {
         state = server.changed.wait(state).unwrap_or_else(|e| e.into_inner());
     }
-    if let Some(fatal) = state.fatal.clone() {
+    if let Some(mut fatal) = state.fatal.clone() {
+        only_cuda.iter().for_each(|why| fatal.extend(["; ", why]));
         bail!(fatal);
     }
     drop(state);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
+use clap::ValueEnum;
 use sandbox::{Command, Process, Report};
 
 use super::mps;
@@ -13,7 +14,7 @@ use super::state::{Server, State};
 use super::takeover::kept;
 use super::watch::{describe, start_watching};
 use super::workers::{Managed, Worker};
-use crate::config::Serve;
+use crate::config::{Backend, Serve, WorkerOptions};
 use crate::worker_protocol::{self, FromWorker, Kind, ToWorker};
 
 /// Device memory for a context in bytes, with a margin. It is 530 MiB on an H100.
@@ -125,8 +126,7 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
     let alive = process.alive().map(|alive| alive.try_clone_to_owned()).transpose();
     let alive = alive.context("duplicating a descriptor")?;
     let worker = Arc::new(Worker::new(ours, &process, kept::describe(&process), alive));
-    let mut options = server.options.worker.clone();
-    {
+    let options = {
         let mut state = server.lock();
         let well = state.well(&server.options).filter(|_| kind == Kind::Gpu);
         // The last healthy device may have failed meanwhile.
@@ -135,8 +135,8 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
         if state.stopped() || outdated {
             worker.kill();
         }
-        options.backing.devices = well.unwrap_or(options.backing.devices);
-    }
+        for_worker(&state, &server.options.worker, well)
+    };
     if let Err(e) = start_watching(server, &worker, process) {
         // No thread would notice its end. Dropping its process has killed it.
         server.lock().workers.remove(&worker.pid());
@@ -146,6 +146,17 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
     // The watcher notices when the worker is gone.
     let _ = worker.send(&prepare, &[]);
     Ok(())
+}
+
+/// The options of a new worker. `well`: the healthy devices, if some are not.
+fn for_worker(state: &State, options: &WorkerOptions, well: Option<Vec<u32>>) -> WorkerOptions {
+    let mut options = options.clone();
+    options.backing.devices = well.unwrap_or(options.backing.devices);
+    // `auto` is decided once. If NVIDIA's driver fails later, for example because it was replaced, a worker
+    // says so instead of serving a GPU in software.
+    let first = state.serving.as_ref().and_then(|(backend, _)| Backend::from_str(backend, false).ok());
+    options.backing.backend = first.unwrap_or(options.backing.backend);
+    options
 }
 
 fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Process> {
@@ -266,6 +277,20 @@ pub(super) mod tests {
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0);
         waiting(&mut state, 3, Kind::Gpu);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 3);
+    }
+
+    #[test]
+    fn later_workers_use_the_backend_of_the_first() {
+        let (mut state, options) = (State::default(), options(&["--devices=0,1"]).worker);
+        let chosen = |state: &State| {
+            let chosen = for_worker(state, &options, Some(vec![1])).backing;
+            (chosen.backend, chosen.devices)
+        };
+        assert_eq!(chosen(&state), (Backend::Auto, vec![1]));
+        for (name, backend) in [("cuda", Backend::Cuda), ("software", Backend::Software)] {
+            state.serving = Some((name.into(), Vec::new()));
+            assert_eq!(chosen(&state), (backend, vec![1]));
+        }
     }
 
     #[test]

@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use anyhow::Context;
 use handover::Inherited;
-use host_bridge::framing::Address;
 use protocol::Status;
 
 use super::asks::waiting::Asks;
@@ -138,8 +137,7 @@ impl State {
 
 impl Server {
     pub(super) fn new(options: Serve, inherited: &mut Inherited) -> anyhow::Result<Server> {
-        let network = options.listen.iter().any(|address| matches!(address, Address::Tcp(..)));
-        let trust = if network && !options.insecure { Some(Trust::open(&options)?) } else { None };
+        let trust = if Trust::wanted(&options) { Some(Trust::open(&options)?) } else { None };
         let policy = Mutex::new(Arc::new(read_policy(&options)?));
         let audit = Audit::open(options.audit_log.as_deref())?;
         let sockets = options.mps.as_deref().map(mps::sockets);

@@ -31,15 +31,19 @@ use crate::worker_protocol::{Kind, MemoryOrder, ToWorker};
 /// Memory of an NVIDIA device that stays free.
 const RESERVE: u64 = 1 << 30;
 
+/// Whether memory can be moved to files, if the options ask for that.
+pub(super) fn check(swap: &Swap) -> anyhow::Result<()> {
+    let Some(folder) = &swap.folder else { return Ok(()) };
+    file(folder).map(drop).with_context(|| format!("making a file in --swap-folder={}", folder.display()))
+}
+
 /// Starts moving device memory, if the options ask for it. Called before any session begins.
 pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
     let Swap { memory, folder, residency_ms, .. } = &server.options.worker.swap;
     if !server.options.worker.swap.on() {
         return Ok(());
     }
-    if let Some(folder) = folder {
-        file(folder).with_context(|| format!("making a file in --swap-folder={}", folder.display()))?;
-    }
+    check(&server.options.worker.swap)?;
     let rules = Rules {
         residency: u64::from(*residency_ms) * 1_000_000,
         memory: *memory,

@@ -28,6 +28,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use handover::{Inherited, clock};
 use sandbox::Process;
 use serde::Deserialize;
@@ -41,6 +42,7 @@ use super::state::{Server, State};
 use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
 use super::{ends, leases};
+use crate::config::Backend;
 use crate::cuda_ipc::origin;
 use crate::shared_event;
 use crate::worker_protocol::{FORMAT, Kind, Shared, ToWorker, Token};
@@ -88,9 +90,14 @@ fn note_gone(server: &Server, worker: u32, Gone { saved, why }: Gone) {
 pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
     let store = &server.succession.store;
     // A new record has no text.
-    if let Ok(saved) = server.succession.record.read::<SavedDaemon>()
+    if let Ok(mut saved) = server.succession.record.read::<SavedDaemon>()
         && saved.format == FORMAT
     {
+        // The operator may have chosen another backend meanwhile.
+        let chosen = server.options.worker.backing.backend;
+        saved.serving.take_if(|(backend, _)| {
+            chosen != Backend::Auto && Backend::from_str(backend, false) != Ok(chosen)
+        });
         server.lock().restore(saved);
     }
     server.lock().save_daemon(&server.succession, true);

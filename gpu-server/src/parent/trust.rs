@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
+use handover::Places;
+use host_bridge::framing::Address;
 use identity::principals::{EnrollError, JoinError, now};
 use identity::{Authority, Fingerprint, Identity, Principals, Secret, tls};
 use nix::sys::socket::getsockopt;
@@ -127,6 +129,21 @@ impl Trust {
         let files = Mutex::new(Arc::new(Files::with(identity, &folder)?));
         let principals = Mutex::new(Principals::open(&folder)?);
         Ok(Trust { folder, files, principals })
+    }
+
+    /// Whether the options ask for TLS.
+    pub(super) fn wanted(options: &Serve) -> bool {
+        !options.insecure && options.listen.iter().any(|address| matches!(address, Address::Tcp(..)))
+    }
+
+    /// Whether the key and the certificates in this folder can be used, or a key can be created there.
+    pub(super) fn check(folder: &Path, places: &Places) -> anyhow::Result<()> {
+        match Identity::load(folder).context("this server's key (--identity)")? {
+            Some(identity) => Files::with(identity, folder).map(drop),
+            None => {
+                places.folder(folder).map_err(anyhow::Error::msg).context("this server's key (--identity)")
+            }
+        }
     }
 
     /// Reloads the key, the certificates and the lists of revoked ones, all or none of them. Returns whether

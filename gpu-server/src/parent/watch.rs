@@ -125,7 +125,8 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 }
             },
             FromWorker::Failed { reason, full } => {
-                let first = state.serving.is_none();
+                // Sessions of a previous daemon may go on without new ones.
+                let first = state.serving.is_none() && state.sessions.is_empty();
                 if let Some(kind) = state.starting(pid) {
                     tracing::error!(worker = pid, "a worker cannot start: {reason}");
                     if first && kind == Kind::Gpu {
@@ -286,7 +287,13 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
         FromWorker::Ready { backend, devices, .. } => {
             clean(backend);
             devices.iter_mut().for_each(clean);
-            Ok(())
+            match &state.serving {
+                // What the daemon says of its devices, to clients and to operators, would be wrong.
+                Some((serving, _)) if serving != backend => {
+                    Err(format!("serves devices with {backend}, and not with {serving} like those before it"))
+                }
+                _ => Ok(()),
+            }
         }
         FromWorker::Failed { reason, .. } => {
             clean(reason);
@@ -500,6 +507,20 @@ mod tests {
         assert!(become_ready(&mut state, &worker).is_err());
         assert!(become_ready(&mut state, &Worker::fake(8)).is_err());
         assert_eq!((state.gpu.starting, state.gpu.idle.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_server_that_has_served_cuda_does_not_take_a_worker_that_serves_in_software() {
+        let mut state = State::default();
+        starting_worker(&mut state, 7, Kind::Gpu);
+        let ready = |state: &State, backend: &str| {
+            let (backend, devices, key) = (backend.into(), Vec::new(), identity::Fingerprint([0; 32]));
+            check(state, 7, &mut FromWorker::Ready { backend, devices, free: None, key })
+        };
+        assert_eq!(ready(&state, "software"), Ok(()), "the first one decides");
+        state.serving = Some(("cuda".into(), vec!["NVIDIA H100".into()]));
+        assert_eq!(ready(&state, "cuda"), Ok(()));
+        assert!(ready(&state, "software").unwrap_err().contains("software"));
     }
 
     #[test]

@@ -207,7 +207,7 @@ fn kvm() -> Finding {
 fn gpu() -> Finding {
     if !Path::new("/dev/nvidiactl").exists() {
         return Note(
-            "there is no NVIDIA GPU with a loaded driver; without one, rgpu-server serves a GPU in software"
+            "there is no NVIDIA GPU with a loaded driver; a machine without an NVIDIA GPU can serve one in software"
                 .into(),
             None,
         );

@@ -26,6 +26,7 @@ mod vm;
 
 use std::ffi::OsString;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -105,6 +106,18 @@ pub fn run(config: Config, arguments: Vec<OsString>, source: Option<Source>) -> 
     started
 }
 
+/// Leaves out a socket that cannot be made if there was a keeper before (`goes_on`): its guests and programs
+/// continue whatever is wrong with that.
+fn or_without<T>(goes_on: bool, made: Result<T, impl Into<anyhow::Error>>) -> Result<Option<T>> {
+    match made.map_err(Into::into) {
+        Err(e) if goes_on => {
+            tracing::error!("{e:#}; serving without this socket");
+            Ok(None)
+        }
+        made => made.map(Some),
+    }
+}
+
 impl Keeper {
     fn start(&mut self, config: Config, inherited: &mut Inherited) -> Result<()> {
         let (succession, store) = (self.succession.clone(), self.succession.store.clone());
@@ -113,30 +126,29 @@ impl Keeper {
         let before: Vec<_> = names.iter().map(|name| Predecessor::find(&store, name, inherited)).collect();
         Predecessor::drop_others(&store, inherited);
         let mut sockets = Sockets { inherited, store: &store };
+        let goes_on = succession.keepers_before() > 0;
         // The status socket is created last, so that a client that reaches it finds the others listening.
         let native = config
             .native
             .map(|native| {
                 let listening =
-                    sockets.take_or_bind("native", &native.socket, SockType::SeqPacket, &native.access)?;
-                anyhow::Ok((native, listening))
+                    sockets.take_or_bind("native", &native.socket, SockType::SeqPacket, &native.access);
+                anyhow::Ok((native, or_without(goes_on, listening)?))
             })
             .transpose()?;
         let mut vms = Vec::with_capacity(config.vms.len());
         for vm in config.vms {
             let listening =
-                sockets.take_or_bind(&format!("vm-{}", vm.name), &vm.socket, SockType::Stream, &vm.access)?;
-            vms.push((vm, listening));
+                sockets.take_or_bind(&format!("vm-{}", vm.name), &vm.socket, SockType::Stream, &vm.access);
+            vms.push((vm, or_without(goes_on, listening)?));
         }
-        let status = config
-            .status
-            .map(|path| sockets.take_or_bind("status", &path, SockType::Stream, &0o660.into()))
-            .transpose()?;
-        let admin = config
-            .admin
-            .map(|path| sockets.take_or_bind("admin", &path, SockType::Stream, &0o600.into()))
-            .transpose()?;
-        let scraped = scrape::listen(&config.metrics, &mut sockets)?;
+        let mut optional = |name, path: Option<PathBuf>, mode: u32| {
+            let made = path.map(|path| sockets.take_or_bind(name, &path, SockType::Stream, &mode.into()));
+            made.map_or(Ok(None), |made| or_without(goes_on, made))
+        };
+        let status = optional("status", config.status, 0o660)?;
+        let admin = optional("admin", config.admin, 0o600)?;
+        let scraped = or_without(goes_on, scrape::listen(&config.metrics, &mut sockets))?.flatten();
         if native.is_none() {
             native::drop_others(&store, sockets.inherited);
         }
@@ -147,8 +159,10 @@ impl Keeper {
                 native::Server::new(config, self.processes.clone(), self.own.clone(), succession.clone());
             self.native = Some(server.clone());
             server.take_over(sockets.inherited);
-            self.stoppers.push(listening.stopper());
-            self.spawn("native", move || server.serve(&listening))?;
+            if let Some(listening) = listening {
+                self.stoppers.push(listening.stopper());
+                self.spawn("native", move || server.serve(&listening))?;
+            }
         }
         sockets.drop_others();
         for ((config, listening), before) in vms.into_iter().zip(before) {
@@ -161,8 +175,8 @@ impl Keeper {
             let (processes, own) = (self.processes.clone(), self.own.clone());
             let server = vm::Server::new(config, processes, own, succession.clone()).context("an eventfd")?;
             self.vms.push(server.clone());
-            self.stoppers.push(listening.stopper());
-            self.spawn("vm", move || server.serve(&listening, before))?;
+            self.stoppers.extend(listening.as_ref().map(Listening::stopper));
+            self.spawn("vm", move || server.serve(listening.as_ref(), before))?;
         }
         if let Some(listening) = admin {
             let (processes, own, succession) = (self.processes.clone(), self.own.clone(), succession.clone());

@@ -91,8 +91,8 @@ impl Server {
     }
 
     /// Serves one VMM after another until [`stop`](Self::stop) is called and the socket is stopped. The first
-    /// is the previous keeper's, if it had one.
-    pub fn serve(&self, listening: &Listening, before: Option<Predecessor>) {
+    /// is the previous keeper's, if it had one, and the only one without a socket.
+    pub fn serve(&self, listening: Option<&Listening>, before: Option<Predecessor>) {
         let name = &self.config.name;
         let failed = |e: anyhow::Error| {
             tracing::error!("vm {name}: {e:#}");
@@ -103,9 +103,10 @@ impl Server {
             let stays = self.succession.stays();
             self.take_over(before, stays).unwrap_or_else(failed);
         }
-        while let Some((vmm, stays)) =
+        let accept = |listening: &Listening| {
             listening.accept_patiently(&format!("vm {name}"), || self.succession.stays())
-        {
+        };
+        while let Some((vmm, stays)) = listening.and_then(accept) {
             if self.stopping.load(Ordering::SeqCst) {
                 return;
             }

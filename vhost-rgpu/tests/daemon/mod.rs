@@ -59,9 +59,17 @@ impl Daemon {
 
     /// Starts a daemon with this configuration file in `folder`, and waits until it serves.
     pub fn configured(folder: &Arc<tempfile::TempDir>, file: &str) -> Daemon {
+        Daemon::configured_by(Command::new(BINARY), folder, file)
+    }
+
+    /// The same under a service manager.
+    pub fn kept_configured(manager: &Manager, folder: &Arc<tempfile::TempDir>, file: &str) -> Daemon {
+        Daemon::configured_by(manager.command(BINARY), folder, file)
+    }
+
+    fn configured_by(mut command: Command, folder: &Arc<tempfile::TempDir>, file: &str) -> Daemon {
         let path = folder.path().join("vhost-rgpu.toml");
         std::fs::write(&path, file).unwrap();
-        let mut command = Command::new(BINARY);
         command.arg("--insecure").arg("--config").arg(path);
         Daemon(test_kit::daemon::Daemon::spawn(&mut command, folder).ready())
     }

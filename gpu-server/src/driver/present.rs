@@ -1,0 +1,66 @@
+//! Whether this machine has an NVIDIA GPU, whatever its driver says.
+
+use std::path::Path;
+
+use crate::config::{Backend, Backing};
+
+/// Where Linux lists PCI devices, one folder each.
+const PCI: &str = "/sys/bus/pci/devices";
+
+/// Decides that `auto` means CUDA if this machine has an NVIDIA GPU: one whose driver fails must not be
+/// replaced by a GPU in software, which is a thousand times slower and which nobody asked for. Without one,
+/// the first worker decides. Returns what to tell the operator if CUDA then cannot be used.
+pub fn settle(backing: &mut Backing) -> Option<String> {
+    settle_in(backing, Path::new(PCI))
+}
+
+fn settle_in(backing: &mut Backing, pci: &Path) -> Option<String> {
+    if backing.backend != Backend::Auto {
+        return None;
+    }
+    let gpu = nvidia_gpu(pci)?;
+    backing.backend = Backend::Cuda;
+    Some(format!(
+        "this machine has an NVIDIA GPU (PCI {gpu}), so --backend=auto serves none in software; --backend=software does"
+    ))
+}
+
+/// The address of the first NVIDIA GPU below this folder.
+fn nvidia_gpu(pci: &Path) -> Option<String> {
+    let is = |folder: &Path, file: &str, begins: &str| {
+        std::fs::read_to_string(folder.join(file)).is_ok_and(|text| text.starts_with(begins))
+    };
+    let devices = std::fs::read_dir(pci).ok()?.flatten().map(|entry| entry.path());
+    // Display controllers only: NVIDIA also makes network adapters and bridges.
+    let gpus = devices.filter(|device| is(device, "vendor", "0x10de") && is(device, "class", "0x03"));
+    gpus.filter_map(|gpu| Some(gpu.file_name()?.to_string_lossy().into_owned())).min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Serve;
+
+    #[test]
+    fn auto_means_cuda_where_there_is_an_nvidia_gpu() {
+        let folder = tempfile::tempdir().unwrap();
+        let settled = |flags: &[&str]| {
+            let mut backing = Serve::from_flags(flags).worker.backing;
+            let why = settle_in(&mut backing, folder.path());
+            (backing.backend, why)
+        };
+        let add = |address: &str, vendor: &str, class: &str| {
+            let device = folder.path().join(address);
+            std::fs::create_dir(&device).unwrap();
+            std::fs::write(device.join("vendor"), format!("{vendor}\n")).unwrap();
+            std::fs::write(device.join("class"), format!("{class}\n")).unwrap();
+        };
+        add("0000:00:02.0", "0x8086", "0x030000");
+        add("0000:05:00.0", "0x10de", "0x068000");
+        assert_eq!(settled(&[]), (Backend::Auto, None), "another vendor's GPU, and an NVSwitch");
+        add("0000:17:00.0", "0x10de", "0x030200");
+        let (backend, why) = settled(&[]);
+        assert!(backend == Backend::Cuda && why.unwrap().contains("0000:17:00.0"));
+        assert_eq!(settled(&["--backend=software"]), (Backend::Software, None), "as the operator says");
+    }
+}
