@@ -24,6 +24,7 @@
 //!
 //! - [`inherited`]: the descriptors that a process gets at its start;
 //! - [`store`]: the descriptors that a process keeps for the next one;
+//! - [`manager`]: the connection to the service manager;
 //! - [`program`]: checks whether another program can take over;
 //! - [`text`]: a text that a process keeps for the next one;
 //! - [`clock`]: times that another process can use;
@@ -33,6 +34,7 @@
 pub mod admin;
 pub mod clock;
 mod inherited;
+mod manager;
 mod program;
 mod store;
 mod text;
