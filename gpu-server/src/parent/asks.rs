@@ -19,7 +19,8 @@ use super::state::{Server, State};
 use super::trust::Principal;
 use crate::driver::cuda::nvml::readings::Reading;
 
-/// How long an answer waits for fresh figures from NVML.
+/// How long a question waits for fresh figures from NVML. If there are none, all that have come meanwhile
+/// have waited, too.
 const FIGURES_WITHIN: Duration = Duration::from_secs(1);
 
 /// Starts the thread.
@@ -39,8 +40,8 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
 }
 
 fn serve(server: &Server, ask: &Ask) {
-    let Ask { connection, peer, who, question } = ask;
-    let answered = answer(server, who, question).and_then(|answer| {
+    let Ask { connection, peer, who, question, since } = ask;
+    let answered = answer(server, who, question, *since).and_then(|answer| {
         let text = serde_json::to_vec(&answer)
             .map_err(|e| Refused(Reason::Failed, format!("the answer cannot be written: {e}")))?;
         // The client may be gone. What it was granted ends when its time runs out.
@@ -52,7 +53,12 @@ fn serve(server: &Server, ask: &Ask) {
     }
 }
 
-fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answer, Refused> {
+/// How long a question that has come at that time may still wait for figures.
+fn left(since: Instant) -> Duration {
+    FIGURES_WITHIN.saturating_sub(since.elapsed())
+}
+
+fn answer(server: &Server, who: &Principal, question: &[u8], since: Instant) -> Result<ask::Answer, Refused> {
     let malformed = |why: String| Refused(Reason::Malformed, why);
     let question = Question::parse(question).map_err(|e| malformed(e.to_string()))?;
     // Its access may have been revoked since it connected.
@@ -65,7 +71,7 @@ fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answ
         |text: &str| Secret::from_text(text).ok_or_else(|| malformed("this is not a lease's key".into()));
     match question {
         Question::Inventory {} => {
-            let readings = server.gpus.fresh(FIGURES_WITHIN);
+            let readings = server.gpus.fresh(left(since));
             let state = server.lock();
             let allowed = &grant.limits.devices;
             let mine = |gpu: &Known| allowed.is_empty() || allowed.contains(&gpu.number);
@@ -80,7 +86,7 @@ fn answer(server: &Server, who: &Principal, question: &[u8]) -> Result<ask::Answ
             Ok(ask::Answer::Leases(own.map(|lease| state.row(lease, Instant::now())).collect()))
         }
         Question::Lease(wish) => {
-            let readings = server.gpus.fresh(FIGURES_WITHIN);
+            let readings = server.gpus.fresh(left(since));
             let gpus = known(server, &server.lock(), &readings);
             leases::take(server, &gpus, &grant, who, &wish)
         }
@@ -109,4 +115,15 @@ fn with_reading(gpu: ask::Gpu, readings: &[Reading]) -> ask::Gpu {
     let memory = reading.and_then(|reading| reading.memory).map(|(free, _)| free);
     let utilization = reading.and_then(|reading| reading.utilization).map(|(gpu, _)| gpu);
     ask::Gpu { memory_free: memory.or(gpu.memory_free), utilization, ..gpu }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_question_that_has_waited_for_others_figures_does_not_wait_again() {
+        assert!(left(Instant::now() + Duration::from_secs(3600)) == FIGURES_WITHIN);
+        assert!(Instant::now().checked_sub(FIGURES_WITHIN).is_none_or(|since| left(since).is_zero()));
+    }
 }
