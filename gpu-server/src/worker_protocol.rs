@@ -44,8 +44,10 @@ impl Kind {
 }
 
 /// Version of the messages between the daemon and its workers and of what daemons keep for their successors.
-/// A daemon takes over sessions of the same version.
-pub const FORMAT: u32 = 4;
+/// 5: events that a session opens are added to its record.
+pub const FORMAT: u32 = 5;
+/// The oldest version whose sessions a daemon takes over.
+pub const OLDEST: u32 = 4;
 
 /// Names a shared object.
 pub type Token = [u8; 16];

@@ -390,7 +390,7 @@ fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedF
             if let (Shared::Event { slot }, false, Some(session)) = (&what, own, state.sessions.get_mut(&pid))
             {
                 session.opened.push((*token, *slot));
-                state.save(pid);
+                state.save_opened(pid);
             }
             (Reply::Opened { what, own }, fd)
         }
