@@ -301,6 +301,9 @@ pub enum FromWorker {
         resource: Resource,
         /// How many.
         bytes: u64,
+        /// For memory that another session shares: its token.
+        #[serde(default)]
+        shared: Option<Token>,
     },
     /// Gives charged bytes back.
     Discharge {
@@ -310,6 +313,9 @@ pub enum FromWorker {
         resource: Resource,
         /// How many.
         bytes: u64,
+        /// As they were charged.
+        #[serde(default)]
+        shared: Option<Token>,
     },
     /// Asks for a ticket of a direct connection to the session. The daemon answers.
     Ticket {
