@@ -107,8 +107,8 @@ impl Store {
         self.manager.iter().for_each(|manager| manager.settle(SENT_WITHIN));
     }
 
-    /// Keeps a duplicate of a descriptor. It replaces any other descriptor with this name. Never waits for the
-    /// service manager.
+    /// Keeps a duplicate of a descriptor. It replaces any other descriptor with this name. Does not wait for
+    /// the service manager.
     ///
     /// # Errors
     /// If this process cannot open more descriptors.
