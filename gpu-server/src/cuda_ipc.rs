@@ -11,6 +11,7 @@
 //! descriptors.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -106,12 +107,12 @@ impl Broker {
         }
     }
 
-    /// Charges bytes to the principal.
+    /// Charges bytes to the principal. `shared`: the token of memory that another session shares.
     ///
     /// # Errors
     /// `OUT_OF_MEMORY` when its limit leaves less than that; `NOT_READY` when the device has no room now.
-    pub fn charge(&self, resource: Resource, bytes: u64) -> Result<(), Status> {
-        match self.ask(|request| FromWorker::Charge { request, resource, bytes }, None)?.0 {
+    pub fn charge(&self, resource: Resource, bytes: u64, shared: Option<Token>) -> Result<(), Status> {
+        match self.ask(|request| FromWorker::Charge { request, resource, bytes, shared }, None)?.0 {
             Reply::Charged => Ok(()),
             Reply::Refused(Refusal::Crowded) => Err(Status::NOT_READY),
             Reply::Refused(_) => Err(Status::OUT_OF_MEMORY),
@@ -149,13 +150,13 @@ impl Broker {
     }
 
     /// Returns charged bytes.
-    pub fn discharge(&self, resource: Resource, bytes: u64) {
+    pub fn discharge(&self, resource: Resource, bytes: u64, shared: Option<Token>) {
         let request = {
             let mut state = self.lock();
             state.next += 1;
             state.next
         };
-        let message = FromWorker::Discharge { request, resource, bytes };
+        let message = FromWorker::Discharge { request, resource, bytes, shared };
         // If the daemon is gone, nothing is counted.
         let _ = worker_protocol::send(self.daemon.as_fd(), &message, &[]);
     }
@@ -203,7 +204,12 @@ pub fn origin(peer: &str, client: &str) -> String {
 
 /// The daemon's table of shared objects.
 #[derive(Default)]
-pub struct Shares(HashMap<Token, Share>);
+pub struct Shares {
+    all: HashMap<Token, Share>,
+    /// How many of them each session and each origin has. Nobody may have to count them all.
+    of_owners: HashMap<u32, usize>,
+    of_origins: HashMap<String, usize>,
+}
 
 struct Share {
     owner: u32,
@@ -223,10 +229,10 @@ impl Shares {
         what: Shared,
         fd: Option<OwnedFd>,
     ) -> io::Result<Result<Token, Refusal>> {
-        let of_owner = self.0.values().filter(|share| share.owner == owner).count();
-        let of_origin = self.0.values().filter(|share| share.origin == origin).count();
+        let of_owner = self.of_owners.get(&owner).copied().unwrap_or(0);
+        let of_origin = self.of_origins.get(&origin).copied().unwrap_or(0);
         // No origin can take all of them from the others.
-        if of_owner >= MAX_OF_SESSION || of_origin >= max_total() / 4 || self.0.len() >= max_total() {
+        if of_owner >= MAX_OF_SESSION || of_origin >= max_total() / 4 || self.all.len() >= max_total() {
             return Ok(Err(Refusal::Full));
         }
         // An event that will be settled later must really be one.
@@ -236,8 +242,21 @@ impl Shares {
             return Ok(Err(Refusal::Unknown));
         }
         let token = random_token()?;
-        self.0.insert(token, Share { owner, origin, what, fd: fd.map(Arc::new), slots: vec![owner] });
+        self.insert(token, Share { owner, origin, what, fd: fd.map(Arc::new), slots: vec![owner] });
         Ok(Ok(token))
+    }
+
+    fn insert(&mut self, token: Token, share: Share) {
+        *self.of_owners.entry(share.owner).or_default() += 1;
+        *self.of_origins.entry(share.origin.clone()).or_default() += 1;
+        self.all.insert(token, share);
+    }
+
+    fn take(&mut self, token: &Token) -> Option<Share> {
+        let share = self.all.remove(token)?;
+        fewer(&mut self.of_owners, &share.owner);
+        fewer(&mut self.of_origins, &share.origin);
+        Some(share)
     }
 
     /// An object of the previous daemon.
@@ -248,13 +267,12 @@ impl Shares {
             // to have finished everything. Slots of sessions that go on are noted by `restore_slot`.
             slots.resize(shared_event::used(&fd).unwrap_or_default().max(1), 0);
         }
-        let share = Share { owner, origin, what, fd: Some(Arc::new(fd)), slots };
-        self.0.insert(token, share);
+        self.insert(token, Share { owner, origin, what, fd: Some(Arc::new(fd)), slots });
     }
 
     /// A slot of an event that another session had opened before this daemon started.
     pub fn restore_slot(&mut self, token: &Token, slot: u16, session: u32) {
-        let Some(share) = self.0.get_mut(token) else { return };
+        let Some(share) = self.all.get_mut(token) else { return };
         if usize::from(slot) < SLOTS {
             // The slots in between belong to sessions that have ended.
             share.slots.resize(share.slots.len().max(usize::from(slot) + 1), 0);
@@ -264,23 +282,38 @@ impl Shares {
 
     /// What a session shares, and under which tokens.
     pub fn of(&self, owner: u32) -> impl Iterator<Item = (&Token, &Shared)> {
-        let own = self.0.iter().filter(move |(_, share)| share.owner == owner);
+        let own = self.all.iter().filter(move |(_, share)| share.owner == owner);
         own.map(|(token, share)| (token, &share.what))
     }
 
     /// Whether this token names an event.
     pub fn has_event(&self, token: &Token) -> bool {
-        self.0.get(token).is_some_and(|share| matches!(share.what, Shared::Event { .. }))
+        self.all.get(token).is_some_and(|share| matches!(share.what, Shared::Event { .. }))
+    }
+
+    /// Whether something is shared under this token.
+    pub fn has(&self, token: &Token) -> bool {
+        self.all.contains_key(token)
+    }
+
+    /// The session that shares device memory under a token, and the memory's device and size, for a session
+    /// of `origin`.
+    pub fn memory(&self, token: &Token, origin: &str) -> Option<(u32, u32, u64)> {
+        let share = self.all.get(token).filter(|share| share.origin == origin)?;
+        match share.what {
+            Shared::Memory { device, size } => Some((share.owner, device, size)),
+            Shared::Event { .. } => None,
+        }
     }
 
     /// The sessions that share something.
     pub fn owners(&self) -> impl Iterator<Item = u32> {
-        self.0.values().map(|share| share.owner)
+        self.all.values().map(|share| share.owner)
     }
 
     /// An object's descriptor, if it has one.
     pub fn file(&self, token: &Token) -> Option<Arc<OwnedFd>> {
-        self.0.get(token)?.fd.clone()
+        self.all.get(token)?.fd.clone()
     }
 
     /// Opens an object for a session of `origin`.
@@ -290,7 +323,7 @@ impl Shares {
         asker: u32,
         origin: &str,
     ) -> Result<(Shared, Option<Arc<OwnedFd>>, bool), Refusal> {
-        let share = self.0.get_mut(token).filter(|share| share.origin == origin).ok_or(Refusal::Unknown)?;
+        let share = self.all.get_mut(token).filter(|share| share.origin == origin).ok_or(Refusal::Unknown)?;
         let own = share.owner == asker;
         let mut what = share.what.clone();
         if let Shared::Event { slot } = &mut what
@@ -308,13 +341,13 @@ impl Shares {
     /// Revokes a token at its owner's request and returns its object. A request from another session does
     /// nothing.
     pub fn remove(&mut self, token: &Token, owner: u32) -> Option<Shared> {
-        self.0.get(token).filter(|share| share.owner == owner)?;
-        self.0.remove(token).map(|share| share.what)
+        self.all.get(token).filter(|share| share.owner == owner)?;
+        self.take(token).map(|share| share.what)
     }
 
     /// Removes every object of an ended session and settles its events, so that nobody waits for them.
     pub fn remove_all_of(&mut self, owner: u32) {
-        for share in self.0.values().filter(|share| matches!(share.what, Shared::Event { .. })) {
+        for share in self.all.values().filter(|share| matches!(share.what, Shared::Event { .. })) {
             let slots = share.slots.iter().enumerate().filter(|(_, session)| **session == owner);
             for (slot, fd) in slots.filter_map(|(slot, _)| Some((slot as u16, share.fd.as_ref()?))) {
                 if let Err(e) = shared_event::settle(fd, slot) {
@@ -322,7 +355,18 @@ impl Shares {
                 }
             }
         }
-        self.0.retain(|_, share| share.owner != owner);
+        let own: Vec<Token> = self.of(owner).map(|(token, _)| *token).collect();
+        own.iter().for_each(|token| drop(self.take(token)));
+    }
+}
+
+/// Counts one less.
+fn fewer<K: Eq + Hash>(counts: &mut HashMap<K, usize>, of: &K) {
+    if let Some(count) = counts.get_mut(of) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(of);
+        }
     }
 }
 
@@ -443,12 +487,17 @@ mod tests {
     fn refused_beyond_the_maximum_of_a_session() {
         let mut shares = Shares::default();
         let most = MAX_OF_SESSION.min(max_total() / 4);
-        for _ in 0..most {
-            shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
-        }
-        assert_eq!(shares.add(7, "a".into(), WHAT, None).unwrap(), Err(Refusal::Full));
+        let add = |shares: &mut Shares| shares.add(7, "a".into(), WHAT, None).unwrap();
+        let tokens: Vec<Token> = (0..most).map(|_| add(&mut shares).unwrap()).collect();
+        assert_eq!(add(&mut shares), Err(Refusal::Full));
         // Other clients still have their share.
-        shares.add(8, "b".into(), WHAT, None).unwrap().unwrap();
+        let other = shares.add(8, "b".into(), WHAT, None).unwrap().unwrap();
+        // There is as much room again as becomes free.
+        assert!(shares.remove(&tokens[0], 8).is_none() && shares.remove(&tokens[0], 7).is_some());
+        assert!(add(&mut shares).is_ok() && add(&mut shares).is_err());
+        shares.remove_all_of(7);
+        shares.remove(&other, 8);
+        assert!(shares.of_owners.is_empty() && shares.of_origins.is_empty() && shares.all.is_empty());
     }
 
     #[test]

@@ -6,9 +6,9 @@
 //!   stream: device ─▶ buffer ─ thread of the connection ─▶ socket ─ thread ─▶ buffer ─▶ device: stream
 //! ```
 //!
-//! A connection is one-way. Each end has buffers for [`PIECES`] pieces, which CUDA registers when they are
-//! first used. Nothing waits for a buffer: the sending end refuses a piece for which it has none, and the
-//! receiving end stops reading.
+//! A connection is one-way. Each end has buffers for [`PIECES`](protocol::ops::direct::PIECES) pieces, which
+//! CUDA registers when they are first used. Nothing waits for a buffer: the sending end refuses a piece for
+//! which it has none, and the receiving end stops reading.
 //!
 //! A piece that has arrived waits until the client lands it, unless the client has said in advance where it
 //! goes ([`Expected`]): then the thread that receives it starts its copy to the device, too. Receiving like
@@ -48,7 +48,7 @@ use protocol::handle::{ContextId, StreamId};
 use protocol::link::{Hello, MAGIC, Welcome, greeting, purpose};
 use protocol::ops::direct::{
     DirectCloseReply, DirectMemoryReply, DirectOfferReply, DirectOpenReply, DirectPrepareReply,
-    DirectReceive, DirectSendNow, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS, PIECES,
+    DirectReceive, DirectSendNow, DirectTicket, MAX_ADDRESSES, MAX_DIRECTS,
 };
 use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
@@ -295,7 +295,8 @@ impl Directs {
     /// Handles a new connection that names a ticket. `welcomed`: the daemon has checked and welcomed it;
     /// otherwise it is under TLS, and nothing has been read from it. Returns at once.
     pub fn knock(self: &Arc<Directs>, token: Token, socket: OwnedFd, welcomed: bool) {
-        if self.strangers.fetch_add(1, Ordering::AcqRel) >= PIECES {
+        // All of a session's connections may be opened at the same moment.
+        if self.strangers.fetch_add(1, Ordering::AcqRel) >= MAX_DIRECTS {
             self.strangers.fetch_sub(1, Ordering::AcqRel);
             tracing::warn!("a direct connection was closed: too many others have not shown whose they are");
             return;

@@ -46,8 +46,10 @@ impl Kind {
 }
 
 /// Version of the messages between the daemon and its workers and of what daemons keep for their successors.
-/// A daemon takes over sessions of the same version.
-pub const FORMAT: u32 = 4;
+/// 5: events that a session opens are added to its record.
+pub const FORMAT: u32 = 5;
+/// The oldest version whose sessions a daemon takes over.
+pub const OLDEST: u32 = 4;
 
 /// Names a shared object.
 pub type Token = [u8; 16];
@@ -301,6 +303,9 @@ pub enum FromWorker {
         resource: Resource,
         /// How many.
         bytes: u64,
+        /// For memory that another session shares: its token.
+        #[serde(default)]
+        shared: Option<Token>,
     },
     /// Gives charged bytes back.
     Discharge {
@@ -310,6 +315,9 @@ pub enum FromWorker {
         resource: Resource,
         /// How many.
         bytes: u64,
+        /// As they were charged.
+        #[serde(default)]
+        shared: Option<Token>,
     },
     /// Asks for a ticket of a direct connection to the session. The daemon answers.
     Ticket {

@@ -10,11 +10,12 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{ConnectError, Security, SessionConfig, join};
+use host_bridge::ask::Question;
+use host_bridge::bridge::{ConnectError, Security, SessionConfig, ask, join};
 use host_bridge::framing::with_causes;
 use host_bridge::stream::Stream;
 use identity::tls::{client_pinning, session_name};
@@ -66,6 +67,22 @@ fn a_client_joins_once_and_its_sessions_have_the_name_that_it_was_enrolled_with(
     // Neither the secret nor the token is in a log.
     let secret = Fingerprint(token.secret.0).to_string();
     assert!(!server.log().contains(&secret) && !server.log().contains(&token.to_string()));
+}
+
+#[test]
+fn programs_of_one_machine_that_start_at_the_same_moment_are_all_answered_and_served() {
+    const PROGRAMS: usize = 64;
+    let server = Server::start_protected(&["--max-sessions=80", "--client-sessions=0"]);
+    let machine = joined(&server, "host1");
+    let mut config = machine.config(server.port);
+    be_patient(&mut config);
+    let start = Barrier::new(PROGRAMS);
+    let program = || {
+        start.wait();
+        ask(&config.server, config.security.clone(), &Question::Inventory {}).unwrap();
+        works(&mut Client::connect(&config));
+    };
+    std::thread::scope(|scope| (0..PROGRAMS).for_each(|_| drop(scope.spawn(program))));
 }
 
 #[test]

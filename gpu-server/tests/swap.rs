@@ -331,6 +331,51 @@ fn memory_that_another_session_has_opened_stays() {
     check(&mut second, 2, 0, SIZE);
 }
 
+/// A session with [`SIZE`] bytes, and another one that has imported all of them.
+fn two_sessions_with_the_same_memory(server: &Server) -> [LocalBridge; 2] {
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    fill(&mut first, 1, 0, SIZE);
+    let mut second = LocalBridge::connect(&server.socket());
+    for (number, (address, _)) in (1..).zip(pieces()) {
+        let token = first.call(&PieceExport { address }).unwrap().token;
+        second.call(&MemoryImport { memory: MemoryId(number), token }).unwrap();
+    }
+    [first, second]
+}
+
+/// What [`take`] has taken: addresses and sizes.
+fn pieces() -> impl Iterator<Item = (u64, u64)> {
+    (0..SIZE).step_by(PIECE as usize).map(|at| (window(0) + at, PIECE.min(SIZE - at)))
+}
+
+#[test]
+fn memory_of_another_session_takes_no_more_room_on_the_device() {
+    let server = Server::start(&SWAP);
+    let [mut first, _second] = two_sessions_with_the_same_memory(&server);
+    check(&mut first, 1, 0, SIZE);
+    // It would not fit twice.
+    let mut third = LocalBridge::connect(&server.socket());
+    take(&mut third, PIECE).unwrap();
+    assert_eq!(swap(&server, "bytes_left"), 0);
+}
+
+#[test]
+fn memory_of_another_session_counts_once_and_also_when_that_has_freed_it() {
+    let server = Server::start(&["--client-memory-limit=200M"]);
+    let [mut first, mut second] = two_sessions_with_the_same_memory(&server);
+    first.push(&MemFree { address: window(0) });
+    for (address, size) in pieces() {
+        first.call(&MemShrink { device: 0, address, size }).unwrap();
+    }
+    let more = MemGrow { device: 0, address: window(0), size: 2 * PIECE };
+    assert_eq!(first.call(&more).err(), Some(Status::OUT_OF_MEMORY), "the second session still has it");
+    for (number, _) in (1..).zip(pieces()) {
+        second.call(&MemoryRelease { memory: MemoryId(number) }).unwrap();
+    }
+    until("the daemon knows that it is free", || first.call(&more).is_ok());
+}
+
 /// Reserves addresses.
 fn reserve(s: &mut LocalBridge) {
     s.call(&AddressReserve { address: SPACE, size: SPACE_ALIGN }).unwrap();

@@ -24,6 +24,7 @@
 //!
 //! - [`inherited`]: the descriptors that a process gets at its start;
 //! - [`store`]: the descriptors that a process keeps for the next one;
+//! - [`manager`]: the connection to the service manager;
 //! - [`program`]: checks whether another program can take over; [`places`]: whether it could listen where its
 //!   configuration says, and write there;
 //! - [`text`]: a text that a process keeps for the next one;
@@ -34,6 +35,7 @@
 pub mod admin;
 pub mod clock;
 mod inherited;
+mod manager;
 mod places;
 mod program;
 mod store;

@@ -1,64 +1,26 @@
 //! The descriptors that a process keeps for the next one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
-use std::io::{self, IoSlice, Write};
+use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::socket::{
-    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt, socket,
-    sockopt,
-};
 use nix::sys::stat::fstat;
-use nix::sys::time::TimeVal;
 
+use crate::manager::Manager;
 use crate::{KEPT, LIST, VARIABLES, clock};
 
-/// How long a service manager may take for a message before the daemon continues without it.
-const SENT_WITHIN: TimeVal = TimeVal::new(2, 0);
-
-/// The connection to the service manager, as in `sd_notify(3)`.
-#[derive(Debug)]
-struct Manager {
-    socket: OwnedFd,
-    address: UnixAddr,
-}
-
-impl Manager {
-    fn new(address: &OsStr) -> io::Result<Manager> {
-        let address = match address.as_bytes().strip_prefix(b"@") {
-            Some(name) => UnixAddr::new_abstract(name),
-            None => UnixAddr::new(Path::new(address)),
-        }?;
-        let socket = socket(AddressFamily::Unix, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-        setsockopt(&socket, sockopt::SendTimeout, &SENT_WITHIN)?;
-        Ok(Manager { socket, address })
-    }
-
-    fn send(&self, text: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        let raw: Vec<_> = fd.iter().map(AsRawFd::as_raw_fd).collect();
-        let rights = [ControlMessage::ScmRights(&raw)];
-        let control: &[ControlMessage<'_>] = if raw.is_empty() { &[] } else { &rights };
-        let parts = [IoSlice::new(text.as_bytes())];
-        let (socket, flags) = (self.socket.as_raw_fd(), MsgFlags::MSG_NOSIGNAL);
-        loop {
-            match sendmsg(socket, &parts, control, flags, Some(&self.address)) {
-                Ok(_) => return Ok(()),
-                Err(nix::Error::EINTR) => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-    }
-}
+/// How long a daemon that ends or executes its successor waits until the service manager has all messages.
+const SENT_WITHIN: Duration = Duration::from_secs(2);
 
 /// The longest list that goes to the next program in its environment, in bytes. The kernel takes no variable
 /// of more than 128 KiB (`MAX_ARG_STRLEN`).
@@ -89,6 +51,8 @@ struct Entry {
 #[derive(Debug, Default)]
 struct Kept {
     entries: BTreeMap<String, Entry>,
+    /// The names of each file.
+    files: BTreeSet<(Identity, String)>,
     /// Bytes of the names that the service manager has.
     names: usize,
 }
@@ -102,6 +66,7 @@ impl Kept {
     /// Removes an entry. True: it was there.
     fn remove(&mut self, name: &str) -> bool {
         let Some(entry) = self.entries.remove(name) else { return false };
+        self.files.remove(&(entry.file, name.to_owned()));
         self.names -= if entry.passed { Kept::length(name) } else { 0 };
         true
     }
@@ -111,10 +76,8 @@ impl Kept {
 /// control characters.
 #[derive(Debug, Default)]
 pub struct Store {
-    manager: Option<Manager>,
+    manager: Option<Arc<Manager>>,
     kept: Mutex<Kept>,
-    /// Whether the log already says that the service manager does not take messages.
-    complained: AtomicBool,
     /// Whether the log already says that it can have no more names.
     full: AtomicBool,
 }
@@ -136,17 +99,16 @@ impl Store {
     }
 
     fn tell(&self, text: &str, fd: Option<BorrowedFd<'_>>) {
-        let Some(manager) = &self.manager else { return };
-        if let Err(e) = manager.send(text, fd)
-            && !self.complained.swap(true, Ordering::Relaxed)
-        {
-            tracing::warn!(
-                "the service manager takes neither this daemon's state nor what a successor would need after a crash: {e}"
-            );
-        }
+        self.manager.iter().for_each(|manager| manager.tell(text, fd));
     }
 
-    /// Keeps a duplicate of a descriptor. It replaces any other descriptor with this name.
+    /// Waits until the service manager has all messages, for at most [`SENT_WITHIN`].
+    fn settle(&self) {
+        self.manager.iter().for_each(|manager| manager.settle(SENT_WITHIN));
+    }
+
+    /// Keeps a duplicate of a descriptor. It replaces any other descriptor with this name. Does not wait for
+    /// the service manager.
     ///
     /// # Errors
     /// If this process cannot open more descriptors.
@@ -163,8 +125,8 @@ impl Store {
         }
         let passed = kept.names + Kept::length(name) <= MAX_NAMES;
         kept.names += if passed { Kept::length(name) } else { 0 };
+        kept.files.insert((file, name.to_owned()));
         kept.entries.insert(name.to_owned(), Entry { fd: own, file, passed });
-        drop(kept);
         if passed {
             self.tell(&text, Some(fd.as_fd()));
         } else if self.manager.is_some() && !self.full.swap(true, Ordering::Relaxed) {
@@ -181,23 +143,26 @@ impl Store {
         // There may be tens of thousands, and the kernel is asked for each comparison of open files.
         let file = identity(fd.as_fd()).ok()?;
         let kept = self.lock();
-        let mut all =
-            kept.entries.range(prefix.to_owned()..).take_while(|(name, _)| name.starts_with(prefix));
-        let is = |entry: &Entry| entry.file == file && is_same(entry.fd.as_fd(), fd.as_fd());
-        all.find(|(_, entry)| is(entry)).map(|(name, _)| name.clone())
+        let all = kept.files.range((file, prefix.to_owned())..);
+        let names = all.map_while(|(other, name)| (*other == file).then_some(name));
+        let is =
+            |name: &str| kept.entries.get(name).is_some_and(|entry| is_same(entry.fd.as_fd(), fd.as_fd()));
+        names.take_while(|name| name.starts_with(prefix)).find(|name| is(name)).cloned()
     }
 
     /// Stops keeping the descriptor with this name, whether this process or an earlier one kept it.
     pub fn forget(&self, name: &str) {
-        self.lock().remove(name);
+        let mut kept = self.lock();
+        kept.remove(name);
         self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
     }
 
-    /// Stops keeping all descriptors.
+    /// Stops keeping all descriptors, before this daemon ends.
     pub fn forget_all(&self) {
         for (name, _) in std::mem::take(&mut *self.lock()).entries {
             self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
         }
+        self.settle();
     }
 
     /// Tells the service manager that this daemon serves: the first time, or again after
@@ -240,6 +205,8 @@ impl Store {
         words.extend(kept.entries.iter().map(|(name, entry)| format!("{name}={}", entry.fd.as_raw_fd())));
         let list = List::new(&words)?;
         let prepared = prepare(program, arguments, &list.text)?;
+        // What nobody has sent by then is lost.
+        self.settle();
         let fds = kept.entries.values().map(|entry| &entry.fd).chain(&list.file);
         let opened = fds.clone().try_for_each(|fd| close_on_exec(fd, false));
         let failed = opened.map_or_else(|e| e, |()| prepared.run());
@@ -340,7 +307,7 @@ mod tests {
         let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
         hears.set_nonblocking(true).unwrap();
         let heard = || hears.recv(&mut [0; 1000]).is_ok();
-        let store = Store { manager: Some(Manager::new(path.as_os_str()).unwrap()), ..Store::default() };
+        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
         let (file, _) = std::io::pipe().unwrap();
         let name = |number: usize| format!("{number:0199}");
         let keeps = |number| {
@@ -356,6 +323,33 @@ mod tests {
             assert!(heard());
         }
         assert!(keeps(0) && !keeps(most));
+    }
+
+    #[test]
+    fn nobody_waits_for_a_service_manager_that_does_not_read_and_it_gets_everything_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
+        let (file, _) = std::io::pipe().unwrap();
+        // More than its socket has room for.
+        let names: Vec<String> = (0..1000).map(|number| format!("a-{number}")).collect();
+        names.iter().for_each(|name| store.keep(name, &file).unwrap());
+        names.iter().for_each(|name| store.forget(name));
+        let mut text = [0; 1000];
+        let mut heard = || {
+            let length = hears.recv(&mut text).unwrap();
+            String::from_utf8(text[..length].to_vec()).unwrap()
+        };
+        for name in &names {
+            assert_eq!(heard(), format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"));
+        }
+        for name in &names {
+            assert_eq!(heard(), format!("FDSTOREREMOVE=1\nFDNAME={name}"));
+        }
+        store.settle();
+        store.ready();
+        assert_eq!(heard(), "READY=1");
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //!  places    the first place, followed by the second
 //! ```
 //!
-//! A text is written to the place that is not current. Then the eight bytes make it the current one.
+//! A text is written to the place that is not current. Then the eight bytes make it the current one. What is
+//! added to a text is written behind it. Then the eight bytes make it longer.
 
 use std::fs::File;
 use std::io;
@@ -65,8 +66,27 @@ impl Text {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let place = 1 - self.counts()?.0;
         self.file.write_all_at(text, self.places + place * self.room)?;
+        self.set_counts(place, text.len() as u64)
+    }
+
+    /// Adds something to the end of the text.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
+    pub fn add(&self, more: &[u8]) -> io::Result<()> {
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let (place, length) = self.counts()?;
+        let whole = length.saturating_add(more.len() as u64);
+        if whole > self.room {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.file.write_all_at(more, self.places + place * self.room + length)?;
+        self.set_counts(place, whole)
+    }
+
+    fn set_counts(&self, place: u64, length: u64) -> io::Result<()> {
         // The kernel writes the eight bytes at once, even if the process is killed.
-        self.file.write_all_at(&(place << 32 | text.len() as u64).to_ne_bytes(), self.at)
+        self.file.write_all_at(&(place << 32 | length).to_ne_bytes(), self.at)
     }
 
     /// Reads the text. It is empty until it is first written.
@@ -112,6 +132,10 @@ mod tests {
             assert_eq!(copy(&text).read().unwrap(), what.as_bytes());
         }
         assert!(text.write(&[b'x'; 101]).is_err());
+        text.add(b", and more").unwrap();
+        assert_eq!(copy(&text).read().unwrap(), b"3, and more");
+        assert!(text.add(&[b'x'; 90]).is_err());
+        text.write(b"3").unwrap();
         // As if killed while writing the next text.
         let place = 1 - text.counts().unwrap().0;
         text.file.write_all_at(b"half", text.places + place * text.room).unwrap();

@@ -13,7 +13,7 @@ use host_bridge::verbs::software::{self, Outside};
 use proptest::prelude::*;
 use protocol::device::text;
 use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
-use protocol::ops::direct::MAX_PIECE;
+use protocol::ops::direct::{MAX_PIECE, PIECES};
 
 /// How long anything may take before a test fails.
 const LONG: Duration = Duration::from_secs(240);
@@ -55,6 +55,27 @@ impl Directs {
         lock(&directs.table).incoming.insert(direct, incoming);
         (directs, [theirs, from])
     }
+}
+
+#[test]
+fn all_connections_of_a_session_may_be_opened_at_the_same_moment() {
+    let directs = Directs::double();
+    let peers: Vec<UnixStream> = (0..MAX_DIRECTS as u32)
+        .map(|direct| {
+            let (token, (ours, theirs)) = ([direct as u8; 16], UnixStream::pair().unwrap());
+            let offer = Offer { direct, key: Fingerprint([0; 32]), secret: [0; 32] };
+            lock(&directs.table).offers.insert(token, offer);
+            directs.knock(token, ours.into(), false);
+            theirs
+        })
+        .collect();
+    // Each waits for its client's part of TLS's handshake.
+    assert_eq!(directs.strangers.load(Ordering::Acquire), MAX_DIRECTS);
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    directs.knock([0; 16], ours.into(), false);
+    assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "more than a session may have");
+    drop(peers);
+    test_kit::until("they are gone", || directs.strangers.load(Ordering::Acquire) == 0);
 }
 
 #[test]

@@ -20,6 +20,7 @@ use crate::cuda_ipc::Broker;
 use crate::limits::{Amounts, Limits, MOST_DEVICES, Resource};
 use crate::pages::{Meter, Page, Terms};
 use crate::room::{AGAIN, Room, WITHIN};
+use crate::worker_protocol::Token;
 
 /// What a session may hold, and what it holds. Clones share this state.
 #[derive(Clone, Default)]
@@ -130,7 +131,16 @@ impl Quota {
     /// # Errors
     /// `OUT_OF_MEMORY` if it would exceed a limit. The refusal is logged.
     pub fn charge(&self, resource: Resource, bytes: u64) -> Result<Charge, Status> {
-        self.charge_by(resource, bytes, |take| self.when_there_is_room(resource, bytes, take))
+        self.charge_by(resource, bytes, None, |take| self.when_there_is_room(resource, bytes, take))
+    }
+
+    /// The same for memory of another session, which shares it under this token. As long as it counts for
+    /// that session, it takes nothing of what the principal's sessions may have together.
+    ///
+    /// # Errors
+    /// As for [`charge`](Quota::charge).
+    pub fn charge_import(&self, resource: Resource, bytes: u64, token: Token) -> Result<Charge, Status> {
+        self.charge_by(resource, bytes, Some(token), |take| self.when_there_is_room(resource, bytes, take))
     }
 
     /// The same without waiting for room on a device.
@@ -139,13 +149,14 @@ impl Quota {
     /// As for [`charge`](Quota::charge), and `NOT_READY` while others make room: the dispatcher then waits
     /// and executes the command again.
     pub fn charge_now(&self, resource: Resource, bytes: u64) -> Result<Charge, Status> {
-        self.charge_by(resource, bytes, |take| self.if_there_is_room(resource, bytes, take))
+        self.charge_by(resource, bytes, None, |take| self.if_there_is_room(resource, bytes, take))
     }
 
     fn charge_by(
         &self,
         resource: Resource,
         bytes: u64,
+        shared: Option<Token>,
         wait: impl FnOnce(&mut dyn FnMut() -> Result<(), Status>) -> Result<(), Status>,
     ) -> Result<Charge, Status> {
         let [session, total] = self.limits(resource);
@@ -157,11 +168,11 @@ impl Quota {
             tracing::info!(bytes, held, limit = session, "refused: beyond the session's limit of {resource}");
             return Err(Status::OUT_OF_MEMORY);
         }
-        let mut charge = Charge { quota: self.clone(), resource, bytes, asked: None };
+        let mut charge = Charge { quota: self.clone(), resource, bytes, shared, asked: None };
         let broker = self.0.session.get().and_then(|session| session.broker.as_ref());
         let asks = total != u64::MAX || self.room().is_some() && matches!(resource, Resource::Device(_));
         if let Some(broker) = broker.filter(|_| asks && bytes > 0) {
-            wait(&mut || broker.charge(resource, bytes)).inspect_err(|status| {
+            wait(&mut || broker.charge(resource, bytes, shared)).inspect_err(|status| {
                 if *status != Status::NOT_READY {
                     let limit = (total != u64::MAX).then_some(total);
                     tracing::info!(
@@ -284,6 +295,8 @@ pub struct Charge {
     quota: Quota,
     resource: Resource,
     bytes: u64,
+    /// The token of imported memory.
+    shared: Option<Token>,
     /// Set if the daemon counts it, too.
     asked: Option<Arc<Broker>>,
 }
@@ -304,7 +317,8 @@ impl Charge {
     pub fn split(&mut self, bytes: u64) -> Charge {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
-        Charge { quota: self.quota.clone(), resource: self.resource, bytes, asked: self.asked.clone() }
+        let (quota, asked) = (self.quota.clone(), self.asked.clone());
+        Charge { quota, resource: self.resource, bytes, shared: self.shared, asked }
     }
 }
 
@@ -322,7 +336,7 @@ impl Drop for Charge {
     fn drop(&mut self) {
         self.quota.meter().of(self.resource).fetch_sub(self.bytes, Ordering::Relaxed);
         if let Some(broker) = self.asked.as_ref().filter(|_| self.bytes > 0) {
-            broker.discharge(self.resource, self.bytes);
+            broker.discharge(self.resource, self.bytes, self.shared);
         }
     }
 }

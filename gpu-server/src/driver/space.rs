@@ -189,7 +189,7 @@ impl<M> Space<M> {
     /// memory, or a new one.
     ///
     /// # Errors
-    /// As [`Quota::charge`].
+    /// As [`Quota::charge_import`].
     pub fn charge_import(
         &self,
         quota: &Quota,
@@ -199,7 +199,7 @@ impl<M> Space<M> {
     ) -> Result<Arc<Charge>, Status> {
         match self.shared.get(token).and_then(Weak::upgrade) {
             Some(charge) => Ok(charge),
-            None => quota.charge(resource, size).map(Arc::new),
+            None => quota.charge_import(resource, size, *token).map(Arc::new),
         }
     }
 

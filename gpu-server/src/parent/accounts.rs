@@ -5,14 +5,16 @@
 //! takes nothing from other principals.
 
 pub(super) mod account;
+pub(super) mod imports;
 
 use std::sync::atomic::Ordering;
 
 use self::account::Account;
+use self::imports::Import;
 use super::session::Session;
 use super::state::State;
 use crate::limits::{Limits, MOST_DEVICES, Resource};
-use crate::worker_protocol::{Refusal, Reply};
+use crate::worker_protocol::{Refusal, Reply, Token};
 
 impl State {
     /// Bytes of a resource that the sessions which share these limits hold together. A lease has its own
@@ -25,47 +27,104 @@ impl State {
         };
         let counted = self.sessions.values().filter(counts);
         counted.fold(0, |sum: u64, session| {
-            let implicit = match resource {
-                Resource::Device(number) => session.account.implicit(number as usize),
-                Resource::Pinned => 0,
+            let account = &session.account;
+            let (counted, implicit) = match resource {
+                Resource::Device(number) => (account.counted(number), account.implicit(number as usize)),
+                Resource::Pinned => (account.record.granted(resource), 0),
             };
-            sum.saturating_add(session.account.record.granted(resource)).saturating_add(implicit)
+            sum.saturating_add(counted).saturating_add(implicit)
         })
     }
 
-    /// Handles a worker's request for bytes of its principal's limit.
-    pub(super) fn charge(&mut self, worker: u32, request: u64, resource: Resource, bytes: u64) -> Reply {
+    /// Handles a worker's request for bytes of its principal's limit. `shared`: the token of memory that it
+    /// imports.
+    pub(super) fn charge(
+        &mut self,
+        worker: u32,
+        request: u64,
+        resource: Resource,
+        bytes: u64,
+        shared: Option<Token>,
+    ) -> Reply {
+        let import = shared.and_then(|token| Some((token, self.import(worker, &token, resource, bytes)?)));
         let Some(session) = self.sessions.get(&worker) else { return Reply::Refused(Refusal::Unknown) };
         let Account { record, may_repeat, .. } = &session.account;
         if *may_repeat && record.has_done(request, resource, bytes) {
             return Reply::Charged;
         }
         let (principal, limit) = (&session.limits.principal, session.limits.total.of(resource));
-        let most = self.total(&session.limits, resource).checked_add(bytes).filter(|sum| *sum <= limit);
-        if most.is_none() || !record.has(resource) {
-            return Reply::Refused(Refusal::Full);
-        }
-        match self.has_room(worker, resource, bytes) {
+        let more = if import.is_some() { 0 } else { bytes };
+        let most = self.total(&session.limits, resource).checked_add(more).filter(|sum| *sum <= limit);
+        let after = record.granted(resource).checked_add(bytes).filter(|_| record.has(resource));
+        let (Some(_), Some(after)) = (most, after) else { return Reply::Refused(Refusal::Full) };
+        // What is imported is on the device already.
+        match import.map_or_else(|| self.has_room(worker, resource, bytes), |_| Ok(true)) {
             Ok(true) => {}
             Ok(false) => return Reply::Refused(Refusal::Crowded),
             Err(()) => return Reply::Refused(Refusal::Full),
         }
-        record.change(request, resource, bytes, record.granted(resource) + bytes);
+        record.change(request, resource, bytes, after);
         self.publish(principal);
+        if let (Some((token, import)), Some(session)) = (import, self.sessions.get_mut(&worker)) {
+            session.account.imports.add(token, import);
+        }
         Reply::Charged
     }
 
+    /// What a worker imports, if it counts for the session that shares it.
+    fn import(&self, worker: u32, token: &Token, resource: Resource, bytes: u64) -> Option<Import> {
+        let (owner, device, size) = self.shares.memory(token, &self.origin_of(worker)?)?;
+        let is_it = resource == Resource::Device(device) && bytes == size;
+        // A worker that lies shares no more than it was granted.
+        let owned = self.sessions.get(&owner)?.account.record.granted(resource);
+        let new = self.sessions.get(&worker)?.account.imports.may_add(token);
+        (is_it && bytes <= owned && new).then_some(Import { device, bytes, elsewhere: true })
+    }
+
     /// Returns bytes that a worker gives back, at most what it was granted.
-    pub(super) fn discharge(&mut self, worker: u32, request: u64, resource: Resource, bytes: u64) {
-        let Some(session) = self.sessions.get(&worker) else { return };
-        let Account { record, may_repeat, .. } = &session.account;
+    pub(super) fn discharge(
+        &mut self,
+        worker: u32,
+        request: u64,
+        resource: Resource,
+        bytes: u64,
+        shared: Option<Token>,
+    ) {
+        let Some(session) = self.sessions.get_mut(&worker) else { return };
+        let _ = shared.and_then(|token| session.account.imports.remove(&token));
+        let Account { record, imports, may_repeat, .. } = &session.account;
         if *may_repeat && record.has_done(request, resource, bytes) {
             return;
         }
         if record.has(resource) {
-            record.change(request, resource, bytes, record.granted(resource).saturating_sub(bytes));
+            // What counts for another session comes back with its token.
+            let kept = match resource {
+                Resource::Device(number) => imports.elsewhere(number),
+                Resource::Pinned => 0,
+            };
+            let left = record.granted(resource).saturating_sub(bytes).max(kept);
+            record.change(request, resource, bytes, left);
         }
-        self.publish(&session.limits.principal);
+        let principal = session.limits.principal.clone();
+        self.publish(&principal);
+        self.settle_imports(shared);
+    }
+
+    /// Memory is no longer shared under these tokens, or a session has freed it: if others still have it, it
+    /// counts for one of them.
+    pub(super) fn settle_imports(&mut self, tokens: impl IntoIterator<Item = Token>) {
+        for token in tokens {
+            let all = self.sessions.values().filter_map(|session| session.account.imports.get(&token));
+            if self.shares.has(&token) || all.clone().any(|import| !import.elsewhere) || all.count() == 0 {
+                continue;
+            }
+            let has_it = |session: &&mut Session| session.account.imports.get(&token).is_some();
+            if let Some(session) = self.sessions.values_mut().find(has_it) {
+                session.account.imports.pay(&token);
+                let principal = session.limits.principal.clone();
+                self.publish(&principal);
+            }
+        }
     }
 
     /// Tells a principal's workers what it holds on each device.
@@ -76,7 +135,7 @@ impl State {
             for (number, total) in totals.iter_mut().enumerate() {
                 let account = &session.account;
                 *total = total
-                    .saturating_add(account.record.granted(Resource::Device(number as u32)))
+                    .saturating_add(account.counted(number as u32))
                     .saturating_add(account.implicit(number));
             }
         }
@@ -95,6 +154,7 @@ mod tests {
     use crate::pages::{Meter, Page};
     use crate::parent::queue::tests::session_of_limits;
     use crate::parent::record::Record;
+    use crate::worker_protocol::Shared;
     use std::os::fd::AsFd;
 
     const DEVICE: Resource = Resource::Device(1);
@@ -113,15 +173,26 @@ mod tests {
         matches!(reply, Reply::Charged)
     }
 
+    /// Bytes of [`DEVICE`] that count for a session's principal.
+    fn total(state: &State, worker: u32) -> u64 {
+        state.total(&state.sessions[&worker].limits, DEVICE)
+    }
+
     #[test]
     fn only_sessions_of_the_same_principal_share_its_limit() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100), (3, "b", 100)]);
-        assert!(granted(&state.charge(1, 1, DEVICE, 60)));
-        assert!(!granted(&state.charge(2, 1, DEVICE, 50)) && granted(&state.charge(2, 1, DEVICE, 40)));
+        assert!(granted(&state.charge(1, 1, DEVICE, 60, None)));
         assert!(
-            granted(&state.charge(3, 1, DEVICE, 100)) && granted(&state.charge(1, 1, Resource::Pinned, 100))
+            !granted(&state.charge(2, 1, DEVICE, 50, None)) && granted(&state.charge(2, 1, DEVICE, 40, None))
         );
-        assert!(granted(&state.charge(1, 1, Resource::Device(2), 100)), "each device has its own limit");
+        assert!(
+            granted(&state.charge(3, 1, DEVICE, 100, None))
+                && granted(&state.charge(1, 1, Resource::Pinned, 100, None))
+        );
+        assert!(
+            granted(&state.charge(1, 1, Resource::Device(2), 100, None)),
+            "each device has its own limit"
+        );
         let told = |state: &State, worker| {
             state.sessions[&worker].account.terms.total_held[1].load(Ordering::Relaxed)
         };
@@ -129,7 +200,7 @@ mod tests {
         state.sessions.remove(&1);
         state.publish("a");
         assert_eq!(told(&state, 2), 40);
-        assert!(granted(&state.charge(2, 1, DEVICE, 60)));
+        assert!(granted(&state.charge(2, 1, DEVICE, 60, None)));
     }
 
     #[test]
@@ -142,61 +213,108 @@ mod tests {
             (5, "x/1", 9),
             (6, "x/2", 9),
         ]);
-        assert!(granted(&state.charge(1, 1, Resource::Pinned, 60)));
+        assert!(granted(&state.charge(1, 1, Resource::Pinned, 60, None)));
         for worker in [2, 3] {
-            assert!(!granted(&state.charge(worker, 1, Resource::Pinned, 41)));
-            assert!(granted(&state.charge(worker, 2, Resource::Pinned, 20)));
+            assert!(!granted(&state.charge(worker, 1, Resource::Pinned, 41, None)));
+            assert!(granted(&state.charge(worker, 2, Resource::Pinned, 20, None)));
         }
-        assert!(granted(&state.charge(4, 1, Resource::Pinned, 100)), "another client");
+        assert!(granted(&state.charge(4, 1, Resource::Pinned, 100, None)), "another client");
         for worker in [5, 6] {
             assert!(
-                granted(&state.charge(worker, 1, Resource::Pinned, 9)),
+                granted(&state.charge(worker, 1, Resource::Pinned, 9, None)),
                 "clients whose names have a slash"
             );
         }
         // Memory of the devices is limited for each lease.
-        assert!(granted(&state.charge(1, 2, DEVICE, 100)) && granted(&state.charge(2, 3, DEVICE, 100)));
+        assert!(
+            granted(&state.charge(1, 2, DEVICE, 100, None))
+                && granted(&state.charge(2, 3, DEVICE, 100, None))
+        );
+    }
+
+    #[test]
+    fn imported_memory_counts_once_for_whoever_still_has_it() {
+        let mut state = state(&[(1, "a", 100), (2, "a", 100), (3, "a", 100)]);
+        assert!(granted(&state.charge(1, 1, DEVICE, 60, None)));
+        let (what, origin) = (Shared::Memory { device: 1, size: 60 }, state.origin_of(1).unwrap());
+        let token = state.shares.add(1, origin, what, None).unwrap().unwrap();
+        for worker in [2, 3] {
+            assert!(granted(&state.charge(worker, 1, DEVICE, 60, Some(token))));
+        }
+        assert_eq!(total(&state, 2), 60);
+        // A worker that lies gets no more for it.
+        state.discharge(2, 2, DEVICE, 60, None);
+        assert!(!granted(&state.charge(2, 3, DEVICE, 41, None)) && total(&state, 2) == 60);
+        // The session that shares it frees it, and then one after the other that has it.
+        state.shares.remove(&token, 1);
+        state.settle_imports([token]);
+        state.discharge(1, 2, DEVICE, 60, None);
+        assert_eq!(total(&state, 2), 60);
+        state.discharge(2, 4, DEVICE, 60, Some(token));
+        assert_eq!(total(&state, 2), 60);
+        state.discharge(3, 2, DEVICE, 60, Some(token));
+        assert_eq!(total(&state, 2), 0);
+    }
+
+    #[test]
+    fn only_what_another_session_of_the_client_shares_counts_there() {
+        let mut state = state(&[(1, "a", 100), (2, "a", 100)]);
+        assert!(granted(&state.charge(1, 1, DEVICE, 60, None)));
+        let mut share = |size| {
+            let what = Shared::Memory { device: 1, size };
+            state.shares.add(1, state.origin_of(1).unwrap(), what, None).unwrap().unwrap()
+        };
+        let (token, too_much) = (share(60), share(61));
+        for (resource, bytes, token) in [
+            (DEVICE, 61, token),
+            (Resource::Device(2), 101, token),
+            (DEVICE, 61, too_much),
+            (DEVICE, 60, [0; 16]),
+        ] {
+            assert!(!granted(&state.charge(2, 1, resource, bytes, Some(token))), "{resource} {bytes}");
+        }
+        state.sessions.get_mut(&2).unwrap().client = "another".into();
+        assert!(!granted(&state.charge(2, 1, DEVICE, 60, Some(token))));
     }
 
     #[test]
     fn a_worker_returns_at_most_what_it_was_granted() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100)]);
-        assert!(granted(&state.charge(2, 1, DEVICE, 90)));
-        state.discharge(1, 1, DEVICE, 90);
-        assert!(!granted(&state.charge(1, 1, DEVICE, 20)));
-        state.discharge(2, 1, DEVICE, u64::MAX);
-        assert!(granted(&state.charge(1, 1, DEVICE, 100)));
+        assert!(granted(&state.charge(2, 1, DEVICE, 90, None)));
+        state.discharge(1, 1, DEVICE, 90, None);
+        assert!(!granted(&state.charge(1, 1, DEVICE, 20, None)));
+        state.discharge(2, 1, DEVICE, u64::MAX, None);
+        assert!(granted(&state.charge(1, 1, DEVICE, 100, None)));
     }
 
     #[test]
     fn a_request_that_the_previous_daemon_carried_out_is_not_repeated() {
         let mut state = state(&[(1, "a", 100)]);
-        let total = |state: &State| state.total(&state.sessions[&1].limits, DEVICE);
-        assert!(granted(&state.charge(1, 5, DEVICE, 60)));
+        assert!(granted(&state.charge(1, 5, DEVICE, 60, None)));
         // Killed before it consumed the request. Its successor reads the same request again.
         let account = &state.sessions[&1].account;
         let record = Record::open(account.record.as_fd().try_clone_to_owned().unwrap()).unwrap();
         let (_, meter) = Page::<Meter>::new().unwrap();
         let (taken, _terms) = Account::take_over(&meter, record, 1).unwrap();
         state.sessions.get_mut(&1).unwrap().account = taken;
-        assert!(granted(&state.charge(1, 5, DEVICE, 60)) && total(&state) == 60);
+        assert!(granted(&state.charge(1, 5, DEVICE, 60, None)) && total(&state, 1) == 60);
         state.sessions.get_mut(&1).unwrap().account.heard();
-        assert!(!granted(&state.charge(1, 5, DEVICE, 60)), "another one with the same number");
-        state.discharge(1, 6, DEVICE, 60);
-        state.discharge(1, 6, DEVICE, 60);
-        assert_eq!(total(&state), 0);
+        assert!(!granted(&state.charge(1, 5, DEVICE, 60, None)), "another one with the same number");
+        state.discharge(1, 6, DEVICE, 60, None);
+        state.discharge(1, 6, DEVICE, 60, None);
+        assert_eq!(total(&state, 1), 0);
     }
 
     #[test]
     fn nonsense_is_refused() {
         let mut state = state(&[(1, "a", 0)]);
-        assert!(granted(&state.charge(1, 1, DEVICE, u64::MAX)));
+        assert!(granted(&state.charge(1, 1, DEVICE, u64::MAX, None)));
         for (worker, resource, bytes) in
             [(1, DEVICE, 1), (1, Resource::Device(64), 1), (1, Resource::Device(u32::MAX), 0), (9, DEVICE, 1)]
         {
-            assert!(!granted(&state.charge(worker, 1, resource, bytes)), "{worker} {resource} {bytes}");
+            assert!(!granted(&state.charge(worker, 1, resource, bytes, None)), "{worker} {resource} {bytes}");
         }
-        state.discharge(1, 1, Resource::Device(u32::MAX), 1);
+        state.discharge(1, 1, Resource::Device(u32::MAX), 1, None);
     }
 
     #[test]
@@ -206,6 +324,8 @@ mod tests {
         account.meter().held[1].store(20, Ordering::Relaxed);
         account.measured(1, 70);
         assert_eq!(account.held(1), 70);
-        assert!(!granted(&state.charge(1, 1, DEVICE, 60)) && granted(&state.charge(1, 1, DEVICE, 50)));
+        assert!(
+            !granted(&state.charge(1, 1, DEVICE, 60, None)) && granted(&state.charge(1, 1, DEVICE, 50, None))
+        );
     }
 }

@@ -19,7 +19,8 @@ use super::state::{Server, State};
 use super::trust::Principal;
 use crate::driver::cuda::nvml::readings::Reading;
 
-/// How long an answer waits for fresh figures from NVML.
+/// How long a question waits for fresh figures from NVML. If there are none, all that have come meanwhile
+/// have waited, too.
 const FIGURES_WITHIN: Duration = Duration::from_secs(1);
 
 /// Starts the thread.
@@ -39,8 +40,8 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
 }
 
 fn serve(server: &Server, ask: &Ask) {
-    let Ask { connection, peer, who, question } = ask;
-    let answered = answer(server, connection, who, question).and_then(|answer| {
+    let Ask { connection, peer, who, question, since } = ask;
+    let answered = answer(server, connection, who, question, *since).and_then(|answer| {
         let text = serde_json::to_vec(&answer)
             .map_err(|e| Refused(Reason::Failed, format!("the answer cannot be written: {e}")))?;
         // The client may be gone just now. What it was granted ends when its time runs out.
@@ -52,11 +53,17 @@ fn serve(server: &Server, ask: &Ask) {
     }
 }
 
+/// How long a question that has come at that time may still wait for figures.
+fn left(since: Instant) -> Duration {
+    FIGURES_WITHIN.saturating_sub(since.elapsed())
+}
+
 fn answer(
     server: &Server,
     connection: &Control,
     who: &Principal,
     question: &[u8],
+    since: Instant,
 ) -> Result<ask::Answer, Refused> {
     let malformed = |why: String| Refused(Reason::Malformed, why);
     let question = Question::parse(question).map_err(|e| malformed(e.to_string()))?;
@@ -70,7 +77,7 @@ fn answer(
         |text: &str| Secret::from_text(text).ok_or_else(|| malformed("this is not a lease's key".into()));
     match question {
         Question::Inventory {} => {
-            let readings = server.gpus.fresh(FIGURES_WITHIN);
+            let readings = server.gpus.fresh(left(since));
             let state = server.lock();
             let allowed = &grant.limits.devices;
             let mine = |gpu: &Known| allowed.is_empty() || allowed.contains(&gpu.number);
@@ -85,7 +92,7 @@ fn answer(
             Ok(ask::Answer::Leases(own.map(|lease| state.row(lease, Instant::now())).collect()))
         }
         Question::Lease(wish) => {
-            let readings = server.gpus.fresh(FIGURES_WITHIN);
+            let readings = server.gpus.fresh(left(since));
             let gpus = known(server, &server.lock(), &readings);
             // Nobody else would know the lease's key, and its devices would be taken until its time runs out.
             if connection.is_closed() {
@@ -139,7 +146,8 @@ mod tests {
         let ask = |client: Option<UnixStream>, connection: UnixStream| {
             let question = br#"{"lease":{"gpus":1,"seconds":60}}"#.to_vec();
             let (connection, peer) = (Arc::new(Control::Local(connection)), "this host".to_owned());
-            serve(&server, &Ask { connection, peer, who: Principal::test(), question });
+            let who = Principal::test();
+            serve(&server, &Ask { connection, peer, who, question, since: Instant::now() });
             drop(client);
             server.lock().leases.all().count()
         };
@@ -148,5 +156,11 @@ mod tests {
         assert_eq!(ask(None, connection), 0);
         let (client, connection) = UnixStream::pair().unwrap();
         assert_eq!(ask(Some(client), connection), 1);
+    }
+
+    #[test]
+    fn a_question_that_has_waited_for_others_figures_does_not_wait_again() {
+        assert!(left(Instant::now() + Duration::from_secs(3600)) == FIGURES_WITHIN);
+        assert!(Instant::now().checked_sub(FIGURES_WITHIN).is_none_or(|since| left(since).is_zero()));
     }
 }

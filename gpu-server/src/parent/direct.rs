@@ -6,18 +6,19 @@
 //! addresses that the operator has listed (`--direct-to`), so that no client can make it connect to something
 //! else in its network.
 
+pub(super) mod line;
 pub(super) mod tickets;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use host_bridge::framing::{Address, connect_tcp};
-use protocol::ops::direct::MAX_ADDRESSES;
+use protocol::ops::direct::{MAX_ADDRESSES, MAX_DIRECTS};
 
+use self::line::{Line, Refused};
 use self::tickets::Tickets;
 use super::listen;
 use super::state::Server;
@@ -26,7 +27,8 @@ use crate::worker_protocol::{Refusal, Reply};
 
 /// How long connecting may take, for each address of a name.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
-/// Maximum number of connections being established.
+/// Maximum number of connections being established. A program may open as many as a session may have at the
+/// same moment, and so may all others: they wait their turn.
 const MAX_CONNECTING: usize = 32;
 
 /// A worker's ticket.
@@ -67,27 +69,20 @@ fn connect(address: &Address) -> io::Result<OwnedFd> {
 
 /// Connects a worker to another server, if that is allowed, and answers the worker's request. Never blocks.
 pub(super) fn serve(server: &Arc<Server>, worker: &Arc<Worker>, request: u64, text: &str, encrypted: bool) {
-    static CONNECTING: AtomicUsize = AtomicUsize::new(0);
+    static CONNECTING: LazyLock<Arc<Line>> = LazyLock::new(|| Line::new(MAX_CONNECTING, MAX_DIRECTS));
     let refuse = |why: String| worker.answer(request, Reply::NotConnected(why), None);
     let address = match allowed(server, text, encrypted) {
         Ok(address) => address,
         Err(why) => return refuse(why),
     };
-    if CONNECTING.fetch_add(1, Ordering::AcqRel) >= MAX_CONNECTING {
-        CONNECTING.fetch_sub(1, Ordering::AcqRel);
-        return refuse("this server is busy with other connections".into());
-    }
     let told = Arc::clone(worker);
-    let connecting = std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
-        let connected = connect(&address);
-        CONNECTING.fetch_sub(1, Ordering::AcqRel);
-        match connected {
-            Ok(socket) => told.answer(request, Reply::Connected, Some(&socket)),
-            Err(e) => told.answer(request, Reply::NotConnected(format!("{address}: {e}")), None),
-        }
+    let connecting = CONNECTING.join(worker.pid(), move || match connect(&address) {
+        Ok(socket) => told.answer(request, Reply::Connected, Some(&socket)),
+        Err(e) => told.answer(request, Reply::NotConnected(format!("{address}: {e}")), None),
     });
-    if let Err(e) = connecting {
-        CONNECTING.fetch_sub(1, Ordering::AcqRel);
-        refuse(format!("cannot start a thread: {e}"));
+    match connecting {
+        Ok(()) => {}
+        Err(Refused::Full) => refuse("the session has all its connections waiting already".into()),
+        Err(Refused::NoThread(e)) => refuse(format!("cannot start a thread: {e}")),
     }
 }

@@ -48,7 +48,8 @@ pub(super) fn serve(
             purpose::JOIN => joined(server, &connection, peer, &who),
             purpose::ASK => {
                 let (connection, peer) = (Arc::clone(&connection), peer.to_owned());
-                server.asks.take(Ask { connection, peer, who, question })
+                let since = Instant::now();
+                server.asks.take(Ask { connection, peer, who, question, since })
             }
             // A session's TLS connections name it before their first message, and go to its worker while that
             // lives.

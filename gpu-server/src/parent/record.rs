@@ -90,9 +90,24 @@ impl Record {
         self.text.write(&serde_json::to_vec(what)?)
     }
 
-    /// Reads the text.
+    /// Adds something to the text, which costs the same however long that is.
+    pub(super) fn add(&self, what: &impl Serialize) -> io::Result<()> {
+        let mut more = b"\n".to_vec();
+        serde_json::to_writer(&mut more, what)?;
+        self.text.add(&more)
+    }
+
+    /// Reads the text without what was added.
     pub(super) fn read<T: DeserializeOwned>(&self) -> io::Result<T> {
-        Ok(serde_json::from_slice(&self.text.read()?)?)
+        Ok(T::deserialize(&mut serde_json::Deserializer::from_slice(&self.text.read()?))?)
+    }
+
+    /// Reads the text, and what was added.
+    pub(super) fn read_all<T: DeserializeOwned, A: DeserializeOwned>(&self) -> io::Result<(T, Vec<A>)> {
+        let text = self.text.read()?;
+        let mut all = serde_json::Deserializer::from_slice(&text);
+        let first = T::deserialize(&mut all)?;
+        Ok((first, all.into_iter().collect::<Result<_, _>>()?))
     }
 
     /// Granted bytes of a resource. For a nonexistent one, more than any limit.
@@ -179,6 +194,11 @@ mod tests {
             record.write(&text).unwrap();
             assert_eq!(copy(&record).read::<String>().unwrap(), text);
         }
+        record.add(&4).unwrap();
+        record.add(&[5; 0]).unwrap();
+        let (text, added) = copy(&record).read_all::<String, serde_json::Value>().unwrap();
+        assert_eq!((text.as_str(), added), ("3", vec![serde_json::json!(4), serde_json::json!([])]));
+        assert_eq!(copy(&record).read::<String>().unwrap(), "3");
         assert!(record.write(&"x".repeat(ROOM as usize)).is_err());
         assert_eq!((copy(&record).granted(Resource::Device(0)), record.granted(Resource::Pinned)), (5, 0));
     }

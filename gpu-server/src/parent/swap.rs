@@ -179,7 +179,7 @@ fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
     for number in &session.devices {
         let at = *number as usize;
         let Some((movable, needs)) = memory.movable.get(at).zip(memory.needs.get(at)) else { continue };
-        let granted = account.record().granted(Resource::Device(*number));
+        let granted = account.counted(*number);
         let needs = needs.load(Ordering::Acquire);
         let needs = if budget.get(number).is_none_or(|most| needs <= *most) { needs } else { 0 };
         for (to, bytes) in [
@@ -199,15 +199,14 @@ fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
 impl Account {
     /// The session's bytes that are away from a device.
     pub(super) fn away(&self, number: u32) -> u64 {
-        let granted = self.record().granted(Resource::Device(number));
+        let granted = self.counted(number);
         let said = self.meter().memory.away.get(number as usize);
         said.map_or(0, |bytes| bytes.load(Ordering::Acquire)).min(granted)
     }
 
     /// The session's bytes on a device.
     fn on(&self, number: u32) -> u64 {
-        let granted = self.record().granted(Resource::Device(number));
-        (granted - self.away(number)).saturating_add(self.implicit(number as usize))
+        (self.counted(number) - self.away(number)).saturating_add(self.implicit(number as usize))
     }
 
     /// Bytes that the session has moved off devices, and back.
@@ -296,9 +295,9 @@ mod tests {
     #[test]
     fn a_lying_worker_is_trusted_only_up_to_its_grant() {
         let mut state = state(&[1, 2]);
-        assert!(matches!(state.charge(1, 1, DEVICE, 60), Reply::Charged));
-        assert!(matches!(state.charge(2, 1, DEVICE, 60), Reply::Refused(Refusal::Crowded)));
-        assert!(matches!(state.charge(2, 2, DEVICE, 101), Reply::Refused(Refusal::Full)), "never");
+        assert!(matches!(state.charge(1, 1, DEVICE, 60, None), Reply::Charged));
+        assert!(matches!(state.charge(2, 1, DEVICE, 60, None), Reply::Refused(Refusal::Crowded)));
+        assert!(matches!(state.charge(2, 2, DEVICE, 101, None), Reply::Refused(Refusal::Full)), "never");
         let memory = &state.sessions[&1].account.meter().memory;
         for all in [&memory.movable, &memory.away, &memory.needs] {
             all[0].store(u64::MAX, Ordering::Relaxed);
@@ -310,8 +309,8 @@ mod tests {
         assert_eq!((&seen.movable, &seen.away), (&granted, &granted));
         assert!(seen.on.is_empty() && seen.needs.is_empty(), "no device has as much as it says it needs");
         // Another session has its place now, and its reports cannot change that.
-        assert!(matches!(state.charge(2, 3, DEVICE, 100), Reply::Charged));
-        assert!(matches!(state.charge(1, 2, DEVICE, 1), Reply::Refused(Refusal::Crowded)));
+        assert!(matches!(state.charge(2, 3, DEVICE, 100, None), Reply::Charged));
+        assert!(matches!(state.charge(1, 2, DEVICE, 1, None), Reply::Refused(Refusal::Crowded)));
         assert_eq!((state.away(0), state.kept_for_swap()), (60, u64::MAX));
         let mut residency = Residency::default();
         let views: Vec<View> =

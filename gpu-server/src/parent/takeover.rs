@@ -45,7 +45,7 @@ use super::{ends, leases};
 use crate::config::Backend;
 use crate::cuda_ipc::origin;
 use crate::shared_event;
-use crate::worker_protocol::{FORMAT, Kind, Shared, ToWorker, Token};
+use crate::worker_protocol::{FORMAT, Kind, OLDEST, Shared, ToWorker, Token};
 
 /// How long waiting clients may delay an upgrade.
 const QUEUE_WITHIN: Duration = Duration::from_secs(5);
@@ -91,7 +91,7 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
     let store = &server.succession.store;
     // A new record has no text.
     if let Ok(mut saved) = server.succession.record.read::<SavedDaemon>()
-        && saved.format == FORMAT
+        && (OLDEST..=FORMAT).contains(&saved.format)
     {
         // The operator may have chosen another backend meanwhile.
         let chosen = server.options.worker.backing.backend;
@@ -163,11 +163,11 @@ fn take_worker(server: &Server, parts: [Option<OwnedFd>; 4]) -> Result<Found, Go
         return Err(unreadable(io::ErrorKind::NotFound.into()));
     };
     let record = Record::open(record).map_err(unreadable)?;
-    if record.read::<Head>().map_err(unreadable)?.format != FORMAT {
+    if !(OLDEST..=FORMAT).contains(&record.read::<Head>().map_err(unreadable)?.format) {
         let why = "rgpu-server was replaced by a version that cannot go on with it".to_owned();
         return Err(Gone { saved: None, why });
     }
-    let mut saved = Box::new(record.read::<Saved>().map_err(unreadable)?);
+    let mut saved = Box::new(Saved::read(&record).map_err(unreadable)?);
     let prepare = || {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
         let (socket, meter) = (socket.ok_or_else(gone)?, meter.ok_or_else(gone)?);
@@ -392,7 +392,7 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
 /// Whether this program takes over sessions of a daemon with this [`FORMAT`].
 pub(crate) fn takes_over(format: u32) -> anyhow::Result<()> {
     anyhow::ensure!(
-        format == FORMAT,
+        (OLDEST..=FORMAT).contains(&format),
         "this version cannot go on with the running server's sessions (they are of format {format}, and this version's is {FORMAT}): let them finish with rgpuctl drain, and start the server again"
     );
     Ok(())

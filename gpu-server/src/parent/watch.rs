@@ -148,12 +148,12 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 let (reply, fd) = open(&mut state, pid, &token);
                 worker.answer(request, reply, fd.as_deref());
             }
-            FromWorker::Charge { request, resource, bytes } => {
-                let reply = state.charge(pid, request, resource, bytes);
+            FromWorker::Charge { request, resource, bytes, shared } => {
+                let reply = state.charge(pid, request, resource, bytes, shared);
                 worker.answer(request, reply, None);
             }
-            FromWorker::Discharge { request, resource, bytes } => {
-                state.discharge(pid, request, resource, bytes);
+            FromWorker::Discharge { request, resource, bytes, shared } => {
+                state.discharge(pid, request, resource, bytes, shared);
             }
             FromWorker::Ticket { request } => {
                 let reply = direct::ticket(server, &mut state.tickets, worker);
@@ -164,6 +164,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
             FromWorker::Unshare { token } => {
                 if let Some(what) = state.shares.remove(&token, pid) {
+                    state.settle_imports([token]);
                     server.succession.store.forget(&kept::share_name(&token, pid, &what));
                 }
             }
@@ -351,12 +352,15 @@ fn log_devices(state: &mut State, backend: String, devices: Vec<String>) {
     }
 }
 
-fn origin_of(state: &State, pid: u32) -> Option<String> {
-    state.sessions.get(&pid).map(|session| origin(&session.peer, &session.client))
+impl State {
+    /// The origin of a worker's session.
+    pub(super) fn origin_of(&self, pid: u32) -> Option<String> {
+        self.sessions.get(&pid).map(|session| origin(&session.peer, &session.client))
+    }
 }
 
 fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Reply {
-    let Some(origin) = origin_of(state, pid) else { return Reply::Refused(Refusal::Unknown) };
+    let Some(origin) = state.origin_of(pid) else { return Reply::Refused(Refusal::Unknown) };
     let name = |token| kept::share_name(token, pid, &what);
     match state.shares.add(pid, origin, what.clone(), fd) {
         Ok(Ok(token)) => {
@@ -381,7 +385,7 @@ fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<
 const TIDIED: usize = 64;
 
 fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>) {
-    let Some(origin) = origin_of(state, pid) else { return (Reply::Refused(Refusal::Unknown), None) };
+    let Some(origin) = state.origin_of(pid) else { return (Reply::Refused(Refusal::Unknown), None) };
     let State { sessions, shares, .. } = state;
     if let Some(session) = sessions.get_mut(&pid).filter(|_| shares.has_event(token)) {
         // Nobody gets a slot of an event that is no longer shared.
@@ -397,7 +401,7 @@ fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedF
             if let (Shared::Event { slot }, false, Some(session)) = (&what, own, state.sessions.get_mut(&pid))
             {
                 session.opened.push((*token, *slot));
-                state.save(pid);
+                state.save_opened(pid);
             }
             (Reply::Opened { what, own }, fd)
         }
@@ -441,6 +445,7 @@ pub(super) fn remove_worker(
     let starting = state.starting(pid);
     let removed = state.workers.remove(&pid);
     let kind = removed.as_ref().map_or(Kind::Gpu, |managed| managed.kind);
+    let mut tokens: Vec<Token> = state.shares.of(pid).map(|(token, _)| *token).collect();
     state.shares.remove_all_of(pid);
     state.tickets.remove_all_of(pid);
     // These were killed on purpose.
@@ -458,7 +463,10 @@ pub(super) fn remove_worker(
         // There may be room now.
         pool.not_before = None;
     }
-    let Some(mut session) = state.sessions.remove(&pid).filter(|session| session.begun) else {
+    let session = state.sessions.remove(&pid);
+    tokens.extend(session.iter().flat_map(|session| session.account.imports.all().map(|(token, _)| token)));
+    state.settle_imports(tokens);
+    let Some(mut session) = session.filter(|session| session.begun) else {
         if !clean && !draining {
             tracing::warn!(worker = pid, "a worker without a session {how}");
             state.workers_crashed += 1;
@@ -489,7 +497,7 @@ mod tests {
     use super::super::pool::tests::starting_worker;
     use super::super::queue::tests::session_of_limits;
     use super::*;
-    use crate::limits::Limits;
+    use crate::limits::{Limits, Resource};
     use crate::shared_event::SharedEvent;
     use sandbox::Report;
 
@@ -560,7 +568,7 @@ mod tests {
 
     /// Session 7 shares an event.
     fn shared_by_first(state: &mut State, event: &SharedEvent) -> Token {
-        let (origin, file) = (origin_of(state, 7).unwrap(), event.file().try_clone().unwrap());
+        let (origin, file) = (state.origin_of(7).unwrap(), event.file().try_clone().unwrap());
         state.shares.add(7, origin, Shared::Event { slot: 0 }, Some(file)).unwrap().unwrap()
     }
 
@@ -593,6 +601,18 @@ mod tests {
         assert_eq!(opened(&mut state), MAX_OF_SESSION);
         state.shares.remove(&tokens[0], 7);
         assert!(matches!(open(&mut state, 8, &tokens[19]).0, Reply::Opened { .. }), "there is room again");
+    }
+
+    #[test]
+    fn imported_memory_counts_for_who_has_it_when_the_session_that_shared_it_ends() {
+        let (mut state, device) = (two_sessions(), Resource::Device(0));
+        assert!(matches!(state.charge(7, 1, device, 60, None), Reply::Charged));
+        let (what, origin) = (Shared::Memory { device: 0, size: 60 }, state.origin_of(7).unwrap());
+        let token = state.shares.add(7, origin, what, None).unwrap().unwrap();
+        assert!(matches!(state.charge(8, 1, device, 60, Some(token)), Reply::Charged));
+        assert_eq!(state.sessions[&8].account.counted(0), 0);
+        remove_worker(&mut state, 7, true, "ended", None);
+        assert_eq!(state.sessions[&8].account.counted(0), 60);
     }
 
     #[test]

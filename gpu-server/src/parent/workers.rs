@@ -30,9 +30,15 @@ impl Worker {
     /// A worker for tests, without a process, that never reads its messages.
     #[cfg(test)]
     pub(super) fn fake(pid: u32) -> Arc<Worker> {
+        Worker::fake_of(pid, None)
+    }
+
+    /// The same with what another daemon needs.
+    #[cfg(test)]
+    pub(super) fn fake_of(pid: u32, process: Option<Description>) -> Arc<Worker> {
         let (socket, other_end) = worker_protocol::pair().unwrap();
         std::mem::forget(other_end);
-        Arc::new(Worker { pid, socket, process: None, alive: None, key: OnceLock::new(), handle: None })
+        Arc::new(Worker { pid, socket, process, alive: None, key: OnceLock::new(), handle: None })
     }
 
     /// The daemon's side of a process at the other end of `socket`. `described`: what another daemon needs to

@@ -4,6 +4,10 @@
 //! Each descriptor is kept under a number ([`Kept::hold`]), and the record refers to numbers. The record is
 //! written after the descriptors that it names are kept, and before those that it no longer names are
 //! released. So a keeper that is killed at any point leaves a consistent record.
+//!
+//! A user's programs may have tens of thousands of descriptors. What often changes is added to the record, as
+//! one [step](Words::Step) more, so that it costs the same however many there are. Everything is written anew
+//! when the steps have become longer than that.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -14,17 +18,35 @@ use handover::{Inherited, Store, Text};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::takeover::FORMAT;
+use super::takeover::{FORMAT, OLDEST};
 
 /// Maximum size of a record in bytes.
 const ROOM: u64 = 16 << 20;
 /// The last part of the record's name.
 const RECORD: &str = "record";
 
+/// Steps may be that long in any case, in bytes.
+const SHORT: usize = 64 << 10;
+
 /// The contents of a record.
 pub trait Words: Serialize + DeserializeOwned + Default + Send {
-    /// The numbers of all descriptors that it names.
-    fn numbers(&self) -> BTreeSet<u64>;
+    /// A change that is small, and frequent.
+    type Step: Serialize + DeserializeOwned;
+
+    /// The numbers of all descriptors that it names, each as often as it names it.
+    fn numbers(&self) -> Vec<u64>;
+
+    /// Makes a change.
+    fn step(&mut self, step: Self::Step) -> Renamed;
+}
+
+/// What a [step](Words::Step) has changed: numbers of descriptors, each as often as it is named.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Renamed {
+    /// Those that are named now.
+    pub now: Vec<u64>,
+    /// Those that were named before.
+    pub before: Vec<u64>,
 }
 
 /// A descriptor, and the number under which it is kept.
@@ -54,7 +76,12 @@ struct State<W> {
     record: Record<W>,
     /// All kept descriptors. New ones are not in the record yet.
     held: BTreeSet<u64>,
-    named: BTreeSet<u64>,
+    /// How often the record names each descriptor.
+    named: BTreeMap<u64, usize>,
+    /// Bytes of the record without its steps, and of these.
+    written: (usize, usize),
+    /// Whether the record could not be written.
+    behind: bool,
     /// Nothing is kept any more: the names may be somebody else's.
     ended: bool,
 }
@@ -89,6 +116,13 @@ impl Found {
     }
 }
 
+/// How often each number occurs.
+fn count(numbers: Vec<u64>) -> BTreeMap<u64, usize> {
+    let mut all = BTreeMap::new();
+    numbers.into_iter().for_each(|number| *all.entry(number).or_default() += 1);
+    all
+}
+
 impl<W: Words> Kept<W> {
     /// Starts keeping things under names that begin with `prefix` and a hyphen.
     pub fn new(store: Arc<Store>, prefix: &str) -> io::Result<Kept<W>> {
@@ -97,8 +131,9 @@ impl<W: Words> Kept<W> {
     }
 
     fn begin(store: Arc<Store>, prefix: &str, text: Text, record: Record<W>) -> io::Result<Kept<W>> {
-        let named = record.words.numbers();
-        let state = Mutex::new(State { held: named.clone(), named, record, ended: false });
+        let named = count(record.words.numbers());
+        let held = named.keys().copied().collect();
+        let state = Mutex::new(State { held, named, record, written: (0, 0), behind: false, ended: false });
         let kept = Kept { store, prefix: prefix.to_owned(), text, state };
         kept.change(|_| ());
         kept.store.keep(&kept.name(RECORD), &kept.text)?;
@@ -119,13 +154,23 @@ impl<W: Words> Kept<W> {
         let text = Text::open(file, ROOM);
         let read = || -> io::Result<Record<W>> {
             let bytes = text.read()?;
-            if serde_json::from_slice::<Head>(&bytes)?.format != FORMAT {
+            let head = Head::deserialize(&mut serde_json::Deserializer::from_slice(&bytes))?;
+            if !(OLDEST..=FORMAT).contains(&head.format) {
                 return Err(io::Error::other("it is of another version"));
             }
-            Ok(serde_json::from_slice(&bytes)?)
+            let mut all = serde_json::Deserializer::from_slice(&bytes);
+            let mut record = Record::<W>::deserialize(&mut all)?;
+            for step in all.into_iter::<W::Step>() {
+                record.words.step(step?);
+            }
+            record.format = FORMAT;
+            let last = record.words.numbers().into_iter().max();
+            record.next = record.next.max(last.map_or(0, |last| last + 1));
+            Ok(record)
         };
         let record = read();
         let named = record.as_ref().map(|record| record.words.numbers()).unwrap_or_default();
+        let named: BTreeSet<u64> = named.into_iter().collect();
         let mut found = BTreeMap::new();
         for rest in inherited.names(&start) {
             // It belongs to something else whose name begins with this one's.
@@ -185,22 +230,65 @@ impl<W: Words> Kept<W> {
     pub fn change<T>(&self, change: impl FnOnce(&mut W) -> T) -> T {
         let mut state = self.lock();
         let done = change(&mut state.record.words);
+        self.write(&mut state);
+        done
+    }
+
+    /// The same for a small change.
+    pub fn step(&self, step: W::Step) {
+        let mut state = self.lock();
+        // Separated, because a step may be a number.
+        let mut text = b"\n".to_vec();
+        let is_text = serde_json::to_writer(&mut text, &step).is_ok();
+        let Renamed { now, before } = state.record.words.step(step);
+        let (whole, steps) = state.written;
+        let fits = is_text && steps + text.len() <= whole.max(SHORT);
+        if state.ended || state.behind || !fits || self.text.add(&text).is_err() {
+            return self.write(&mut state);
+        }
+        state.written.1 += text.len();
+        for number in now {
+            *state.named.entry(number).or_default() += 1;
+        }
+        for number in before {
+            let named = state.named.get_mut(&number).map(|times| {
+                *times -= 1;
+                *times
+            });
+            if named == Some(0) {
+                state.named.remove(&number);
+                self.release(&mut state, number);
+            }
+        }
+    }
+
+    fn write(&self, state: &mut State<W>) {
         if state.ended {
-            return done;
+            return;
         }
         let written = serde_json::to_vec(&state.record).map_err(io::Error::from);
-        if let Err(e) = written.and_then(|bytes| self.text.write(&bytes)) {
-            // The descriptors in the previous record stay.
-            tracing::warn!("{}: cannot save the state for another keeper: {e}", self.prefix);
-            return done;
+        let written = written.and_then(|bytes| self.text.write(&bytes).map(|()| bytes.len()));
+        state.behind = written.is_err();
+        match written {
+            Ok(whole) => state.written = (whole, 0),
+            Err(e) => {
+                // The descriptors in the previous record stay.
+                tracing::warn!("{}: cannot save the state for another keeper: {e}", self.prefix);
+                return;
+            }
         }
-        let named = state.record.words.numbers();
+        let named = count(state.record.words.numbers());
         let before = std::mem::replace(&mut state.named, named);
-        for number in before.difference(&state.named).copied().collect::<Vec<_>>() {
-            state.held.remove(&number);
-            self.store.forget(&self.name(number));
+        for number in before.into_keys() {
+            if !state.named.contains_key(&number) {
+                self.release(state, number);
+            }
         }
-        done
+    }
+
+    fn release(&self, state: &mut State<W>, number: u64) {
+        state.held.remove(&number);
+        self.store.forget(&self.name(number));
     }
 
     /// Reads the record.
@@ -230,8 +318,15 @@ mod tests {
     struct Numbers(Vec<u64>);
 
     impl Words for Numbers {
-        fn numbers(&self) -> BTreeSet<u64> {
-            self.0.iter().copied().collect()
+        type Step = u64;
+
+        fn numbers(&self) -> Vec<u64> {
+            self.0.clone()
+        }
+
+        fn step(&mut self, step: u64) -> Renamed {
+            self.0.push(step);
+            Renamed { now: vec![step], before: Vec::new() }
         }
     }
 
@@ -274,6 +369,34 @@ mod tests {
         assert_eq!(kept.hold(&file), 3);
         kept.end();
         assert_eq!(store.name_of("", &files[0]), None);
+    }
+
+    #[test]
+    fn the_next_keeper_has_what_was_added_to_the_record() {
+        let store = Arc::new(Store::default());
+        let kept = Kept::<Numbers>::new(store.clone(), "guest-a").unwrap();
+        let files: Vec<OwnedFd> = (0..3).map(|_| std::io::pipe().unwrap().0.into()).collect();
+        kept.step(kept.hold(&files[0]));
+        // Until all of it is written anew, and on.
+        (0..40_000).for_each(|_| kept.step(0));
+        kept.step(kept.hold(&files[1]));
+        kept.step(kept.hold(&files[2]));
+        let record = kept.text.as_fd().try_clone_to_owned().unwrap();
+        let given = [
+            ("guest-a-record", &record),
+            ("guest-a-0", &files[0]),
+            ("guest-a-1", &files[1]),
+            ("guest-a-2", &files[2]),
+        ];
+        let (next, found) =
+            Kept::<Numbers>::take_over(Arc::default(), "guest-a", &mut next(&given)).unwrap().unwrap();
+        let named = next.read(|words| count(words.0.clone()));
+        assert_eq!(named, BTreeMap::from([(0, 40_001), (1, 1), (2, 1)]));
+        assert!((0..3).all(|number| found.get(number).is_ok()));
+        assert_eq!(next.hold(&record), 3, "its name is new");
+        // What is no longer named is let go.
+        kept.change(|words| words.0 = vec![1]);
+        assert_eq!(store.name_of("guest-a-", &files[2]), None);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //! another one continues with its clients, which don't notice.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -21,11 +21,11 @@ use nix::sys::socket::{MsgFlags, Shutdown, UnixCredentials, getsockopt, recv, sh
 use protocol::device::Answer;
 use serde::{Deserialize, Serialize};
 
-use super::kept::{Found, Kept, Words};
+use super::kept::{Found, Kept, Renamed, Words};
 use super::process::{Owner, Process, Processes, Reply};
 use super::status::{Own, Why};
 use super::takeover::Succession;
-use super::ties::{StoredByChannel, Tied, Ties};
+use super::ties::{self, StoredByChannel, Tied, Ties};
 use crate::config::Native;
 use crate::link::{Stored, ToDevice};
 use crate::native::{Answering, MAX_STORED, answer, client_of, is_region_of};
@@ -58,10 +58,45 @@ struct Programs {
     ties: Ties,
 }
 
+/// What often changes of it.
+#[derive(Serialize, Deserialize)]
+enum Step {
+    /// A client has come: its number, and what is known of it.
+    Came(u64, (String, u64, u64)),
+    /// A client's connection is closed.
+    Left(u64),
+    /// A client's session is over, too.
+    Gone(u64),
+    Tie(ties::Step),
+}
+
 impl Words for Programs {
-    fn numbers(&self) -> BTreeSet<u64> {
+    type Step = Step;
+
+    fn numbers(&self) -> Vec<u64> {
         let clients = self.clients.values().flat_map(|(_, socket, answering)| [*socket, *answering]);
         clients.chain(self.ties.numbers()).collect()
+    }
+
+    fn step(&mut self, step: Step) -> Renamed {
+        let descriptors = |(_, socket, answering): &(String, u64, u64)| vec![*socket, *answering];
+        match step {
+            Step::Came(number, client) => {
+                let now = descriptors(&client);
+                let before = self.clients.insert(number, client);
+                Renamed { now, before: before.iter().flat_map(descriptors).collect() }
+            }
+            Step::Left(number) => {
+                let before = self.ties.retain(|place| !is_region_of(place, number));
+                Renamed { now: Vec::new(), before }
+            }
+            Step::Gone(number) => {
+                let mut before = self.ties.retain(|place| client_of(place) != number);
+                before.extend(self.clients.remove(&number).iter().flat_map(descriptors));
+                Renamed { now: Vec::new(), before }
+            }
+            Step::Tie(step) => self.ties.step(step),
+        }
     }
 }
 
@@ -72,6 +107,10 @@ impl Tied for Programs {
 
     fn ties_mut(&mut self) -> &mut Ties {
         &mut self.ties
+    }
+
+    fn tie(step: ties::Step) -> Step {
+        Step::Tie(step)
     }
 }
 
@@ -339,15 +378,12 @@ impl User {
     fn keep(&self, number: u64, client: &Client) {
         let (socket, answering) = (self.kept.hold(&client.socket), self.kept.hold(&client.answering));
         let who = client.who.clone();
-        self.kept.change(|words| words.clients.insert(number, (who, socket, answering)));
+        self.kept.step(Step::Came(number, (who, socket, answering)));
     }
 
     /// A client has left.
     fn forget(&self, number: u64) {
-        self.kept.change(|words| {
-            words.clients.remove(&number);
-            words.ties.retain(|place| client_of(place) != number);
-        });
+        self.kept.step(Step::Gone(number));
     }
 }
 
@@ -440,9 +476,7 @@ impl Owner for Server {
 
     fn left(&self, process: &Arc<Process>, number: u64) {
         let kept = self.lock().users.values().find(|user| user.is_served_by(process)).map(|u| u.kept.clone());
-        kept.iter().for_each(|kept| {
-            kept.change(|words| words.ties.retain(|place| !is_region_of(place, number)));
-        });
+        kept.iter().for_each(|kept| kept.step(Step::Left(number)));
     }
 
     fn gone(&self, process: &Arc<Process>, number: u64) {
@@ -629,5 +663,65 @@ impl Server {
             let _ = shutdown(client.socket.as_raw_fd(), Shutdown::Both);
         }
         self.dismiss(state, user, Duration::ZERO);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where something of client 1 or 2 is stored: its channel, or a region.
+    const PLACES: [u64; 4] = [1 << 33, 1 << 33 | 1, 1 << 33 | 2, 2 << 33];
+
+    #[test]
+    fn storing_something_costs_the_same_however_much_is_stored() {
+        let kept = Kept::<Programs>::new(Arc::default(), "user-1").unwrap();
+        let stored = Stored { known: answering_file().unwrap(), descriptors: Vec::new() };
+        // Bytes that this thread has written.
+        let written = || {
+            let text = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+            let line = text.lines().find_map(|line| line.strip_prefix("wchar: ")).unwrap();
+            line.parse::<u64>().unwrap()
+        };
+        let before = written();
+        const COUNT: u64 = 4000;
+        (0..COUNT).for_each(|channel| kept.stored(channel, Some(&stored)));
+        let each = (written() - before) / COUNT;
+        assert!(each < 200, "{each} bytes");
+        kept.read(|words| assert_eq!(words.numbers(), vec![0; COUNT as usize]));
+    }
+
+    #[test]
+    fn each_step_tells_what_it_renames() {
+        let mut words = Programs::default();
+        let client = |first| ("a client".to_owned(), first, first + 1);
+        let steps = [
+            Step::Came(1, client(10)),
+            Step::Came(2, client(12)),
+            Step::Tie((PLACES[0], Some(vec![0, 1]))),
+            Step::Tie((PLACES[1], Some(vec![2, 3]))),
+            Step::Tie((PLACES[2], Some(vec![4, 3]))),
+            Step::Tie((PLACES[3], Some(vec![5, 3]))),
+            Step::Tie((PLACES[0], Some(vec![0, 6]))),
+            Step::Tie((PLACES[1], None)),
+            Step::Tie((PLACES[1], None)),
+            Step::Left(1),
+            Step::Gone(1),
+            Step::Gone(1),
+        ];
+        for step in steps {
+            let mut named = words.numbers();
+            let Renamed { now, before } = words.step(step);
+            for number in before {
+                let at = named.iter().position(|other| *other == number).unwrap();
+                named.swap_remove(at);
+            }
+            named.extend(now);
+            named.sort_unstable();
+            let mut all = words.numbers();
+            all.sort_unstable();
+            assert_eq!(named, all);
+        }
+        assert_eq!(words.numbers(), [12, 13, 5, 3]);
     }
 }

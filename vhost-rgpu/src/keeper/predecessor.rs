@@ -1,6 +1,5 @@
 //! What one keeper leaves to the next about a VMM's connection.
 
-use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -10,10 +9,10 @@ use handover::{Inherited, Store};
 use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::FrontendReq;
 
-use super::kept::{Found, Kept, Words};
+use super::kept::{Found, Kept, Renamed, Words};
 use super::negotiation::{self, Negotiation};
 use super::process::{Owner, Process, Reply};
-use super::ties::{Tied, Ties};
+use super::ties::{self, Tied, Ties};
 use crate::link::Stored;
 
 /// Prefix of the names.
@@ -31,11 +30,17 @@ pub struct Vmm {
 }
 
 impl Words for Vmm {
-    fn numbers(&self) -> BTreeSet<u64> {
-        let mut all = self.negotiation.numbers();
+    type Step = ties::Step;
+
+    fn numbers(&self) -> Vec<u64> {
+        let mut all = Vec::from_iter(self.negotiation.numbers());
         all.extend([self.socket, self.requests].into_iter().flatten());
         all.extend(self.ties.numbers());
         all
+    }
+
+    fn step(&mut self, step: ties::Step) -> Renamed {
+        self.ties.step(step)
     }
 }
 
@@ -46,6 +51,10 @@ impl Tied for Vmm {
 
     fn ties_mut(&mut self) -> &mut Ties {
         &mut self.ties
+    }
+
+    fn tie(step: ties::Step) -> ties::Step {
+        step
     }
 }
 

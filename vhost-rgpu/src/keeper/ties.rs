@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use serde::{Deserialize, Serialize};
 
-use super::kept::{Found, Kept, Words};
+use super::kept::{Found, Kept, Renamed, Words};
 use super::process::{Process, Reply};
 use crate::link::{Control, Stored, ToKeeper};
 
@@ -23,6 +23,9 @@ pub struct Ties {
     stored: BTreeMap<u64, Vec<u64>>,
 }
 
+/// What changes often: what is stored for a channel, or `None` if nothing is any more.
+pub type Step = (u64, Option<Vec<u64>>);
+
 impl Ties {
     /// The numbers of all descriptors.
     pub fn numbers(&self) -> impl Iterator<Item = u64> {
@@ -30,9 +33,20 @@ impl Ties {
         device.chain(self.stored.values().flatten().copied())
     }
 
-    /// Drops what was stored for channels that don't stay.
-    pub fn retain(&mut self, stays: impl Fn(u64) -> bool) {
-        self.stored.retain(|channel, _| stays(*channel));
+    /// Makes a change.
+    pub fn step(&mut self, (channel, stored): Step) -> Renamed {
+        let now = stored.clone().unwrap_or_default();
+        let before = match stored {
+            Some(numbers) => self.stored.insert(channel, numbers),
+            None => self.stored.remove(&channel),
+        };
+        Renamed { now, before: before.unwrap_or_default() }
+    }
+
+    /// Drops what was stored for channels that don't stay. Returns its descriptors' numbers.
+    pub fn retain(&mut self, stays: impl Fn(u64) -> bool) -> Vec<u64> {
+        let gone = self.stored.extract_if(.., |channel, _| !stays(*channel));
+        gone.flat_map(|(_, numbers)| numbers).collect()
     }
 }
 
@@ -42,6 +56,8 @@ pub trait Tied: Words {
     fn ties(&self) -> &Ties;
     /// The same, mutable.
     fn ties_mut(&mut self) -> &mut Ties;
+    /// A change of it.
+    fn tie(step: Step) -> Self::Step;
 }
 
 impl<W: Tied> Kept<W> {
@@ -54,12 +70,10 @@ impl<W: Tied> Kept<W> {
 
     /// The device process has stored this for a channel, or dropped it.
     pub fn stored(&self, channel: u64, stored: Option<&Stored>) {
-        let Some(stored) = stored else {
-            return self.change(|words| drop(words.ties_mut().stored.remove(&channel)));
-        };
-        let fds = std::iter::once(&stored.known).chain(&stored.descriptors);
-        let numbers = fds.map(|fd| self.hold(fd)).collect();
-        self.change(|words| drop(words.ties_mut().stored.insert(channel, numbers)));
+        let numbers = stored.map(|Stored { known, descriptors }| {
+            std::iter::once(known).chain(descriptors).map(|fd| self.hold(fd)).collect()
+        });
+        self.step(W::tie((channel, numbers)));
     }
 
     /// The previous keeper's device process, and the socket to it.

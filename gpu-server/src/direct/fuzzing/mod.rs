@@ -25,7 +25,7 @@ use host_bridge::verbs::software;
 use protocol::channel::MAX_PAYLOAD;
 use protocol::fuzzing::Steps;
 use protocol::link::{DirectHeader, DirectQueue};
-use protocol::ops::direct::MAX_PIECE;
+use protocol::ops::direct::{MAX_PIECE, PIECES};
 use zerocopy::FromBytes;
 
 use super::buffers::*;

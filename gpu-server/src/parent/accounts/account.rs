@@ -4,7 +4,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
+use crate::limits::Resource;
 use crate::pages::{Meter, Page, Terms, gate};
+use crate::parent::accounts::imports::Imports;
 use crate::parent::arbiter::Gate;
 use crate::parent::bells::Bell;
 use crate::parent::record::Record;
@@ -15,6 +17,8 @@ pub(in crate::parent) struct Account {
     meter: Page<Meter>,
     /// Granted bytes, and everything else that a successor of this daemon needs.
     pub(in crate::parent) record: Record,
+    /// What of that is other sessions' memory.
+    pub(in crate::parent) imports: Imports,
     /// Whether the next request may be one that the previous daemon has already carried out.
     pub(in crate::parent) may_repeat: bool,
     /// The gate, and how often the session was asked to report its work.
@@ -28,9 +32,7 @@ impl Account {
     /// An empty account, and the descriptors of its pages and of the bell for the worker.
     pub(in crate::parent) fn open(bell: &Bell) -> io::Result<(Account, [OwnedFd; 3])> {
         let ((terms, terms_fd), (meter, meter_fd)) = (Page::new()?, Page::new()?);
-        let record = Record::new()?;
-        let account =
-            Account { terms, meter, record, may_repeat: false, gate: Gate::Open, tells: 0, asked: false };
+        let account = Account::new(terms, meter, Record::new()?, false);
         Ok((account, [terms_fd, meter_fd, bell.share()?]))
     }
 
@@ -43,14 +45,22 @@ impl Account {
     ) -> io::Result<(Account, OwnedFd)> {
         let ((terms, terms_fd), meter) = (Page::<Terms>::new()?, Page::adopt(meter)?);
         terms.daemons.store(daemons, Ordering::Relaxed);
-        let account =
-            Account { terms, meter, record, may_repeat: true, gate: Gate::Open, tells: 0, asked: false };
-        Ok((account, terms_fd))
+        Ok((Account::new(terms, meter, record, true), terms_fd))
+    }
+
+    fn new(terms: Page<Terms>, meter: Page<Meter>, record: Record, may_repeat: bool) -> Account {
+        let (imports, gate) = (Imports::default(), Gate::Open);
+        Account { terms, meter, record, imports, may_repeat, gate, tells: 0, asked: false }
     }
 
     /// What a successor of this daemon needs.
     pub(in crate::parent) fn record(&self) -> &Record {
         &self.record
+    }
+
+    /// Granted bytes of a device, without memory that counts for another session.
+    pub(in crate::parent) fn counted(&self, number: u32) -> u64 {
+        self.record.granted(Resource::Device(number)).saturating_sub(self.imports.elsewhere(number))
     }
 
     /// Called when a worker's message has been handled: the next one cannot be a repetition.
@@ -110,7 +120,9 @@ impl Account {
     /// Notes how many bytes the session's process uses on a device, according to NVML.
     pub(in crate::parent) fn measured(&self, number: usize, bytes: u64) {
         if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
-            let charged = held.load(Ordering::Relaxed).saturating_sub(self.away(number as u32));
+            // What it has imported is measured where it counts.
+            let other = self.away(number as u32).saturating_add(self.imports.elsewhere(number as u32));
+            let charged = held.load(Ordering::Relaxed).saturating_sub(other);
             implicit.store(bytes.saturating_sub(charged), Ordering::Relaxed);
         }
     }

@@ -2,13 +2,16 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use crate::parent::control::{Control, Refused};
 use crate::parent::refusals::Reason;
 use crate::parent::trust::Principal;
 
-/// Maximum number of waiting questions, of all clients and of one.
-const MOST: (usize, usize) = (256, 16);
+/// Maximum number of waiting questions, of all clients and of one: a client may start a hundred programs at
+/// the same moment, and each asks for a lease.
+const MOST: (usize, usize) = (512, 128);
+
 /// A client's question.
 pub(in crate::parent) struct Ask {
     pub(in crate::parent) connection: Arc<Control>,
@@ -16,6 +19,8 @@ pub(in crate::parent) struct Ask {
     pub(in crate::parent) who: Principal,
     /// The question as received, not parsed yet.
     pub(in crate::parent) question: Vec<u8>,
+    /// When it came.
+    pub(in crate::parent) since: Instant,
 }
 
 /// Questions waiting for their answers.
@@ -70,11 +75,12 @@ mod tests {
                 peer: String::new(),
                 who,
                 question: vec![],
+                since: Instant::now(),
             }
         };
-        for _ in 0..MOST.1 {
-            assert!(asks.take(ask("a")).is_ok());
-        }
+        let fits = |asks: &Asks| asks.take(ask("a")).is_ok();
+        assert!((0..64).all(|_| fits(&asks)), "programs that start at the same moment");
+        assert_eq!((64..10 * MOST.1).take_while(|_| fits(&asks)).count(), MOST.1 - 64);
         assert!(asks.take(ask("a")).is_err() && asks.take(ask("b")).is_ok());
         assert_eq!(asks.next().who.name, "a");
         assert!(asks.take(ask("a")).is_ok());

@@ -5,13 +5,14 @@ use std::os::fd::OwnedFd;
 
 use handover::clock;
 use protocol::Status;
-use sandbox::Process;
+use sandbox::{Description, Process};
 use serde::{Deserialize, Serialize};
 
 use crate::limits::Limits;
 use crate::parent::audit::hex;
 use crate::parent::leases::table::{Lease, LeaseId, Leases};
-use crate::parent::record::Succession;
+use crate::parent::record::{Record, Succession};
+use crate::parent::session::Session;
 use crate::parent::state::{Illness, Server, State};
 use crate::parent::trust::SavedPrincipal;
 use crate::parent::workers::Worker;
@@ -23,7 +24,7 @@ pub(super) struct Saved {
     pub(super) format: u32,
     /// How many daemons the session has had.
     pub(super) daemons: u32,
-    pub(super) process: sandbox::Description,
+    pub(super) process: Description,
     pub(super) kind: Kind,
     pub(super) client: String,
     pub(super) program: String,
@@ -47,8 +48,18 @@ pub(super) struct Saved {
     pub(super) overrun: bool,
     pub(super) ended: bool,
     pub(super) lost: bool,
-    /// Events of other sessions that it has opened, and its slot in each.
+    /// Events of other sessions that it has opened, and its slot in each. Further ones are added to the
+    /// text.
     pub(super) opened: Vec<(Token, u16)>,
+}
+
+impl Saved {
+    /// What a record says of a session.
+    pub(super) fn read(record: &Record) -> io::Result<Saved> {
+        let (mut saved, opened) = record.read_all::<Saved, (Token, u16)>()?;
+        saved.opened.extend(opened);
+        Ok(saved)
+    }
 }
 
 /// The text of the daemon's own record.
@@ -126,10 +137,7 @@ pub(super) fn parse_share(name: &str) -> Option<(Token, u32, Shared)> {
 impl State {
     /// Saves what a successor must know of a session after a change.
     pub(in crate::parent) fn save(&self, worker: u32) {
-        let (Some(session), Some(managed)) = (self.sessions.get(&worker), self.workers.get(&worker)) else {
-            return;
-        };
-        let Some(process) = managed.worker.process().filter(|_| session.kept) else { return };
+        let Some((session, process)) = self.kept(worker) else { return };
         let saved = Saved {
             format: FORMAT,
             daemons: session.daemons,
@@ -161,6 +169,22 @@ impl State {
         if let Err(e) = session.account.record().write(&saved) {
             tracing::warn!(worker, "cannot save a session for another daemon: {e}");
         }
+    }
+
+    /// Saves that a session has opened another event, its last.
+    pub(in crate::parent) fn save_opened(&self, worker: u32) {
+        let Some((session, _)) = self.kept(worker) else { return };
+        // There may be thousands, and others wait for this.
+        let added = session.opened.last().map(|opened| session.account.record().add(opened));
+        if !matches!(added, Some(Ok(()))) {
+            self.save(worker);
+        }
+    }
+
+    /// A session that is kept for a successor, and its worker's process.
+    fn kept(&self, worker: u32) -> Option<(&Session, &Description)> {
+        let (session, managed) = (self.sessions.get(&worker)?, self.workers.get(&worker)?);
+        managed.worker.process().filter(|_| session.kept).map(|process| (session, process))
     }
 
     /// Saves everything else that a successor must know. Includes the reasons for sessions' ends only if
@@ -220,7 +244,7 @@ impl State {
 }
 
 /// What a successor needs to find a worker's process. Without it, the session ends with this daemon.
-pub(in crate::parent) fn describe(process: &Process) -> Option<sandbox::Description> {
+pub(in crate::parent) fn describe(process: &Process) -> Option<Description> {
     process.describe().inspect_err(|e| tracing::debug!("a worker cannot be described: {e}")).ok()
 }
 
@@ -228,6 +252,8 @@ pub(in crate::parent) fn describe(process: &Process) -> Option<sandbox::Descript
 mod tests {
     use super::*;
     use crate::config::Serve;
+    use crate::parent::queue::tests::session_of_limits;
+    use crate::parent::workers::Managed;
     use handover::Inherited;
     use std::time::Instant;
 
@@ -245,6 +271,33 @@ mod tests {
         let ill: Vec<_> = next.ill.iter().map(|(device, illness)| (*device, illness.error)).collect();
         // The next daemon's watch does not know that it has to tell when the first one is cool again.
         assert_eq!(ill, [(1, Some(Status(999)))]);
+    }
+
+    #[test]
+    fn noting_an_opened_event_costs_the_same_however_many_are_open() {
+        let process =
+            r#"{"process":{"pid":8,"started":1},"guard":null,"isolation":"Root","user":null,"group":null}"#;
+        let (mut state, process) = (State::default(), serde_json::from_str(process).unwrap());
+        state.workers.insert(8, Managed::serving(&Worker::fake_of(8, Some(process)), Kind::Gpu));
+        state.sessions.insert(8, Session { kept: true, ..session_of_limits(Limits::default()) });
+        state.save(8);
+        // Bytes that this thread has written.
+        let written = || {
+            let text = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+            let line = text.lines().find_map(|line| line.strip_prefix("wchar: ")).unwrap();
+            line.parse::<u64>().unwrap()
+        };
+        let before = written();
+        for slot in 0..2000 {
+            state.sessions.get_mut(&8).unwrap().opened.push(([7; 16], slot));
+            state.save_opened(8);
+        }
+        let each = (written() - before) / 2000;
+        assert!(each < 200, "{each} bytes");
+        let session = &state.sessions[&8];
+        assert_eq!(Saved::read(session.account.record()).unwrap().opened, session.opened);
+        state.save(8);
+        assert_eq!(Saved::read(session.account.record()).unwrap().opened, session.opened);
     }
 
     #[test]
