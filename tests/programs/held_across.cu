@@ -3,6 +3,7 @@
 //   blocking, default   threads that make synchronous copies from pageable memory while another one copies between the devices in a blocking stream, or in the default stream
 //   per_thread          a synchronous copy in a per-thread default stream behind a copy between the devices in the legacy one
 //   context             a context that waits for an event behind a copy between the devices
+//   free                large memory of a device with a held stream is freed while copies go on
 //   stalled             copies to two servers, one of which the test stops after READY until COPIED
 //   limit, destroy      a limit that is set, and a context that is destroyed, while a stream waits for the host and then for a copy
 #define PROGRAM "held_across"
@@ -197,6 +198,41 @@ static void destroy() {
     CHECK(cudaDeviceSynchronize());
 }
 
+// Large memory of a device with a held stream is freed, and copies between the devices go on.
+static void free_memory() {
+    int *here = on_device(0, N, 7), *there = on_device(1, N, 0);
+    const size_t large = size_t(300) << 20;
+    cudaStream_t held, beside, away;
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaStreamCreateWithFlags(&away, cudaStreamNonBlocking));
+    CHECK(cudaSetDevice(1));
+    CHECK(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    void *data[2], *more;
+    for (void *&each : data) CHECK(cudaMalloc(&each, large));
+    Gate gate;
+    CHECK(cudaLaunchHostFunc(held, Gate::wait, &gate));
+    for (void *each : data) {
+        CHECK(cudaFreeAsync(each, beside));
+        CHECK(cudaStreamSynchronize(beside));
+    }
+    CHECK(cudaMallocAsync(&more, large, beside));
+    steps++;
+    CHECK(cudaMemcpy2DAsync(there, 40, here, 40, 40, BYTES / 40, cudaMemcpyDefault, away));
+    CHECK(cudaStreamSynchronize(away));
+    steps++;
+    gate.open = true;
+    CHECK(cudaFreeAsync(more, beside));
+    CHECK(cudaDeviceSynchronize());
+    // The memory that was given back can be used.
+    for (void *&each : data) {
+        CHECK(cudaMalloc(&each, large));
+        CHECK(cudaMemset(each, 1, large));
+    }
+    for (void *each : data) CHECK(cudaFree(each));
+    expect_value("the copy between the devices", 1, holds(there, N, 7));
+}
+
 // Copies to two other servers, one of which does not answer until the other copy is done.
 static void stalled() {
     int *here = on_device(0, N, 7), *there = on_device(1, N, 0), *stalling = on_device(2, N, 0);
@@ -231,7 +267,8 @@ int main(int argc, char **argv) {
     else if (what == "context") context();
     else if (what == "limit") limit();
     else if (what == "destroy") destroy();
+    else if (what == "free") free_memory();
     else if (what == "stalled") stalled();
-    else fail("knows blocking, default, per_thread, context, limit, destroy and stalled");
+    else fail("knows blocking, default, per_thread, context, limit, destroy, free and stalled");
     return verdict();
 }

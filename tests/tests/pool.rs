@@ -197,7 +197,7 @@ fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other(
         let rigs =
             if direct { connected("pool-held-direct", &support::TRANSPORTS)? } else { two("pool-held")? };
         for transport in support::TRANSPORTS {
-            for case in ["per_thread", "context", "limit", "destroy", "blocking", "default"] {
+            for case in ["per_thread", "context", "limit", "destroy", "free", "blocking", "default"] {
                 let mut command = with_servers(&servers(&rigs, [transport; 2]), PROGRAM)?;
                 let outcome = programs::run(command.arg(case), programs::LIMIT)?;
                 outcome.verdict(PROGRAM).with_context(|| format!("{case} over {transport:?}, {direct}"))?;

@@ -41,6 +41,7 @@ api! {
         let (driver, context) = context::ready()?;
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
         stream_ordered::collect(driver);
+        stream_ordered::wait_for_returned(device);
         let reply = device.server.session.call(&MemGetInfo { device: device.number })?;
         // Memory that this process holds but does not use counts as free.
         let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
@@ -113,6 +114,8 @@ api! {
         }
         device.server.session.append(&MemFree { address: dptr })?;
         memory.free(dptr, device);
+        drop(memory);
+        stream_ordered::wait_for_returned(device);
         pool::gone(found.pool, found.size);
         Ok(())
     }
