@@ -210,12 +210,20 @@ static void free_memory() {
     CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
     void *data[2], *more;
     for (void *&each : data) CHECK(cudaMalloc(&each, large));
+    size_t before = 0, after = 0, total = 0;
+    CHECK(cudaMemGetInfo(&before, &total));
     Gate gate;
     CHECK(cudaLaunchHostFunc(held, Gate::wait, &gate));
     for (void *each : data) {
         CHECK(cudaFreeAsync(each, beside));
         CHECK(cudaStreamSynchronize(beside));
     }
+    // Soon after the frees are known to be reached.
+    for (int i = 0; i < 12000 && after != before + 2 * large; i++) {
+        CHECK(cudaMemGetInfo(&after, &total));
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    expect_value("what was freed", (long long)(2 * large), (long long)(after - before));
     CHECK(cudaMallocAsync(&more, large, beside));
     steps++;
     CHECK(cudaMemcpy2DAsync(there, 40, here, 40, 40, BYTES / 40, cudaMemcpyDefault, away));

@@ -41,9 +41,8 @@ api! {
         let (driver, context) = context::ready()?;
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
         stream_ordered::collect(driver);
-        stream_ordered::wait_for_returned(device);
         let reply = device.server.session.call(&MemGetInfo { device: device.number })?;
-        // Memory that this process holds but does not use counts as free.
+        // Memory that this process holds but does not use counts as free, and what it is giving back.
         let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
         free.put_if_wanted((reply.free + spare).min(reply.total) as usize);
         total.put_if_wanted(reply.total as usize);
