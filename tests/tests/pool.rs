@@ -197,8 +197,14 @@ fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other(
         let rigs =
             if direct { connected("pool-held-direct", &support::TRANSPORTS)? } else { two("pool-held")? };
         for transport in support::TRANSPORTS {
-            for case in ["per_thread", "context", "limit", "destroy", "free", "blocking", "default"] {
-                let mut command = with_servers(&servers(&rigs, [transport; 2]), PROGRAM)?;
+            let servers = servers(&rigs, [transport; 2]);
+            // The first two of its devices are of one server.
+            let [first, second] = [0, 1].map(|place| address(&rigs[place], transport));
+            let three = [format!("{second}/0,1"), first];
+            let cases = ["per_thread", "context", "limit", "destroy", "free", "first", "blocking", "default"];
+            let cases = cases.map(|case| (&servers[..], case));
+            for (servers, case) in cases.into_iter().chain([(&three[..], "reset")]) {
+                let mut command = with_servers(servers, PROGRAM)?;
                 let outcome = programs::run(command.arg(case), programs::LIMIT)?;
                 outcome.verdict(PROGRAM).with_context(|| format!("{case} over {transport:?}, {direct}"))?;
             }
