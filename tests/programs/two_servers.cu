@@ -742,6 +742,13 @@ static int unreachable() {
     add<<<1, 1>>>(data, 1, 1);
     CHECK(cudaDeviceSynchronize());
     expect_value("what the first device added", 2, *data);
+    // Freeing and unregistering wait for both devices.
+    void *pinned;
+    std::vector<char> registered(1 << 16);
+    CHECK(cudaMallocHost(&pinned, 1 << 16));
+    CHECK(cudaFreeHost(pinned));
+    CHECK(cudaHostRegister(registered.data(), registered.size(), 0));
+    CHECK(cudaHostUnregister(registered.data()));
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%s", cudaGetErrorName(error));
 }
 

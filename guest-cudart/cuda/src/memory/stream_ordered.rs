@@ -33,9 +33,13 @@ pub(crate) static LEAVING: Mutex<Vec<Leaving>> = Mutex::new(Vec::new());
 
 /// Waits for all work of a context, and completes its stream-ordered frees.
 pub(crate) fn synchronize(context: &'static Context) -> Result {
+    wait(context, Context::synchronize)?
+}
+
+fn wait<T>(context: &'static Context, until_done: impl FnOnce(&'static Context) -> T) -> Result<T> {
     let driver = driver()?;
     let busy = context.is_busy();
-    let result = context.synchronize();
+    let result = until_done(context);
     shared_blocks::after_wait(driver);
     if busy {
         stream_table::reap();
@@ -43,7 +47,7 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
     }
     // Destroyed textures go before the memory that they are of.
     texture::reap();
-    result
+    Ok(result)
 }
 
 /// Allocates on the current device.
@@ -255,15 +259,17 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
-/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
+/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it. Only
+/// errors of the current context are returned. Those of others are left to the calls that concern them.
 pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
+    let current = context::current()?;
     for device in &driver.devices {
         let primary = device.primary;
-        if primary.is_alive() && primary.is_busy() && !primary.is_given_up() {
-            synchronize(primary)?;
+        let is_other = !std::ptr::eq(primary, current);
+        if is_other && primary.is_alive() && primary.is_busy() && !primary.is_given_up() {
+            wait(primary, Context::quiesce)?;
         }
     }
-    let context = context::current()?;
-    if context.is_busy() { synchronize(context) } else { Ok(()) }
+    if current.is_busy() { synchronize(current) } else { Ok(()) }
 }
