@@ -749,6 +749,12 @@ static int unreachable() {
     CHECK(cudaFreeHost(pinned));
     CHECK(cudaHostRegister(registered.data(), registered.size(), 0));
     CHECK(cudaHostUnregister(registered.data()));
+    // The first time that memory is shared, what was copied before must have arrived on both.
+    void *shared;
+    cudaIpcMemHandle_t handle;
+    CHECK(cudaMalloc(&shared, 1 << 16));
+    CHECK(cudaIpcGetMemHandle(&handle, shared));
+    CHECK(cudaFree(shared));
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%s", cudaGetErrorName(error));
 }
 
