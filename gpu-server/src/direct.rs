@@ -554,10 +554,11 @@ impl Directs {
     }
 
     /// While the result exists, no piece is copied but by the dispatcher. `None`: a piece is being copied, or
-    /// a client expects one that has not come.
+    /// a client expects one that has not come. Of a box, it expects them only as long as some come.
     pub fn hold_still(&self) -> Option<Still> {
         let still = self.motion.stop()?;
         let table = lock(&self.table);
+        table.incoming.values().for_each(|incoming| incoming.give_up_idle());
         (!table.incoming.values().any(|incoming| incoming.expects())).then_some(still)
     }
 

@@ -3,8 +3,11 @@
 //   blocking, default   threads that make synchronous copies from pageable memory while another one copies between the devices in a blocking stream, or in the default stream
 //   per_thread          a synchronous copy in a per-thread default stream behind a copy between the devices in the legacy one
 //   context             a context that waits for an event behind a copy between the devices
+//   free                large memory of a device with a held stream is freed while copies go on
 //   stalled             copies to two servers, one of which the test stops after READY until COPIED
 //   limit, destroy      a limit that is set, and a context that is destroyed, while a stream waits for the host and then for a copy
+//   first               the second device is used for the first time while a stream of the first one waits for the host
+//   reset               of three devices, the first two of one server, the first one is reset while the second one waits for a copy
 #define PROGRAM "held_across"
 #include "common.h"
 #include "cases.h"
@@ -197,6 +200,107 @@ static void destroy() {
     CHECK(cudaDeviceSynchronize());
 }
 
+// Large memory of a device with a held stream is freed, and copies between the devices go on.
+static void free_memory() {
+    int *here = on_device(0, N, 7), *there = on_device(1, N, 0);
+    const size_t large = size_t(300) << 20;
+    cudaStream_t held, beside, away;
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaStreamCreateWithFlags(&away, cudaStreamNonBlocking));
+    CHECK(cudaSetDevice(1));
+    CHECK(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    void *data[2], *more;
+    for (void *&each : data) CHECK(cudaMalloc(&each, large));
+    size_t before = 0, after = 0, total = 0;
+    CHECK(cudaMemGetInfo(&before, &total));
+    Gate gate;
+    CHECK(cudaLaunchHostFunc(held, Gate::wait, &gate));
+    for (void *each : data) {
+        CHECK(cudaFreeAsync(each, beside));
+        CHECK(cudaStreamSynchronize(beside));
+    }
+    // Soon after the frees are known to be reached.
+    for (int i = 0; i < 12000 && after != before + 2 * large; i++) {
+        CHECK(cudaMemGetInfo(&after, &total));
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    expect_value("what was freed", (long long)(2 * large), (long long)(after - before));
+    CHECK(cudaMallocAsync(&more, large, beside));
+    steps++;
+    CHECK(cudaMemcpy2DAsync(there, 40, here, 40, 40, BYTES / 40, cudaMemcpyDefault, away));
+    CHECK(cudaStreamSynchronize(away));
+    steps++;
+    gate.open = true;
+    CHECK(cudaFreeAsync(more, beside));
+    CHECK(cudaDeviceSynchronize());
+    // The memory that was given back can be used.
+    for (void *&each : data) {
+        CHECK(cudaMalloc(&each, large));
+        CHECK(cudaMemset(each, 1, large));
+    }
+    for (void *each : data) CHECK(cudaFree(each));
+    expect_value("the copy between the devices", 1, holds(there, N, 7));
+}
+
+// The second device works before the first one goes on. What is copied from the first one's memory comes behind a fill that nobody has waited for: natively, that is over before the second device can do anything.
+static void first() {
+    int *here = on_device(0, N, 0);
+    cudaStream_t held, free, away;
+    CHECK(cudaSetDevice(0));
+    for (cudaStream_t *stream : {&held, &free}) CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    Gate gate;
+    CHECK(cudaLaunchHostFunc(held, Gate::wait, &gate));
+    CHECK(cudaMemsetAsync(here, 1, BYTES, free));
+    CHECK(cudaSetDevice(1));
+    int *there = on_device(1, N, 7);
+    CHECK(cudaStreamCreateWithFlags(&away, cudaStreamNonBlocking));
+    CHECK(cudaDeviceSynchronize());
+    expect_value("the second device's memory", 1, holds(there, N, 7));
+    steps++;
+    CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, away));
+    CHECK(cudaStreamSynchronize(away));
+    std::vector<int> host(N);
+    CHECK(cudaMemcpy(host.data(), there, BYTES, cudaMemcpyDeviceToHost));
+    expect_value("what was filled before", 1, host == std::vector<int>(N, 0x01010101));
+    steps++;
+    gate.open = true;
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaDeviceSynchronize());
+}
+
+// A device is reset. The other device of its server waits for the host, for an event of the device that is reset, and for a copy.
+static void reset() {
+    int *there = on_device(1, N, 0), *away = on_device(2, N, 7);
+    cudaStream_t stream;
+    CHECK(cudaSetDevice(1));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (int round = 0; round < 3; round++) {
+        cudaEvent_t event;
+        CHECK(cudaSetDevice(0));
+        on_device(0, N, 1);
+        CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        CHECK(cudaEventRecord(event, nullptr));
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaMemsetAsync(there, 0, BYTES, stream));
+        Gate gate;
+        if (round < 2) CHECK(cudaLaunchHostFunc(stream, Gate::wait, &gate));
+        CHECK(cudaMemcpyPeerAsync(there, 1, away, 2, BYTES, stream));
+        CHECK(cudaStreamWaitEvent(stream, event, 0));
+        CHECK(cudaSetDevice(0));
+        if (round == 1) CHECK(cudaEventDestroy(event));
+        CHECK(cudaDeviceReset());
+        steps++;
+        gate.open = true;
+        // The device can be used again.
+        expect_value("memory of the device after the reset", 1, holds(on_device(0, N, 3), N, 3));
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaDeviceSynchronize());
+        expect_value("the copy between the devices", 1, holds(there, N, 7));
+    }
+}
+
 // Copies to two other servers, one of which does not answer until the other copy is done.
 static void stalled() {
     int *here = on_device(0, N, 7), *there = on_device(1, N, 0), *stalling = on_device(2, N, 0);
@@ -231,7 +335,10 @@ int main(int argc, char **argv) {
     else if (what == "context") context();
     else if (what == "limit") limit();
     else if (what == "destroy") destroy();
+    else if (what == "free") free_memory();
+    else if (what == "first") first();
+    else if (what == "reset") reset();
     else if (what == "stalled") stalled();
-    else fail("knows blocking, default, per_thread, context, limit, destroy and stalled");
+    else fail("knows blocking, default, per_thread, context, limit, destroy, free, first, reset and stalled");
     return verdict();
 }

@@ -742,6 +742,19 @@ static int unreachable() {
     add<<<1, 1>>>(data, 1, 1);
     CHECK(cudaDeviceSynchronize());
     expect_value("what the first device added", 2, *data);
+    // Freeing and unregistering wait for both devices.
+    void *pinned;
+    std::vector<char> registered(1 << 16);
+    CHECK(cudaMallocHost(&pinned, 1 << 16));
+    CHECK(cudaFreeHost(pinned));
+    CHECK(cudaHostRegister(registered.data(), registered.size(), 0));
+    CHECK(cudaHostUnregister(registered.data()));
+    // The first time that memory is shared, what was copied before must have arrived on both.
+    void *shared;
+    cudaIpcMemHandle_t handle;
+    CHECK(cudaMalloc(&shared, 1 << 16));
+    CHECK(cudaIpcGetMemHandle(&handle, shared));
+    CHECK(cudaFree(shared));
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%s", cudaGetErrorName(error));
 }
 

@@ -3,7 +3,7 @@
 mod support;
 
 use std::io::{BufRead, BufReader, Read};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use rgpu_tests::programs;
 use rgpu_tests::tree;
-use support::{Rig, Transport, eventually};
+use support::{Ended, Rig, Transport, eventually};
 
 const PROGRAM: &str = "two_servers";
 
@@ -197,8 +197,14 @@ fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other(
         let rigs =
             if direct { connected("pool-held-direct", &support::TRANSPORTS)? } else { two("pool-held")? };
         for transport in support::TRANSPORTS {
-            for case in ["per_thread", "context", "limit", "destroy", "blocking", "default"] {
-                let mut command = with_servers(&servers(&rigs, [transport; 2]), PROGRAM)?;
+            let servers = servers(&rigs, [transport; 2]);
+            // The first two of its devices are of one server.
+            let [first, second] = [0, 1].map(|place| address(&rigs[place], transport));
+            let three = [format!("{second}/0,1"), first];
+            let cases = ["per_thread", "context", "limit", "destroy", "free", "first", "blocking", "default"];
+            let cases = cases.map(|case| (&servers[..], case));
+            for (servers, case) in cases.into_iter().chain([(&three[..], "reset")]) {
+                let mut command = with_servers(servers, PROGRAM)?;
                 let outcome = programs::run(command.arg(case), programs::LIMIT)?;
                 outcome.verdict(PROGRAM).with_context(|| format!("{case} over {transport:?}, {direct}"))?;
             }
@@ -227,6 +233,76 @@ fn a_server_that_does_not_answer_stops_only_copies_from_and_to_itself() -> Resul
         ensure!(copied == "COPIED\n", "over {transport:?}, the other server's copy is not made: {copied:?}");
         let (text, _) = ended(program)?;
         ensure!(text.contains("PASS"), "over {transport:?}: {text}");
+    }
+    Ok(())
+}
+
+/// Passes bytes between a server's port and one of its own, once it is let.
+struct Gate {
+    port: u16,
+    opens: std::sync::mpsc::Sender<()>,
+}
+
+impl Gate {
+    /// Connections wait.
+    fn closed(server: u16) -> Result<Gate> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let port = listener.local_addr()?.port();
+        let (opens, open) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            if open.recv().is_err() {
+                return;
+            }
+            for client in listener.incoming().map_while(Result::ok) {
+                let Ok(server) = TcpStream::connect(("127.0.0.1", server)) else { return };
+                for (from, to) in [(&client, &server), (&server, &client)] {
+                    let (Ok(mut from), Ok(mut to)) = (from.try_clone(), to.try_clone()) else { return };
+                    std::thread::spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Write);
+                    });
+                }
+            }
+        });
+        Ok(Gate { port, opens })
+    }
+}
+
+#[test]
+fn programs_that_each_have_a_server_for_themselves_do_not_wait_for_each_other() -> Result<()> {
+    let start = |name| Rig::with(name, &["--sharing", "exclusive"], &[]);
+    let rigs = [start("pool-exclusive-1")?, start("pool-exclusive-2")?];
+    let count = |rig: &Rig, what| -> Result<usize> {
+        let status = rig.server.status()?;
+        let counted = status[what].as_array().map(Vec::len).or(status[what].as_u64().map(|n| n as usize));
+        counted.with_context(|| format!("no {what}: {status}"))
+    };
+    let becomes = |rig: &Rig, what, expected| {
+        eventually(|| {
+            let found = count(rig, what)?;
+            ensure!(found == expected, "{found} {what}");
+            Ok(())
+        })
+    };
+    let start = |servers: &[String]| {
+        let mut command = with_servers(servers, "device_list")?;
+        anyhow::Ok(Ended(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?))
+    };
+    // The first program has the first server and cannot reach the second one.
+    let gate = Gate::closed(rigs[1].port)?;
+    let first = [address(&rigs[0], Transport::Tcp), format!("127.0.0.1:{}", gate.port)];
+    let mut first = start(&first)?;
+    becomes(&rigs[0], "sessions", 1)?;
+    // The second program is another client. It has the second server and waits for the first one.
+    let mut second = start(&[1, 0].map(|place: usize| address(&rigs[place], Transport::Local)))?;
+    becomes(&rigs[1], "sessions", 1)?;
+    becomes(&rigs[0], "sessions_waiting", 1)?;
+    gate.opens.send(())?;
+    for Ended(program) in [&mut first, &mut second] {
+        let (mut text, mut said) = (String::new(), String::new());
+        program.stdout.take().context("no output")?.read_to_string(&mut text)?;
+        program.stderr.take().context("no errors")?.read_to_string(&mut said)?;
+        ensure!(program.wait()?.success() && text.contains("PASS device_list"), "{text}{said}");
     }
     Ok(())
 }

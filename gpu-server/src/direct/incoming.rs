@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use host_bridge::endpoint::Mapped;
 use host_bridge::stream::Stream;
@@ -27,6 +27,8 @@ use crate::lock::lock;
 const MAX_WAITING: usize = 64;
 /// Maximum number of pieces that a client may expect on one connection.
 const MAX_EXPECTED: usize = 1024;
+/// A box of which nothing has come for this long keeps no memory on the device.
+const IDLE: Duration = Duration::from_secs(5);
 
 /// Where a piece goes that the client expects.
 pub struct Expected {
@@ -87,6 +89,8 @@ pub(super) struct Arrived {
     /// Boxes of which not all pieces have arrived, and the number after the last piece of all such boxes.
     pub(super) awaited: VecDeque<Awaited>,
     pub(super) awaited_end: u64,
+    /// When the first of them was named, or a piece arrived after that.
+    pub(super) moved: Option<Instant>,
     /// The memory of all boxes that are landed.
     pub(super) in_motion: InMotion,
     /// The last piece that has arrived or will not.
@@ -182,6 +186,9 @@ impl Incoming {
             return Err(Status::OUT_OF_MEMORY);
         }
         state.awaited_end = series.end();
+        if state.awaited.is_empty() {
+            state.moved = Some(Instant::now());
+        }
         state.in_motion.add(&series);
         let landing = Landing::new(&series, later());
         state.awaited.push_back(Awaited { series, landing });
@@ -259,6 +266,18 @@ impl Incoming {
             && let Some((direct, failures)) = &self.failures
         {
             failures.tell(*direct);
+        }
+    }
+
+    /// Memory is to leave the device: gives up the boxes that wait for a sender of which nothing has come for
+    /// some time. It may wait for its own memory, which a session has that waits for this one's.
+    pub(super) fn give_up_idle(&self) {
+        let mut state = lock(&self.state);
+        if state.moved.is_some_and(|moved| moved.elapsed() >= IDLE) && !state.awaited.is_empty() {
+            tracing::info!(
+                "a copy from another server is given up: it has stopped, and others need the device's memory"
+            );
+            state.awaited.clear();
         }
     }
 
@@ -369,7 +388,7 @@ impl Incoming {
         let len = piece.as_ref().map_or(0, |(_, len)| *len as u64);
         self.bytes.all.fetch_add(len, Ordering::Relaxed);
         let mut state = lock(&self.state);
-        state.last = number;
+        (state.last, state.moved) = (number, Some(Instant::now()));
         let expected = state.expected.remove(&number);
         // Numbers ascend, so these will not come.
         if state.expected.first_key_value().is_some_and(|(first, _)| *first < number) {

@@ -6,7 +6,8 @@ use std::sync::mpsc::channel;
 use super::buffers::*;
 use super::outgoing::*;
 use super::*;
-use crate::driver::call::End;
+use crate::doubles::{Listener, Told};
+use crate::driver::call::{Call, End};
 use crate::driver::gpu::Carrier;
 use host_bridge::endpoint::Mapped;
 use host_bridge::verbs::software::{self, Outside};
@@ -133,6 +134,32 @@ fn memory_does_not_leave_until_a_box_is_sent() {
         assert_eq!((header.number, header.len), (number, len));
         theirs.read_exact(&mut [0; 2][..len as usize]).unwrap();
     }
+}
+
+#[test]
+fn memory_leaves_at_last_if_nothing_comes_of_a_box_which_is_given_up() {
+    let (directs, [_theirs, mut from]) = Directs::prepared_double(1);
+    let (reading, (told, answers)) = (directs.incoming(1).unwrap(), channel());
+    let stream = lock(&reading.state).stream.clone().unwrap();
+    std::thread::spawn(move || reading.read(&stream, None, LONG));
+    let told = Mutex::new(told);
+    let client = Listener::new(move |said: Told<'_>| {
+        if let Told::Reply { status, .. } = said {
+            lock(&told).send(status).unwrap();
+        }
+    });
+    let call = Call::new(Arc::new(client));
+    let series = Series::new(Rows::line(0, 3), 2, 1, Arc::new(Nothing)).unwrap();
+    directs.receive_all(1, series, || call.later()).unwrap();
+    // Its first piece.
+    from.write_all(header(1, 2).as_bytes()).unwrap();
+    from.write_all(&[0; 2]).unwrap();
+    let until = Instant::now() + LONG;
+    while directs.hold_still().is_none() {
+        assert!(Instant::now() < until, "the box keeps the memory");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(answers.recv_timeout(LONG), Ok(Status::DEVICE_UNAVAILABLE));
 }
 
 #[test]

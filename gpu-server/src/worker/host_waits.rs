@@ -26,7 +26,7 @@ use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS, Record};
 use protocol::handle::{ContextId, EventId, FunctionId, Handle, StreamId, TicketId};
 use protocol::ops::activity::ActivityStart;
 use protocol::ops::context::{
-    ContextCreate, ContextDestroy, ContextSetLimit, ContextSynchronize, PeerDisable,
+    ContextCreate, ContextDestroy, ContextSetLimit, ContextSynchronize, PeerDisable, PrimaryReset,
 };
 use protocol::ops::event::{EventElapsed, EventRecord, EventSynchronize};
 use protocol::ops::green::{GreenDestroy, GreenStream};
@@ -70,6 +70,7 @@ const ELAPSED: u16 = <EventElapsed as Op>::INFO.opcode;
 const WAIT: u16 = <StreamHostWait as Op>::INFO.opcode;
 const SIGNAL: u16 = <StreamHostSignal as Op>::INFO.opcode;
 const ROOM: u16 = <StreamRoom as Op>::INFO.opcode;
+const RESET: u16 = <PrimaryReset as Op>::INFO.opcode;
 
 /// Operations with [`Order::Session`] in the table that later commands need not wait for. What a client sends
 /// after their answer comes after them anyway, and until then it uses nothing that they destroy, nor its
@@ -146,11 +147,11 @@ struct Ties {
     named: Vec<Handle>,
     /// Whether it only uses the last records of the events that it names.
     reads_events: bool,
-    /// Which work it comes after, if its order is [`Order::Earlier`].
+    /// Which work it comes after, if its order is [`Order::Earlier`] or [`Order::Session`].
     scope: Scope,
 }
 
-/// The work that an [`Order::Earlier`] command comes after.
+/// The work that an [`Order::Earlier`] or [`Order::Session`] command comes after.
 #[derive(Clone, Copy)]
 enum Scope {
     Session,
@@ -174,6 +175,9 @@ impl Ties {
             if let Some(op) = decoded::<ContextSynchronize>(opcode, body) {
                 scope = Scope::Context(op.context);
             } else if let Some(op) = decoded::<MemShrink>(opcode, body) {
+                scope = Scope::Device(op.device);
+            } else if let Some(op) = decoded::<PrimaryReset>(opcode, body) {
+                // A copy between servers may hold another device's stream, and would come after this.
                 scope = Scope::Device(op.device);
             }
         }
@@ -215,7 +219,7 @@ struct Ends {
     /// Commands that name nothing, and those that destroy a stream, with what it was: another stream may get
     /// its ID before they are executed.
     others: BTreeMap<u64, Option<Made>>,
-    /// In session order.
+    /// In session order. Such a command need not come after all the others here.
     session: Option<u64>,
 }
 
@@ -228,7 +232,12 @@ impl Ends {
 
     fn add(&mut self, seq: u64, ties: &Ties) {
         match ties.order {
-            Order::Session => *self = Ends { session: Some(seq), ..Ends::default() },
+            Order::Session => {
+                if let Scope::Session = ties.scope {
+                    *self = Ends::default();
+                }
+                self.session = Some(seq);
+            }
             Order::Earlier | Order::None => drop(self.others.insert(seq, None)),
             Order::Streams | Order::Object => {
                 for handle in &ties.named {
@@ -302,6 +311,8 @@ pub(super) struct HostWaits {
     shrunk: bool,
     /// `seq` of the latest command.
     last: u64,
+    /// `seq` of the latest executed reset of a device.
+    reset: u64,
 }
 
 /// What to do with a command.
@@ -468,8 +479,8 @@ impl HostWaits {
         let mut first: Vec<u64> = ends.session.into_iter().collect();
         match (ties.order, ties.scope) {
             (Order::None, _) => {}
-            (Order::Session, _) | (Order::Earlier, Scope::Session) => first.extend(ends.all()),
-            (Order::Earlier, scope) => {
+            (Order::Session | Order::Earlier, Scope::Session) => first.extend(ends.all()),
+            (Order::Session | Order::Earlier, scope) => {
                 let inside = ends.of.iter().filter(|(handle, _)| self.is_inside(handle, scope));
                 first.extend(inside.map(|(_, seq)| seq));
                 let destroyed =
@@ -538,6 +549,10 @@ impl HostWaits {
                 }
             }
             WAIT => self.begin_wait(record, body, done),
+            RESET => {
+                self.reset = self.reset.max(record.seq);
+                self.finish(record.seq);
+            }
             _ if !self.held.is_empty() => self.finish(record.seq),
             _ => {}
         }
@@ -665,6 +680,13 @@ impl HostWaits {
             "{} MiB of commands are waiting behind a host function or a memory wait of the program",
             MAX_HELD >> 20
         )))
+    }
+
+    /// Whether a reset of a device was executed before this command, although it came later. What the command
+    /// names may have ended with the device: an event that another device's stream waits for, or a texture
+    /// that is destroyed.
+    pub(super) fn was_overtaken(&self, record: &Record) -> bool {
+        record.seq < self.reset
     }
 
     /// All commands up to this `seq` have fetched their data. Call this only when [`HostWaits::next_ready`]

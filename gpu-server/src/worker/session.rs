@@ -275,6 +275,7 @@ impl Dispatcher<'_> {
         }
         match info.class {
             Class::Sync => self.call.refuse(status),
+            Class::Async if status == Status::INVALID_HANDLE && self.waits.was_overtaken(record) => {}
             Class::Async => self.errors.publish(self.call.failing_context(), status, record.seq),
         }
     }

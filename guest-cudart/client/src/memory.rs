@@ -5,9 +5,11 @@
 //!          │alloc│alloc│ free │alloc│     │   alloc   │
 //! ```
 //!
-//! A chunk is the range that one `MemGrow` backed, and is given back as a whole. An allocation lies within
-//! one chunk, is placed by best fit, and needs no round trip. One granule between chunks stays unbacked, so
-//! that free ranges of two chunks never merge and a kernel that runs past the end of a chunk faults.
+//! A chunk is the range that one `MemGrow` backed, and is given back as a whole. That is not waited for,
+//! unless the memory is needed again: the server answers only when no stream of the device is held. An
+//! allocation lies within one chunk, is placed by best fit, and needs no round trip. One granule between
+//! chunks stays unbacked, so that free ranges of two chunks never merge and a kernel that runs past the end
+//! of a chunk faults.
 //!
 //! If answers take long, the next chunks are requested while the program still fills the last one: one chunk
 //! at first, and one more each time that the program has to wait for a chunk. The more memory the program
@@ -38,7 +40,7 @@ const MAX_REPEATED: u64 = 1 << 30;
 /// All larger ones together have at most this fraction.
 const AHEAD_PART: u64 = 8;
 
-/// A request for memory whose answer was not awaited yet.
+/// A `MemGrow` or a `MemShrink` whose answer was not awaited yet.
 pub trait Growing: Send + std::fmt::Debug {
     /// Whether the answer has arrived.
     fn is_answered(&self) -> bool;
@@ -57,6 +59,11 @@ pub trait Backing {
     }
     /// `MemShrink`.
     fn shrink(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
+    /// `MemShrink` without waiting for the answer. `None`: the memory is already given back. An error if that
+    /// is not possible now.
+    fn shrink_ahead(&self, device: u32, address: u64, size: u64) -> Result<Option<Box<dyn Growing>>, Status> {
+        self.shrink(device, address, size).map(|()| None)
+    }
 }
 
 /// An allocation, as its owner described it.
@@ -87,6 +94,12 @@ pub struct DeviceMemory<T> {
     /// The chunks that were requested early, in this order, and how many there should be.
     ahead: VecDeque<Ahead>,
     depth: usize,
+    /// The chunks that are being given back, in this order. The server answers when streams of the device
+    /// have reached what was before, so only whoever needs the memory waits for it. Their addresses are not
+    /// used until then.
+    leaving: VecDeque<Ahead>,
+    /// How often everything was dropped.
+    resets: u64,
     /// Size of the chunk that was needed last.
     last: u64,
     /// Set when the server had no more memory: nothing is requested early until memory is given back.
@@ -99,6 +112,30 @@ struct Ahead {
     address: u64,
     size: u64,
     growing: Box<dyn Growing>,
+}
+
+/// A chunk that is being given back.
+#[derive(Debug)]
+pub struct Leaving {
+    chunk: Ahead,
+    resets: u64,
+}
+
+impl Leaving {
+    /// Waits for the answer.
+    pub fn answer(self) -> Returned {
+        let Leaving { chunk: Ahead { address, size, growing }, resets } = self;
+        Returned { address, size, resets, answer: growing.answer() }
+    }
+}
+
+/// A chunk that was given back, or could not be.
+#[derive(Debug)]
+pub struct Returned {
+    address: u64,
+    size: u64,
+    answer: Result<(), Status>,
+    resets: u64,
 }
 
 #[derive(Debug)]
@@ -134,6 +171,8 @@ impl<T> DeviceMemory<T> {
             empty: 0,
             ahead: VecDeque::new(),
             depth: 1,
+            leaving: VecDeque::new(),
+            resets: 0,
             last: 0,
             full: false,
             allocations: BTreeMap::new(),
@@ -153,7 +192,8 @@ impl<T> DeviceMemory<T> {
     /// Backed bytes outside all allocations, as far as the server has answered.
     pub fn free_bytes(&mut self) -> u64 {
         self.take_answered();
-        self.free.total()
+        self.take_answers();
+        self.free.total() + self.leaving.iter().map(|leaving| leaving.size).sum::<u64>()
     }
 
     /// Allocates `size` bytes (not 0), backing more of the window if needed.
@@ -204,7 +244,7 @@ impl<T> DeviceMemory<T> {
                 return other;
             }
         }
-        if self.trim(0, backing)? == 0 && wanted == exact {
+        if self.trim(0, backing) == 0 && wanted == exact {
             return Err(Status::OUT_OF_MEMORY);
         }
         self.grow_by(exact, backing)
@@ -288,40 +328,73 @@ impl<T> DeviceMemory<T> {
         self.empty += size;
     }
 
-    /// Gives chunks without allocations back until at most `keep` bytes of them are left. Returns how many
-    /// bytes were given back. No pending work may use them.
-    pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> Result<u64, Status> {
-        if keep == 0 {
-            while !self.ahead.is_empty() {
-                self.take_ahead();
-            }
+    /// Gives chunks without allocations back until at most `keep` bytes of them are left, without waiting for
+    /// the answers ([`take_leaving`](Self::take_leaving)). What cannot be given back now stays available.
+    /// Returns how many bytes are given back. No pending work may use them.
+    pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> u64 {
+        // No stream delays the answers for chunks that were requested early.
+        while keep == 0 && !self.ahead.is_empty() {
+            self.take_ahead();
         }
-        let mut gone = 0;
-        while self.empty > keep {
-            // Largest first, which needs the fewest calls.
-            let Some((address, size)) = self
-                .chunks
-                .iter()
-                .filter(|(_, p)| p.used == 0)
-                .map(|(a, p)| (*a, p.size))
-                .max_by_key(|(_, size)| *size)
-            else {
-                break;
-            };
-            backing.shrink(self.device, address, size)?;
+        let mut gone = self.take_answers();
+        while self.empty > keep
+            && let Some((address, size)) = self.largest_empty()
+        {
+            let Ok(answer) = backing.shrink_ahead(self.device, address, size) else { break };
             self.chunks.remove(&address);
             self.free.remove(address, size);
-            self.addresses.insert(address, size + self.granule);
             self.empty -= size;
-            self.full = false;
             gone += size;
+            match answer {
+                Some(growing) => self.leaving.push_back(Ahead { address, size, growing }),
+                None => self.is_returned(address, size),
+            }
         }
-        Ok(gone)
+        gone
+    }
+
+    /// The chunks that are being given back and whose answers have not come. Whoever takes them waits for the
+    /// answers, without a lock on this, and then calls [`returned`](Self::returned) with each.
+    pub fn take_leaving(&mut self) -> Vec<Leaving> {
+        self.take_answers();
+        let resets = self.resets;
+        self.leaving.drain(..).map(|chunk| Leaving { chunk, resets }).collect()
+    }
+
+    /// A chunk was given back, or could not be.
+    pub fn returned(&mut self, chunk: Returned) {
+        let Returned { address, size, answer, resets } = chunk;
+        match answer {
+            _ if resets != self.resets => {}
+            Ok(()) => self.is_returned(address, size),
+            Err(_) => self.add_chunk(address, size),
+        }
+    }
+
+    /// Takes the answers that have come for chunks that are being given back. Returns how many bytes were.
+    fn take_answers(&mut self) -> u64 {
+        let (before, resets) = (self.leaving.iter().map(|chunk| chunk.size).sum::<u64>(), self.resets);
+        while let Some(chunk) = self.leaving.pop_front_if(|chunk| chunk.growing.is_answered()) {
+            self.returned(Leaving { chunk, resets }.answer());
+        }
+        before - self.leaving.iter().map(|chunk| chunk.size).sum::<u64>()
+    }
+
+    /// The chunk without allocations that has the most bytes: few calls are needed to give these back.
+    fn largest_empty(&self) -> Option<(u64, u64)> {
+        let empty = self.chunks.iter().filter(|(_, chunk)| chunk.used == 0);
+        empty.map(|(address, chunk)| (*address, chunk.size)).max_by_key(|(_, size)| *size)
+    }
+
+    fn is_returned(&mut self, address: u64, size: u64) {
+        self.addresses.insert(address, size + self.granule);
+        self.full = false;
     }
 
     /// Drops everything, because it no longer exists on the server.
     pub fn reset(&mut self) {
-        *self = DeviceMemory::within(self.device, self.granule, self.window, self.align);
+        let resets = self.resets + 1;
+        *self = DeviceMemory { resets, ..Self::within(self.device, self.granule, self.window, self.align) };
     }
 
     /// Frees an allocation; `None` if there is none at this address. No pending work may use it.
@@ -335,8 +408,7 @@ impl<T> DeviceMemory<T> {
             }
         }
         if self.empty > MAX_EMPTY {
-            // A chunk that cannot be given back stays available; the call still succeeds.
-            let _ = self.trim(MAX_EMPTY, backing);
+            self.trim(MAX_EMPTY, backing);
         }
         Some(allocation)
     }
@@ -364,20 +436,30 @@ mod tests {
     use proptest::prelude::*;
     use std::cell::{Cell, RefCell};
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
     /// A device with `limit` bytes of memory that checks requests.
     struct Fake {
         limit: u64,
         backed: RefCell<BTreeMap<u64, u64>>,
         far: bool,
+        /// Whether what is to be given back waits for streams.
+        held: Arc<AtomicBool>,
+        owed: RefCell<Vec<(u64, u64)>>,
         /// Requests that were waited for.
         waits: Cell<usize>,
     }
 
     impl Fake {
         fn new(limit: u64) -> Fake {
-            Fake { limit, backed: RefCell::default(), far: false, waits: Cell::new(0) }
+            Fake {
+                limit,
+                backed: RefCell::default(),
+                far: false,
+                held: Arc::default(),
+                owed: RefCell::default(),
+                waits: Cell::new(0),
+            }
         }
 
         fn far(limit: u64) -> Fake {
@@ -386,6 +468,28 @@ mod tests {
 
         fn backed(&self) -> u64 {
             self.backed.borrow().values().sum()
+        }
+
+        /// What is given back from now on waits for streams, or no longer does.
+        fn hold(&self, held: bool) {
+            self.held.store(held, Ordering::Relaxed);
+            for (address, size) in self.owed.take() {
+                self.shrink(0, address, size).unwrap();
+            }
+        }
+    }
+
+    /// Given back when it is not held any more.
+    #[derive(Debug)]
+    struct Returning(Arc<AtomicBool>);
+
+    impl Growing for Returning {
+        fn is_answered(&self) -> bool {
+            !self.0.load(Ordering::Relaxed)
+        }
+        fn answer(self: Box<Self>) -> Result<(), Status> {
+            assert!(self.is_answered(), "it is waited for");
+            Ok(())
         }
     }
 
@@ -420,6 +524,19 @@ mod tests {
             }
             backed.insert(address, size);
             Ok(())
+        }
+        fn shrink_ahead(
+            &self,
+            device: u32,
+            address: u64,
+            size: u64,
+        ) -> Result<Option<Box<dyn Growing>>, Status> {
+            if self.held.load(Ordering::Relaxed) {
+                self.owed.borrow_mut().push((address, size));
+            } else {
+                self.shrink(device, address, size)?;
+            }
+            Ok(Some(Box::new(Returning(self.held.clone()))))
         }
         fn shrink(&self, _: u32, address: u64, size: u64) -> Result<(), Status> {
             assert_eq!(self.backed.borrow_mut().remove(&address), Some(size), "a chunk goes back whole");
@@ -464,6 +581,29 @@ mod tests {
         let first = memory.alloc(40 << 20, (), &fake).unwrap();
         memory.free(first, &fake).unwrap();
         assert!(memory.alloc(60 << 20, (), &fake).is_ok());
+    }
+
+    #[test]
+    fn memory_is_given_back_without_waiting_and_its_addresses_are_used_when_it_is() {
+        const SIZE: u64 = 300 << 20;
+        let fake = Fake::new(700 << 20);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let first = memory.alloc(SIZE, (), &fake).unwrap();
+        fake.hold(true);
+        memory.free(first, &fake).unwrap();
+        assert_eq!((memory.leaving.len(), memory.chunks().len(), memory.free_bytes()), (1, 0, SIZE));
+        let second = memory.alloc(SIZE, (), &fake).unwrap();
+        assert_ne!(first, second);
+        fake.hold(false);
+        assert_eq!((memory.free_bytes(), memory.leaving.len()), (0, 0));
+        let third = memory.alloc(SIZE, (), &fake).unwrap();
+        assert_eq!(first, third);
+        memory.free(second, &fake).unwrap();
+        assert!(memory.alloc(SIZE + (100 << 20), (), &fake).is_ok());
+        // A chunk that cannot be given back stays.
+        memory.free(third, &fake).unwrap();
+        memory.leaving.back_mut().unwrap().growing = Box::new(Answered(Err(Status::UNKNOWN)));
+        assert_eq!((memory.free_bytes(), memory.chunks().len()), (SIZE, 2));
     }
 
     #[test]
@@ -618,7 +758,7 @@ mod tests {
             for (address, _) in held {
                 memory.free(address, &fake).unwrap();
             }
-            memory.trim(0, &fake).unwrap();
+            memory.trim(0, &fake);
             prop_assert!(fake.backed.borrow().is_empty());
         }
     }

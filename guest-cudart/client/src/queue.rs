@@ -9,8 +9,13 @@ use protocol::channel::{Header, State};
 /// A waiting program reports it after this long, then whenever its wait has become four times as long.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Waits until the requested session begins. The host reports every change in the channel's header.
-pub(crate) fn wait(header: &Header, port: &dyn Port) -> Result<(), PortError> {
+/// Waits until the requested session begins. The host reports every change in the channel's header. While the
+/// session waits, `waits` is called now and then, with the server's name and how long it has waited.
+pub(crate) fn wait(
+    header: &Header,
+    port: &dyn Port,
+    waits: &dyn Fn(&str, Duration),
+) -> Result<(), PortError> {
     let begun = Instant::now();
     let mut report = Report::default();
     loop {
@@ -28,9 +33,11 @@ pub(crate) fn wait(header: &Header, port: &dyn Port) -> Result<(), PortError> {
             }
             State::Waiting => {}
         }
-        if let Some(line) = report.line(begun.elapsed(), &header.reason(), header.ahead()) {
+        let (server, waited) = (header.reason(), begun.elapsed());
+        if let Some(line) = report.line(waited, &server, header.ahead()) {
             log::warn(format_args!("{line}"));
         }
+        waits(&server, waited);
         port.wait(Header::STATE_OFFSET, State::Waiting as u32, LIVENESS_CHECK);
         if !port.alive() && header.state() == State::Waiting {
             let (path, reason) = (port.path().to_owned(), port.why_dead());

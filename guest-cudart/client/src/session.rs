@@ -12,12 +12,15 @@
 //! **Fork.** A child has no session: its calls fail with `CUDA_ERROR_NOT_INITIALIZED` and do not touch the
 //! parent's.
 
+mod opening;
+
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use self::opening::Opener;
 use crate::arena::Arena;
 use crate::counters::{self, COUNTERS, add};
 use crate::log::setting;
@@ -36,6 +39,7 @@ use protocol::channel::{
 use protocol::handle::ContextId;
 use protocol::link::wish;
 use protocol::ops::context::DeviceOutput;
+use protocol::ops::device::SessionInfo;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
 use protocol::version::OURS;
@@ -162,42 +166,55 @@ pub fn open() -> Result<&'static [&'static Session], Status> {
 /// servers, the first session tells how many there are; the other sessions are opened concurrently. If one
 /// cannot be opened, the others are closed.
 pub fn open_all(geometry: Geometry, purpose: Purpose) -> Result<Vec<Box<Session>>, PortError> {
-    let named = servers::named()?;
-    let one = |index| open_one(&named, index, geometry, purpose);
-    let first = one(0)?;
-    let count = if named.is_empty() {
+    let all = All { named: servers::named()?, geometry, purpose };
+    let first = all.open(0, &|_, _| ())?;
+    let count = if all.named.is_empty() {
         first.header.servers().clamp(1, MAX_SERVERS as u32) as usize
     } else {
-        named.len()
+        all.named.len()
     };
     if count == 1 {
         return Ok(vec![first]);
     }
     port::several();
-    let others = std::thread::scope(|scope| {
-        let one = &one;
-        let opening: Vec<_> = (1..count).map(|index| scope.spawn(move || one(index))).collect();
-        let opened = opening
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        opened.collect::<Result<Vec<_>, _>>()
-    })?;
-    Ok(std::iter::once(first).chain(others).collect())
+    opening::all(&all, first, count)
 }
 
 /// Opens a new session with the server of a lost session.
 pub fn open_again(lost: &Session, purpose: Purpose) -> Result<Box<Session>, PortError> {
-    open_one(&servers::named()?, lost.index, lost.geometry, purpose)
+    let all = All { named: servers::named()?, geometry: lost.geometry, purpose };
+    all.open(lost.index, &|_, _| ())
 }
 
-fn open_one(
-    named: &[String],
-    index: usize,
+/// The sessions with a process's servers.
+struct All {
+    /// The servers that `RGPU_SERVERS` names.
+    named: Vec<String>,
     geometry: Geometry,
     purpose: Purpose,
-) -> Result<Box<Session>, PortError> {
-    let choice = Choice { index, name: named.get(index).map(String::as_str) };
-    port::open(geometry.size).and_then(|port| Session::to(port, geometry, purpose, &choice))
+}
+
+impl Opener for All {
+    type Session = Box<Session>;
+
+    fn open(&self, number: usize, waits: &dyn Fn(&str, Duration)) -> Result<Box<Session>, PortError> {
+        let choice = Choice { index: number, name: self.named.get(number).map(String::as_str) };
+        let port = port::open(self.geometry.size)?;
+        Session::in_turn(port, self.geometry, self.purpose, &choice, waits)
+    }
+
+    fn name(&self, session: &Box<Session>) -> Option<String> {
+        let described = match session.server.get() {
+            Some(described) => described.clone(),
+            None => {
+                let described = session.call(&SessionInfo {}).ok()?.server;
+                session.set_server(&described);
+                described
+            }
+        };
+        // "rgpu-server 1.0 on HOST".
+        Some(described.rsplit_once(" on ").map_or(described.as_str(), |(_, host)| host).to_owned())
+    }
 }
 
 extern "C" fn in_child() {
@@ -234,23 +251,27 @@ pub(crate) fn opened() -> impl Iterator<Item = &'static Session> {
 }
 
 impl Session {
-    /// [`Session::to`] the first server, for as long as the process lives.
+    /// A session with the first server over this port, whose channel has the size of `geometry`, for as long
+    /// as the process lives.
     pub fn over(
         port: Box<dyn Port>,
         geometry: Geometry,
         purpose: Purpose,
     ) -> Result<&'static Session, PortError> {
         let first = Choice { index: 0, name: None };
-        Session::to(port, geometry, purpose, &first).map(|session| &*Box::leak(session))
+        let session = Session::in_turn(port, geometry, purpose, &first, &|_, _| ())?;
+        Ok(Box::leak(session))
     }
 
     /// Creates a session over a port whose channel has the size of `geometry`: writes the header, connects,
-    /// and waits until the server is ready. The session is closed when it is dropped.
-    pub fn to(
+    /// and waits until the server is ready. While it is in the server's queue, calls `waits` now and then,
+    /// with the server's name and how long it has waited. The session is closed when it is dropped.
+    fn in_turn(
         port: Box<dyn Port>,
         geometry: Geometry,
         purpose: Purpose,
         server: &Choice<'_>,
+        waits: &dyn Fn(&str, Duration),
     ) -> Result<Box<Session>, PortError> {
         let base = port.channel().base();
         assert_eq!(port.channel().len(), geometry.size, "the port's channel has the wrong size");
@@ -279,7 +300,7 @@ impl Session {
         header.set_lost_after(lost_after());
         server.write_to(header);
         port.connect()?;
-        queue::wait(header, &*port)?;
+        queue::wait(header, &*port, waits)?;
         let (version, fingerprint) = header.session_version();
         let version = OURS.agree(version, fingerprint).map_err(|mismatch| PortError::Refused {
             path: port.path().to_owned(),

@@ -404,6 +404,42 @@ fn a_copy_between_servers_does_not_wait_for_a_call_behind_the_stream_that_it_hol
 }
 
 #[test]
+fn the_reset_of_a_device_comes_behind_its_own_streams_and_before_everything_later() {
+    let mut fake = Fake::default();
+    fake.push(&ContextCreate { context: ContextId(40), device: 0, flags: 0 });
+    let own = [(100, 0), (101, 40)].map(|(stream, context)| fake.stream_in(ContextId(context), stream, 1));
+    let other = fake.stream_in(ContextId(1), 102, NON_BLOCKING);
+    for held in own {
+        fake.wait(other, 1);
+        fake.wait(held, 2);
+        // On the other device, behind the first wait: what names an event that ends with the device, too.
+        let event = EventId(7);
+        let waits = fake.push(&StreamWaitEvent { stream: other, event, flags: 0 });
+        let unload = fake.push(&ModuleUnload { module: ModuleId(1) });
+        let reset = fake.push(&PrimaryReset { device: 0 });
+        let later =
+            [fake.mark(other), fake.push(&MemGetInfo { device: 0 }), fake.launch(other, FunctionId(1))];
+        let has_executed = |fake: &Fake| later.map(|seq| fake.has_executed(seq));
+        assert!(!fake.has_executed(reset) && has_executed(&fake) == [false; 3]);
+        fake.signal(2);
+        assert!(fake.has_executed(reset) && !fake.has_executed(waits) && !fake.has_executed(unload));
+        assert_eq!(has_executed(&fake), [false, true, false], "the other device's stream is still held");
+        // One on an idle device waits for nothing.
+        let again = fake.push(&PrimaryReset { device: 0 });
+        assert!(fake.has_executed(again) && !fake.has_executed(waits));
+        fake.signal(1);
+        assert_eq!(has_executed(&fake), [true; 3]);
+        let position = |seq| fake.executed.iter().position(|executed| *executed == seq);
+        assert!(position(waits) < position(later[0]) && position(later[0]) < position(later[2]));
+        let record = |seq| Record { opcode: 0, reply_slot: NO_SLOT, seq };
+        let overtaken = [waits, unload, later[0]].map(|seq| fake.waits.was_overtaken(&record(seq)));
+        assert_eq!(overtaken, [true, true, true]);
+        assert!(!fake.waits.was_overtaken(&record(again + 1)));
+        assert!(fake.waits.held.is_empty() && fake.waits.bytes == 0);
+    }
+}
+
+#[test]
 fn a_question_about_a_module_stays_behind_its_load() {
     let mut fake = Fake::default();
     let held = fake.stream(100, NON_BLOCKING);

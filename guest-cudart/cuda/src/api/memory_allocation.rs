@@ -42,7 +42,7 @@ api! {
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
         stream_ordered::collect(driver);
         let reply = device.server.session.call(&MemGetInfo { device: device.number })?;
-        // Memory that this process holds but does not use counts as free.
+        // Memory that this process holds but does not use counts as free, and what it is giving back.
         let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
         free.put_if_wanted((reply.free + spare).min(reply.total) as usize);
         total.put_if_wanted(reply.total as usize);
@@ -113,6 +113,8 @@ api! {
         }
         device.server.session.append(&MemFree { address: dptr })?;
         memory.free(dptr, device);
+        drop(memory);
+        stream_ordered::wait_for_returned(device);
         pool::gone(found.pool, found.size);
         Ok(())
     }

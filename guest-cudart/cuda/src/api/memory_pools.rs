@@ -240,7 +240,10 @@ api! {
         }
         stream_ordered::collect(driver);
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        lock(&device.memory).trim(keep as u64, device).map(|_| ())
+        device.server.session.check()?;
+        lock(&device.memory).trim(keep as u64, device);
+        stream_ordered::wait_for_returned(device);
+        Ok(())
     }
 
     unsafe fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {

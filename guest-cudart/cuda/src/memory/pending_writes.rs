@@ -229,7 +229,7 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
 }
 
 /// The host functions that may not have returned, and the waits that may not have ended.
-fn calls_and_holds() -> Vec<(Arc<Stream>, Seq)> {
+pub(crate) fn calls_and_holds() -> Vec<(Arc<Stream>, Seq)> {
     let (calls, holds) = (lock(&CALLS), lock(&HOLDS));
     let calls = calls.iter().filter(|(other, seq)| !other.called.has_reached(*seq));
     calls.chain(holds.iter()).filter(|(other, seq)| !other.has_passed(*seq)).cloned().collect()

@@ -14,6 +14,7 @@ use crate::process::driver::{Device, Driver, Tag, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
+use client::channel::MAX_DEVICES;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::seq::Seq;
 use client::{Status, lock};
@@ -32,9 +33,13 @@ pub(crate) static LEAVING: Mutex<Vec<Leaving>> = Mutex::new(Vec::new());
 
 /// Waits for all work of a context, and completes its stream-ordered frees.
 pub(crate) fn synchronize(context: &'static Context) -> Result {
+    wait(context, Context::synchronize)?
+}
+
+fn wait<T>(context: &'static Context, until_done: impl FnOnce(&'static Context) -> T) -> Result<T> {
     let driver = driver()?;
     let busy = context.is_busy();
-    let result = context.synchronize();
+    let result = until_done(context);
     shared_blocks::after_wait(driver);
     if busy {
         stream_table::reap();
@@ -42,7 +47,7 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
     }
     // Destroyed textures go before the memory that they are of.
     texture::reap();
-    result
+    Ok(result)
 }
 
 /// Allocates on the current device.
@@ -61,17 +66,44 @@ pub(crate) fn alloc(
     Ok(address)
 }
 
-/// Allocates. If there is no room, completes pending frees of streams, frees what graphs keep, and tries
-/// again.
+/// Allocates. If there is no room, completes what is being given back, pending frees of streams, and frees
+/// what graphs keep, and tries again after each.
 fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
-    match allocate() {
-        Err(Status::OUT_OF_MEMORY)
-            if wait_for_leaving(driver, device) | graph_chunks::trim(driver, device) =>
-        {
-            allocate()
-        }
-        other => other,
+    let returned = || driver.devices.get(device as usize).is_some_and(wait_for_returned);
+    let mut allocated = allocate();
+    if allocated == Err(Status::OUT_OF_MEMORY) && returned() {
+        allocated = allocate();
     }
+    if allocated == Err(Status::OUT_OF_MEMORY)
+        && wait_for_leaving(driver, device) | graph_chunks::trim(driver, device)
+    {
+        allocated = allocate();
+        if allocated == Err(Status::OUT_OF_MEMORY) && returned() {
+            allocated = allocate();
+        }
+    }
+    allocated
+}
+
+/// Waits until the server has taken the chunks that a device gives back. It takes them when the device's
+/// streams have reached what was before. Such a stream may wait for a copy between servers, and the copy for
+/// the lock on the device's memory, so this waits without it. Returns false if there were none.
+pub(crate) fn wait_for_returned(device: &Device) -> bool {
+    /// By device. Whoever finds nothing to wait for has waited for those who wait for it.
+    static WAITING: [Mutex<()>; MAX_DEVICES as usize] = [const { Mutex::new(()) }; MAX_DEVICES as usize];
+    let Some(waiting) = WAITING.get(device.ordinal as usize) else { return false };
+    let (alone, others) = match waiting.try_lock() {
+        Ok(alone) => (alone, false),
+        Err(_) => (lock(waiting), true),
+    };
+    let leaving = lock(&device.memory).take_leaving();
+    let any = others || !leaving.is_empty();
+    for chunk in leaving {
+        let returned = chunk.answer();
+        lock(&device.memory).returned(returned);
+    }
+    drop(alone);
+    any
 }
 
 /// Allocates managed memory on a context's device, from a pool or none (0).
@@ -227,15 +259,17 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
-/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
+/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it. Only
+/// errors of the current context are returned. Those of others are left to the calls that concern them.
 pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
+    let current = context::current()?;
     for device in &driver.devices {
         let primary = device.primary;
-        if primary.is_alive() && primary.is_busy() && !primary.is_given_up() {
-            synchronize(primary)?;
+        let is_other = !std::ptr::eq(primary, current);
+        if is_other && primary.is_alive() && primary.is_busy() && !primary.is_given_up() {
+            wait(primary, Context::quiesce)?;
         }
     }
-    let context = context::current()?;
-    if context.is_busy() { synchronize(context) } else { Ok(()) }
+    if current.is_busy() { synchronize(current) } else { Ok(()) }
 }

@@ -90,12 +90,18 @@ static SPACES: RwLock<Space> = RwLock::new(Space {
 static MEMORIES: Slab<Memory> = Slab::new(14);
 
 /// Called before this process first shares memory. When this returns, everything that it has copied so far
-/// has reached the device.
+/// has reached the device. Only errors of the current context are returned.
 pub(crate) fn share(driver: &'static Driver) -> Result {
     SHARES.store(true, Ordering::SeqCst);
+    let is_current = |context| context::current().is_ok_and(|current| std::ptr::eq(current, context));
     for server in driver.servers.iter().filter(|server| server.session.check().is_ok()) {
         for context in context::alive_of(server).filter(|context| context.is_busy()) {
-            context.legacy().synchronize()?;
+            match context.legacy().synchronize() {
+                // It is left to a call that concerns this context.
+                Err(status) if !is_current(context) && !context.has_error() => context.fail(status),
+                Err(_) if !is_current(context) => {}
+                done => done?,
+            }
         }
         wait_for_copies(server)?;
     }

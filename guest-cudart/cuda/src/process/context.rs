@@ -511,20 +511,21 @@ pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
     all.filter(|context| context.is_alive() && context.is_busy() && !context.is_given_up())
 }
 
-/// Called when a context is created. Orders its work behind everything that the program was told is done.
-/// (From then on, [fences](crate::process::fences) do that among the contexts of a server.)
+/// Called when a context is created. Orders its work behind everything on its server that the program was
+/// told is done. (From then on, [fences](crate::process::fences) do that among the contexts of a server.) It
+/// waits for nothing on other servers, whose memory only copies between servers reach.
 fn come_behind_others(new: &Context) {
     fence(Ordering::SeqCst);
     if alive_of(new.server).any(|other| !std::ptr::eq(other, new)) {
         fences::second_context(new.server);
     }
-    if any_busy() {
-        quiesce_all();
+    for other in busy().filter(|other| std::ptr::eq(other.server, new.server)) {
+        other.quiesce();
     }
 }
 
-/// Whether no other context is alive. A context created later waits for what this thread has put on its
-/// streams before.
+/// Whether no other context is alive. What a context created later does comes behind what this thread has put
+/// on its streams before: a context of the same server waits for that, and copies between servers do.
 pub(crate) fn is_only(context: &Context) -> bool {
     fence(Ordering::SeqCst);
     CONTEXTS.all().into_iter().all(|other| std::ptr::eq(*other, context) || !other.is_alive())

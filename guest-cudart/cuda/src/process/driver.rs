@@ -15,9 +15,10 @@ use client::memory::{Backing, DeviceMemory, Growing};
 use client::ops::device::{
     DeviceInfo, DeviceInfoReply, PeerInfo, PeerInfoReply, SelectDevices, SessionInfo, SessionInfoReply,
 };
-use client::ops::memory::{MemGrow, MemGrowReply, MemShrink, is_managed};
+use client::ops::memory::{MemGrow, MemShrink, is_managed};
 use client::servers::distinct_domain;
 use client::session::{self, Ahead, Pending, Session};
+use client::wire::Wire;
 use client::{Status, lock, log};
 
 /// Everything that exists once in a process.
@@ -318,16 +319,16 @@ impl Device {
     }
 }
 
-/// Device memory that has been requested, without waiting for the reply.
-struct GrowAhead(Ahead<'static, MemGrowReply>);
+/// A request about device memory, without waiting for the reply.
+struct OnTheWay<R>(Ahead<'static, R>);
 
-impl std::fmt::Debug for GrowAhead {
+impl<R> std::fmt::Debug for OnTheWay<R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "GrowAhead({:?})", self.0.seq())
+        write!(f, "OnTheWay({:?})", self.0.seq())
     }
 }
 
-impl Growing for GrowAhead {
+impl<R: for<'r> Wire<'r> + Send + 'static> Growing for OnTheWay<R> {
     fn is_answered(&self) -> bool {
         self.0.is_done()
     }
@@ -350,11 +351,17 @@ impl Backing for Device {
             return None;
         }
         let ahead = session.submit_ahead(&MemGrow { device: self.number, address, size }).ok()??;
-        Some(Box::new(GrowAhead(ahead)))
+        Some(Box::new(OnTheWay(ahead)))
     }
 
     fn shrink(&self, _ordinal: u32, address: u64, size: u64) -> Result {
         self.server.session.call(&MemShrink { device: self.number, address, size }).map(|_| ())
+    }
+
+    fn shrink_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Result<Option<Box<dyn Growing>>> {
+        let shrink = MemShrink { device: self.number, address, size };
+        let ahead = self.server.session.submit_ahead(&shrink)?.ok_or(Status::NOT_READY)?;
+        Ok(Some(Box::new(OnTheWay(ahead))))
     }
 }
 

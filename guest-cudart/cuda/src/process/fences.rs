@@ -18,7 +18,7 @@
 //! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server,
 //!   waits on the device: an event is recorded after the copy, and the other stream waits for it
 //!   ([`respect`]). A stream of another server that gets work on the copied memory waits by way of this
-//!   process ([`open`]).
+//!   process ([`before_others`]).
 //! - As long as there is no such stream, a copy in the legacy default stream gets its event only when other
 //!   work is put behind it ([`leave`]), because a stream that is made later must wait for the copy, and not
 //!   for that work.
@@ -119,6 +119,8 @@ pub(crate) struct Fences {
     latest: LastSeq,
     /// Streams whose latest fence may not have been passed yet.
     open: Mutex<Vec<Arc<Stream>>>,
+    /// What was unfinished when the program first used another server: streams, and marks behind their work.
+    unfinished: Mutex<Vec<(Arc<Stream>, Seq)>>,
 }
 
 impl Fences {
@@ -128,7 +130,15 @@ impl Fences {
             several_contexts: AtomicBool::new(false),
             latest: LastSeq::new(),
             open: Mutex::new(Vec::new()),
+            unfinished: Mutex::new(Vec::new()),
         }
+    }
+
+    /// Called when the program first uses another server, with the marks behind the work of a context of this
+    /// one. Work on this server's memory that is put on another server's stream comes behind them: natively,
+    /// a fill that the program has not waited for is over before the first context on another device is made.
+    pub fn are_behind(&self, marks: Vec<(Arc<Stream>, Seq)>) {
+        lock(&self.unfinished).extend(marks);
     }
 }
 
@@ -326,8 +336,7 @@ fn wait_for_fences(stream: &Stream, latest: Seq) -> Result {
     Ok(())
 }
 
-/// The streams that have not passed their latest fence, and its record. For work on the server's memory that
-/// is put on another server's stream.
+/// The streams that have not passed their latest fence, and its record.
 pub(crate) fn open(server: &Server) -> Vec<(Arc<Stream>, Seq)> {
     let mut open = lock(&server.fences.open);
     open.retain(|stream| !is_passed(stream));
@@ -336,6 +345,14 @@ pub(crate) fn open(server: &Server) -> Vec<(Arc<Stream>, Seq)> {
         Some((stream.clone(), record))
     };
     open.iter().filter_map(last).collect()
+}
+
+/// What work on the server's memory has to come behind that is put on another server's stream: records and
+/// marks of streams that have not passed them.
+pub(crate) fn before_others(server: &Server) -> Vec<(Arc<Stream>, Seq)> {
+    let mut unfinished = lock(&server.fences.unfinished);
+    unfinished.retain(|(stream, mark)| !stream.has_passed(*mark));
+    unfinished.iter().cloned().chain(open(server)).collect()
 }
 
 /// Called when a stream or its context is destroyed. `with_context`: the server destroys the event with the

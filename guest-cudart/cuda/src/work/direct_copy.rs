@@ -21,9 +21,11 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
-use crate::memory::managed;
+use crate::memory::{managed, pending_writes};
+use crate::process::context;
 use crate::process::driver::Server;
 use crate::process::stream::Stream;
+use crate::streams::stream_table;
 use crate::work::server_copy::{Linear, Part, Split};
 use client::ops::copy::Pitched;
 use client::ops::direct::{
@@ -82,7 +84,7 @@ struct Open {
 static USED: Mutex<Vec<&'static Server>> = Mutex::new(Vec::new());
 
 /// Notes that the program has a context on a server. If it is not the program's first server, a thread opens
-/// the connections between them before the first copy.
+/// the connections between them before the first copy, and copies come behind what the others are doing now.
 pub(crate) fn used(server: &'static Server) {
     let mut used = lock(&USED);
     if used.iter().any(|known| std::ptr::eq(*known, server)) {
@@ -90,10 +92,19 @@ pub(crate) fn used(server: &'static Server) {
     }
     let others = used.clone();
     used.push(server);
-    drop(used);
     if others.is_empty() {
         return;
     }
+    for context in context::busy().filter(|context| !std::ptr::eq(context.server, server)) {
+        // A lost server does nothing.
+        let Ok(mut marks) = stream_table::marks(context) else { continue };
+        // What waits for the program may do so until the copy is over.
+        let waiting = pending_writes::calls_and_holds();
+        marks.retain(|(stream, _)| !waiting.iter().any(|(other, seq)| stream.may_be_behind(other, *seq)));
+        context.server.fences.are_behind(marks);
+    }
+    // Only now, because other threads may use the server next.
+    drop(used);
     let open_all = move || {
         for other in others {
             for (from, to) in [(server, other), (other, server)] {

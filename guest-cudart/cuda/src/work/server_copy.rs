@@ -59,14 +59,14 @@ pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
     Ok(stream)
 }
 
-/// The copies to a server's memory that the program was told are done: the streams of those that may not be,
-/// and the records behind them. Such work in this context has to come behind them.
+/// The copies to a server's memory that the program was told are done, or natively would be: the streams of
+/// those that may not be, and the records behind them. Such work in this context has to come behind them.
 fn told(home: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>> {
     // Nothing waits for a lost server.
     home.session().check()?;
     // From the first such work on, copies leave fences.
     stream_of(home)?;
-    Ok(fences::open(home.server))
+    Ok(fences::before_others(home.server))
 }
 
 /// A live context on the memory's server: the one it was made in, or else its device's primary context.

@@ -28,7 +28,7 @@ enum Step {
     SynchronizeContext(u32),
     Destroy,
     Ask,
-    Session,
+    Reset(u32),
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -48,7 +48,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => (0u32..2).prop_map(Step::SynchronizeContext),
         1 => Just(Step::Destroy),
         1 => Just(Step::Ask),
-        1 => Just(Step::Session),
+        1 => (0u32..2).prop_map(Step::Reset),
     ];
     proptest::collection::vec(step, 1..150)
 }
@@ -97,11 +97,11 @@ impl Said {
     /// Whether it must come after `earlier`, by the rules alone. `recorded`: which of its events were not
     /// recorded anew since then.
     fn follows(&self, earlier: &Said, recorded: impl Fn(u32) -> bool) -> bool {
-        if self.order == Order::Session || earlier.order == Order::Session {
+        if earlier.order == Order::Session {
             return true;
         }
         let contexts = |said: &Said| said.streams.iter().map(|s| context(*s)).collect::<Vec<_>>();
-        if self.order == Order::Earlier {
+        if matches!(self.order, Order::Earlier | Order::Session) {
             return self.scope.is_none_or(|scope| contexts(earlier).contains(&scope));
         }
         let ordered = |a: u32, b: u32| {
@@ -248,9 +248,9 @@ proptest! {
                 }
                 Step::Destroy => said.push(Said::new(fake.push(&TextureDestroy { texture: 1 }), Order::Earlier)),
                 Step::Ask => said.push(Said::new(fake.push(&MemGetInfo { device: 0 }), Order::None)),
-                Step::Session => {
-                    let seq = fake.push(&PrimaryReset { device: 0 });
-                    said.push(Said::new(seq, Order::Session));
+                Step::Reset(device) => {
+                    let seq = fake.push(&PrimaryReset { device });
+                    said.push(Said { scope: Some(device), ..Said::new(seq, Order::Session) });
                 }
             }
             let executed: BTreeSet<u64> = fake.executed.iter().copied().filter(|seq| !signals.contains(seq)).collect();

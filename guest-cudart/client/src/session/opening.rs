@@ -1,0 +1,194 @@
+//! Opens sessions with several servers, so that two programs never wait for each other.
+//!
+//! A server may let a session wait until other programs have left its devices. Two programs that each had the
+//! devices of one server, and waited for those of another, would wait for ever. So all programs keep to one
+//! order: the one of the names that the servers have for themselves. While a session waits, its process lets
+//! go of its sessions with servers that come later in this order, and opens them again when the wait is over.
+//! It does so only after a while, because most waits are short and are not for devices.
+//!
+//! Servers of the same name, on one machine, have no order. Their sessions let go of each other, each time
+//! after another while, so that one of two programs gets both.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use crate::lock;
+use crate::port::PortError;
+
+/// A session keeps the process's others for at least this long while it waits, and for less than twice as
+/// long.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// How sessions are opened, and what they are called.
+pub(super) trait Opener: Sync {
+    type Session: Send;
+
+    /// Opens the session with a server, by its number. While it waits, calls `waits` now and then, with the
+    /// name that the server has for itself and how long the session has waited.
+    fn open(&self, number: usize, waits: &dyn Fn(&str, Duration)) -> Result<Self::Session, PortError>;
+
+    /// The name that a session's server has for itself, if the server answers.
+    fn name(&self, session: &Self::Session) -> Option<String>;
+}
+
+/// The sessions with `count` servers, by number, of which the first is open already. All others are opened at
+/// the same time. If one cannot be opened, the others are closed.
+pub(super) fn all<O: Opener>(
+    opener: &O,
+    first: O::Session,
+    count: usize,
+) -> Result<Vec<O::Session>, PortError> {
+    let mut sessions: Vec<Option<O::Session>> = std::iter::once(Some(first)).collect();
+    sessions.resize_with(count, || None);
+    // The session of the first name in a round is never let go, so there are few rounds.
+    while sessions.iter().any(Option::is_none) {
+        let missing: Vec<usize> = (0..count).filter(|number| sessions[*number].is_none()).collect();
+        let held = Mutex::new(sessions);
+        let patience = patience();
+        let open = |number: usize| -> Result<(), PortError> {
+            let session = opener.open(number, &|server, waited| {
+                if waited >= patience {
+                    let_go(opener, &held, server);
+                }
+            })?;
+            lock(&held)[number] = Some(session);
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let open = &open;
+            let opening: Vec<_> =
+                missing.into_iter().map(|number| scope.spawn(move || open(number))).collect();
+            let opened = opening
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            opened.collect::<Result<(), PortError>>()
+        })?;
+        sessions = held.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    }
+    Ok(sessions.into_iter().flatten().collect())
+}
+
+/// Closes the sessions with servers that do not come before the one that another session waits for.
+fn let_go<O: Opener>(opener: &O, held: &Mutex<Vec<Option<O::Session>>>, waited_for: &str) {
+    for session in lock(held).iter_mut() {
+        let Some(name) = session.as_ref().map(|session| opener.name(session)) else { continue };
+        if name.as_deref().is_none_or(|name| name >= waited_for) {
+            log::info(format_args!(
+                "lets go of the session with {} while it waits for {waited_for}",
+                name.as_deref().unwrap_or("a server that does not answer")
+            ));
+            *session = None;
+        }
+    }
+}
+
+fn patience() -> Duration {
+    // Its keys are random.
+    PATIENCE + PATIENCE.mul_f64((RandomState::new().hash_one(()) >> 11) as f64 / (1u64 << 53) as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Barrier, Condvar};
+
+    /// A server that has one session at a time.
+    struct Server {
+        name: &'static str,
+        taken: Mutex<bool>,
+        left: Condvar,
+    }
+
+    struct Session(Arc<Server>);
+
+    impl Drop for Session {
+        fn drop(&mut self) {
+            *lock(&self.0.taken) = false;
+            self.0.left.notify_all();
+        }
+    }
+
+    struct Program {
+        servers: Vec<Arc<Server>>,
+        opened: AtomicUsize,
+    }
+
+    impl Opener for Program {
+        type Session = Session;
+
+        fn open(&self, number: usize, waits: &dyn Fn(&str, Duration)) -> Result<Session, PortError> {
+            let server = &self.servers[number];
+            let mut taken = lock(&server.taken);
+            while *taken {
+                drop(taken);
+                waits(server.name, 2 * PATIENCE);
+                taken = lock(&server.taken);
+                if *taken {
+                    taken = server.left.wait_timeout(taken, Duration::from_millis(1)).unwrap().0;
+                }
+            }
+            *taken = true;
+            self.opened.fetch_add(1, Ordering::Relaxed);
+            Ok(Session(server.clone()))
+        }
+
+        fn name(&self, session: &Session) -> Option<String> {
+            Some(session.0.name.to_owned())
+        }
+    }
+
+    /// Two programs, each of which has the first one of its servers when they open the others. Returns how
+    /// many sessions each opened.
+    fn both_open(names: [&'static str; 3], orders: [[usize; 3]; 2]) -> [usize; 2] {
+        let servers =
+            names.map(|name| Arc::new(Server { name, taken: Mutex::new(false), left: Condvar::new() }));
+        let barrier = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let started = orders.map(|order| {
+                let program = Program {
+                    servers: order.map(|at| servers[at].clone()).into(),
+                    opened: AtomicUsize::new(0),
+                };
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    let first = program.open(0, &|_, _| ()).unwrap();
+                    barrier.wait();
+                    let sessions = all(&program, first, order.len()).unwrap();
+                    let found = sessions.iter().map(|session| Arc::as_ptr(&session.0));
+                    assert!(found.eq(program.servers.iter().map(Arc::as_ptr)), "in the order asked for");
+                    program.opened.into_inner()
+                })
+            });
+            started.map(|program| program.join().unwrap())
+        })
+    }
+
+    #[test]
+    fn programs_with_sessions_that_the_other_one_needs_both_get_all() {
+        for _ in 0..20 {
+            let [first, second] = both_open(["a", "b", "c"], [[0, 1, 2], [1, 2, 0]]);
+            assert!(first >= 3 && second >= 3);
+            // Servers of one machine have no order.
+            both_open(["a"; 3], [[0, 1, 2], [1, 2, 0]]);
+        }
+    }
+
+    #[test]
+    fn sessions_are_kept_that_come_before_the_one_that_is_waited_for() {
+        let servers =
+            ["a", "b"].map(|name| Arc::new(Server { name, taken: Mutex::new(true), left: Condvar::new() }));
+        let sessions: Vec<_> = servers.iter().map(|server| Some(Session(server.clone()))).collect();
+        let held = Mutex::new(sessions);
+        let program = Program { servers: servers.to_vec(), opened: AtomicUsize::new(0) };
+        let kept = || lock(&held).iter().map(Option::is_some).collect::<Vec<_>>();
+        let_go(&program, &held, "c");
+        assert_eq!(kept(), [true, true]);
+        let_go(&program, &held, "b");
+        assert_eq!(kept(), [true, false]);
+        assert!(!*lock(&servers[1].taken));
+        let_go(&program, &held, "Z");
+        assert_eq!(kept(), [false, false]);
+    }
+}
