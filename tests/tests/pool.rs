@@ -6,6 +6,8 @@ use std::io::{BufRead, BufReader, Read};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
@@ -305,6 +307,34 @@ fn programs_that_each_have_a_server_for_themselves_do_not_wait_for_each_other() 
         ensure!(program.wait()?.success() && text.contains("PASS device_list"), "{text}{said}");
     }
     Ok(())
+}
+
+#[test]
+fn programs_that_move_their_memory_for_each_other_on_two_servers_both_go_on() -> Result<()> {
+    const ROUNDS: usize = 40;
+    // Each device has room for one of the two programs. Each program has one server, and waits for the other
+    // one's memory there, again and again.
+    let swap = ["--software-memory=200M", "--swap-memory=1G", "--swap-residency-ms=1"];
+    let rigs = connected_with("pool-swap", &[Transport::Local], &swap)?;
+    let [first, second] = servers(&rigs, [Transport::Local; 2]);
+    let start = |servers: [&String; 2]| -> Result<(Ended, Arc<AtomicUsize>)> {
+        let mut command = with_servers(&servers.map(String::clone), PROGRAM)?;
+        let mut program = Ended(command.arg("copies").stdout(Stdio::piped()).spawn()?);
+        let output = BufReader::new(program.0.stdout.take().context("no output")?);
+        let rounds = Arc::<AtomicUsize>::default();
+        let counted = Arc::clone(&rounds);
+        std::thread::spawn(move || {
+            let copied = output.lines().map_while(Result::ok).filter(|line| line == "COPIED");
+            copied.for_each(|_| _ = counted.fetch_add(1, Ordering::Relaxed));
+        });
+        Ok((program, rounds))
+    };
+    let programs = [start([&first, &second])?, start([&second, &first])?];
+    eventually(|| {
+        let rounds = programs.each_ref().map(|(_, rounds)| rounds.load(Ordering::Relaxed));
+        ensure!(rounds.iter().all(|rounds| *rounds >= ROUNDS), "{rounds:?} rounds");
+        Ok(())
+    })
 }
 
 #[test]
