@@ -508,9 +508,9 @@ pub(crate) fn import_from_any(driver: &Driver, token: [u8; 16], handle_types: u3
     refused
 }
 
-/// Maps memory that a process has exported, for every device that may use it. Returns the address of
-/// `offset`. Memory that this process exported itself is opened only with `own_too`; otherwise the result is
-/// `INVALID_CONTEXT`.
+/// Maps memory that a process has exported, for its own device ([`set_access_to`] adds others). Returns the
+/// address of `offset`. Memory that this process exported itself is opened only with `own_too`; otherwise the
+/// result is `INVALID_CONTEXT`.
 pub(crate) fn open(
     driver: &Driver,
     server: &Server,
@@ -552,6 +552,13 @@ pub(crate) fn set_access_to(driver: &Driver, address: u64, given: &[(u32, u32)])
     let mut space = write();
     let (start, size) = space.opened(address)?;
     given.iter().try_for_each(|(device, flags)| space.set_access(driver, start, size, *device, *flags))
+}
+
+/// The contexts whose work may use what [`open`] opened.
+pub(crate) fn users_of_opened(driver: &Driver, address: u64) -> Result<Vec<&'static Context>> {
+    let space = read();
+    let (start, size) = space.opened(address)?;
+    space.users(driver, start, size)
 }
 
 /// Closes what [`open`] opened.
