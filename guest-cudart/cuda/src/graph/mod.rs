@@ -364,6 +364,14 @@ impl Graph {
         let held = std::mem::take(&mut *lock(&self.held));
         drop(held);
     }
+
+    /// Empties the graph and invalidates its handle.
+    pub fn destroy(&self) {
+        self.clear();
+        if let Some(handle) = self.handle.get() {
+            GRAPHS.remove(*handle);
+        }
+    }
 }
 
 impl Drop for Graph {
@@ -379,12 +387,7 @@ impl Node {
             NODES.remove(*handle);
         }
         match &self.work {
-            Work::Child(child) => {
-                child.clear();
-                if let Some(handle) = child.handle.get() {
-                    GRAPHS.remove(*handle);
-                }
-            }
+            Work::Child(child) => child.destroy(),
             Work::Conditional(node) => node.forget(),
             _ => {}
         }
