@@ -476,6 +476,11 @@ impl Space {
     }
 }
 
+/// The answer for memory of a device that the program does not see.
+pub(crate) fn refuse_hidden<T>() -> Result<T> {
+    refuse_form!("using memory of another process on a GPU that CUDA_VISIBLE_DEVICES hides from this one")
+}
+
 pub(crate) fn import(
     driver: &Driver,
     server: &Server,
@@ -483,7 +488,11 @@ pub(crate) fn import(
     handle_types: u32,
 ) -> Result<(usize, bool)> {
     let id = new_id();
-    let reply = server.session.call(&MemoryImport { memory: id, token })?;
+    let reply = match server.session.call(&MemoryImport { memory: id, token }) {
+        // The session has only the devices that the program sees.
+        Err(Status::INVALID_DEVICE) if driver.hides_devices_of(server) => return refuse_hidden(),
+        answer => answer?,
+    };
     let memory = Memory {
         home: Home::Device(id, driver.device_on(server, reply.device)?.ordinal),
         size: reply.size,
