@@ -723,6 +723,13 @@ fn devices_of_one_server_reach_each_others_memory() -> Result<()> {
 }
 
 #[test]
+fn memory_of_another_process_is_closed_when_no_device_uses_it() -> Result<()> {
+    let rig = Rig::with("pool-busy", &["--software-devices", "2"], &[])?;
+    let mut program = rig.program(Transport::Local, "ipc_peers")?;
+    programs::run(program.arg("busy"), programs::LIMIT)?.verdict("ipc_peers").map(drop)
+}
+
+#[test]
 fn a_line_says_why_memory_of_a_device_that_is_not_visible_cannot_be_opened() -> Result<()> {
     let rig = Rig::with("pool-hidden", &["--software-devices", "2"], &[])?;
     let mut program = rig.program(Transport::Local, "ipc_peers")?;
