@@ -2,7 +2,9 @@
 #define PROGRAM "graph_capture_modes"
 #include "common.h"
 
+#include <atomic>
 #include <thread>
+#include <unistd.h>
 
 __global__ void bump(int *value) { ++*value; }
 
@@ -13,6 +15,44 @@ static const char *names[] = {"global", "thread local", "relaxed"};
 static const char *name(cudaError_t status) {
     cudaGetLastError();
     return cudaGetErrorName(status);
+}
+
+// A capture that fails destroys its graph, with the objects that were moved into it.
+static void failed_captures_end_objects(int *value, cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
+    for (std::string how : {"not joined", "another thread", "spoiled", "destroyed"}) {
+        std::atomic<int> ends{0};
+        cudaStream_t captured = stream;
+        if (how == "destroyed") CHECK(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
+        CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeThreadLocal));
+        bump<<<1, 1, 0, captured>>>(value);
+        LAUNCHED();
+        cudaStreamCaptureStatus status;
+        unsigned long long id;
+        cudaGraph_t inside, graph = nullptr;
+        CHECK(cudaStreamGetCaptureInfo(captured, &status, &id, &inside, nullptr, nullptr, nullptr));
+        cudaUserObject_t object;
+        auto end = [](void *ends) { ++*(std::atomic<int> *)ends; };
+        CHECK(cudaUserObjectCreate(&object, &ends, end, 1, cudaUserObjectNoDestructorSync));
+        CHECK(cudaGraphRetainUserObject(inside, object, 1, cudaGraphUserObjectMove));
+        cudaError_t ended = cudaSuccess;
+        if (how == "not joined") {
+            CHECK(cudaEventRecord(event, captured));
+            CHECK(cudaStreamWaitEvent(other, event, 0));
+            bump<<<1, 1, 0, other>>>(value);
+            ended = cudaStreamEndCapture(captured, &graph);
+        } else if (how == "another thread") {
+            std::thread([&] { ended = cudaStreamEndCapture(captured, &graph); }).join();
+        } else if (how == "spoiled") {
+            cudaStreamSynchronize(captured);
+            ended = cudaStreamEndCapture(captured, &graph);
+        } else {
+            CHECK(cudaStreamDestroy(captured));
+        }
+        printf("%s with an object: %s\n", how.c_str(), name(ended));
+        REQUIRE(!graph, "a capture that failed has a graph: %s", how.c_str());
+        for (int i = 0; i < 100000 && ends == 0; i++) usleep(1000);
+        REQUIRE(ends == 1, "%s: the object ended %d times", how.c_str(), ends.load());
+    }
 }
 
 int main(int argc, char **argv) {
@@ -155,6 +195,8 @@ int main(int argc, char **argv) {
         CHECK(cudaEventDestroy(point));
         CHECK(cudaFree(memory));
     }
+
+    failed_captures_end_objects(value, free_stream, other, event);
 
     // Into a graph that is there, behind one of its nodes.
     CHECK(cudaGraphCreate(&graph, 0));

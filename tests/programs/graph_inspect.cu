@@ -15,6 +15,76 @@ static std::atomic<int> ended{0};
 
 static void CUDART_CB end_object(void *argument) { ended += *(int *)argument; }
 
+// A graph with one node, which has an object that ends with the graphs and instances that have it.
+static cudaGraph_t with_object(std::atomic<int> *ends) {
+    cudaGraph_t graph;
+    cudaGraphNode_t node;
+    cudaUserObject_t object;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddEmptyNode(&node, graph, nullptr, 0));
+    CHECK(cudaUserObjectCreate(&object, ends, [](void *ends) { ++*(std::atomic<int> *)ends; }, 1, cudaUserObjectNoDestructorSync));
+    CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+    return graph;
+}
+
+static void expect_end(std::atomic<int> &ends, const char *what) {
+    for (int i = 0; i < 100000 && ends == 0; i++) usleep(1000);
+    usleep(1000);
+    REQUIRE(ends == 1, "%s: an object ended %d times", what, ends.load());
+}
+
+// Objects of graphs that an instance was updated with, and of child graphs.
+static void instances_keep_objects(cudaStream_t stream) {
+    std::atomic<int> ends[4] = {};
+    cudaGraph_t graph = with_object(&ends[0]), newer = with_object(&ends[1]);
+    cudaGraphExec_t exec;
+    cudaGraphExecUpdateResultInfo result;
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaGraphExecUpdate(exec, newer, &result));
+    CHECK(cudaGraphDestroy(newer));
+    expect_end(ends[0], "of the graph before an update");
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    REQUIRE(ends[1] == 0, "an object ended that an updated instance has");
+    CHECK(cudaGraphExecDestroy(exec));
+    expect_end(ends[1], "of the graph that an instance was updated with");
+
+    cudaGraph_t child = with_object(&ends[2]), other = with_object(&ends[3]);
+    cudaGraphNode_t node;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddChildGraphNode(&node, graph, nullptr, 0, child));
+    CHECK(cudaGraphDestroy(child));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaGraphExecChildGraphNodeSetParams(exec, node, other));
+    CHECK(cudaGraphDestroy(other));
+    // The graph has it as well.
+    CHECK(cudaStreamSynchronize(stream));
+    REQUIRE(ends[2] == 0, "an object of a child graph ended with its replacement in an instance");
+    CHECK(cudaGraphDestroy(graph));
+    expect_end(ends[2], "of a child graph that was replaced");
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    REQUIRE(ends[3] == 0, "an object ended that an instance has by a child graph that replaced another");
+    CHECK(cudaGraphExecDestroy(exec));
+    expect_end(ends[3], "of a child graph that replaced another");
+
+    ends[0] = 0;
+    child = with_object(&ends[0]);
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddChildGraphNode(&node, graph, nullptr, 0, child));
+    CHECK(cudaGraphDestroy(child));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    REQUIRE(ends[0] == 0, "an object of a child graph ended before the instance");
+    CHECK(cudaGraphExecDestroy(exec));
+    expect_end(ends[0], "of a child graph");
+}
+
 static std::string types(cudaGraph_t graph) {
     size_t count = 0;
     CHECK(cudaGraphGetNodes(graph, nullptr, &count));
@@ -155,5 +225,6 @@ int main(int argc, char **argv) {
     CHECK(cudaGraphExecDestroy(exec));
     for (int i = 0; i < 100000 && ended != 11; i++) usleep(1000);
     REQUIRE(ended == 11, "objects ended: %d", ended.load());
+    instances_keep_objects(stream);
     return pass("5 nodes, 5 edges");
 }

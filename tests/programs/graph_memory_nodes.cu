@@ -152,6 +152,41 @@ int main(int argc, char **argv) {
     REQUIRE(behind == 2 * (total + 2 * n), "two launches behind a function come to %d", behind);
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
+
+    // Captured allocations of different sizes in turn, which may get the same addresses, each filled and copied to.
+    const size_t large = 2 << 20, half = 1 << 20, small = 1 << 18;
+    int *source, *first, *second, *third, three = 3;
+    CHECK(cudaMalloc(&source, n * sizeof(int)));
+    start<<<(n + 127) / 128, 128>>>(source, n, three);
+    LAUNCHED();
+    CHECK(cudaDeviceSynchronize());
+    auto add_up = [&](const int *from) { sum<<<(n + 127) / 128, 128, 0, stream>>>(from, n, out); };
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK(cudaMallocAsync((void **)&first, large, stream));
+    CHECK(cudaMemsetAsync(first, 1, large, stream));
+    CHECK(cudaMemcpyAsync((char *)first + half + small, source, n * sizeof(int), cudaMemcpyDeviceToDevice, stream));
+    add_up(first);
+    add_up((int *)((char *)first + half + small));
+    CHECK(cudaFreeAsync(first, stream));
+    CHECK(cudaMallocAsync((void **)&second, half, stream));
+    CHECK(cudaMallocAsync((void **)&third, small, stream));
+    CHECK(cudaMemsetAsync(second, 0, half, stream));
+    CHECK(cudaMemsetAsync(third, 2, small, stream));
+    CHECK(cudaMemcpyAsync(second, source, n * sizeof(int), cudaMemcpyDeviceToDevice, stream));
+    add_up(second);
+    add_up(third);
+    CHECK(cudaFreeAsync(second, stream));
+    CHECK(cudaFreeAsync(third, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 2; i++) CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    unsigned found = take(out), each = (unsigned)n * 0x03030303u + 2u * (total + three * n);
+    REQUIRE(found == 2 * each, "allocations of different sizes come to %u, not %u", found, 2 * each);
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaFree(source));
+
     CHECK(cudaDeviceGraphMemTrim(0));
     unsigned long long used = 1;
     CHECK(cudaDeviceGetGraphMemAttribute(0, cudaGraphMemAttrUsedMemCurrent, &used));

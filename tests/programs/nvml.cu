@@ -59,7 +59,7 @@ static long reading(const char *name, Device device, long most) {
 }
 
 int main(int argc, char **argv) {
-    parse_options(argc, argv);
+    Options options = parse_options(argc, argv);
     library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
     REQUIRE(library, "%s", dlerror());
     error_string = (const char *(*)(Return))dlsym(library, "nvmlErrorString");
@@ -79,6 +79,9 @@ int main(int argc, char **argv) {
     NVML("nvmlUnitGetCount", &units);
     REQUIRE(units == 0, "%u units", units);
     REQUIRE((int)count >= cuda_count, "NVML knows %u devices, CUDA %d", count, cuda_count);
+    // In a container both have the same, in the same order.
+    bool contained = options.word == "container";
+    REQUIRE(!contained || (int)count == cuda_count, "in a container NVML knows %u devices, CUDA %d", count, cuda_count);
     CHECK(cudaDriverGetVersion(&cuda_version));
     NVML("nvmlSystemGetCudaDriverVersion_v2", &nvml_cuda_version);
     REQUIRE(nvml_cuda_version >= cuda_version, "CUDA %d, to NVML %d", cuda_version, nvml_cuda_version);
@@ -120,6 +123,7 @@ int main(int argc, char **argv) {
         unsigned index = ~0u;
         NVML("nvmlDeviceGetIndex", device, &index);
         REQUIRE(index < count, "index %u of %u", index, count);
+        REQUIRE(!contained || (int)index == ordinal, "in a container CUDA's device %d is NVML's %u", ordinal, index);
 
         int major = 0, minor = 0;
         NVML("nvmlDeviceGetCudaComputeCapability", device, &major, &minor);

@@ -2,6 +2,8 @@
 #define PROGRAM "stream_attributes"
 #include "common.h"
 
+#include <vector>
+
 __global__ void fill(int *values, int n, int first) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) values[i] = first + i;
@@ -22,6 +24,51 @@ static void run(cudaStream_t stream, int *values, int n, int first) {
     CHECK(cudaMemcpy(ends, values, sizeof *ends, cudaMemcpyDeviceToHost));
     CHECK(cudaMemcpy(ends + 1, values + n - 1, sizeof *ends, cudaMemcpyDeviceToHost));
     REQUIRE(ends[0] == first && ends[1] == first + n - 1, "a kernel wrote %d to %d", ends[0], ends[1]);
+}
+
+static int priority_of(cudaGraphNode_t node) {
+    cudaKernelNodeAttrValue value;
+    memset(&value, 0xff, sizeof value);
+    CHECK(cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributePriority, &value));
+    return value.priority;
+}
+
+// Captured kernels get the priority of the stream on which they were launched.
+static void captured_priorities(int *values, int least, int greatest) {
+    cudaStream_t high, low;
+    cudaEvent_t fork, join;
+    CHECK(cudaStreamCreateWithPriority(&high, cudaStreamNonBlocking, greatest));
+    CHECK(cudaStreamCreateWithPriority(&low, cudaStreamNonBlocking, least));
+    for (cudaEvent_t *event : {&fork, &join}) CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    cudaGraph_t graph;
+    CHECK(cudaStreamBeginCapture(high, cudaStreamCaptureModeThreadLocal));
+    fill<<<1, 1, 0, high>>>(values, 1, 1);
+    CHECK(cudaEventRecord(fork, high));
+    CHECK(cudaStreamWaitEvent(low, fork, 0));
+    fill<<<1, 2, 0, low>>>(values, 2, 2);
+    CHECK(cudaEventRecord(join, low));
+    CHECK(cudaStreamWaitEvent(high, join, 0));
+    LAUNCHED();
+    CHECK(cudaStreamEndCapture(high, &graph));
+    size_t count = 0;
+    CHECK(cudaGraphGetNodes(graph, nullptr, &count));
+    std::vector<cudaGraphNode_t> nodes(count);
+    CHECK(cudaGraphGetNodes(graph, nodes.data(), &count));
+    REQUIRE(count == 2, "%zu captured nodes", count);
+    for (cudaGraphNode_t node : nodes) {
+        cudaKernelNodeParams params;
+        CHECK(cudaGraphKernelNodeGetParams(node, &params));
+        int wanted = params.blockDim.x == 1 ? greatest : least;
+        REQUIRE(priority_of(node) == wanted, "a kernel captured on a stream of priority %d has %d", wanted, priority_of(node));
+    }
+    cudaGraphExec_t exec;
+    CHECK(cudaGraphInstantiate(&exec, graph, cudaGraphInstantiateFlagUseNodePriority));
+    CHECK(cudaGraphLaunch(exec, low));
+    CHECK(cudaStreamSynchronize(low));
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    for (cudaEvent_t event : {fork, join}) CHECK(cudaEventDestroy(event));
+    for (cudaStream_t stream : {high, low}) CHECK(cudaStreamDestroy(stream));
 }
 
 int main(int argc, char **argv) {
@@ -99,5 +146,6 @@ int main(int argc, char **argv) {
     CHECK(cudaGraphDestroy(graph));
     CHECK(cudaStreamDestroy(stream));
     CHECK(cudaStreamDestroy(other));
+    captured_priorities(values, least, greatest);
     return pass("%d", first);
 }

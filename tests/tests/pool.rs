@@ -829,6 +829,36 @@ fn devices_of_one_server_reach_each_others_memory() -> Result<()> {
 }
 
 #[test]
+fn memory_of_another_process_is_closed_when_no_device_uses_it() -> Result<()> {
+    let rig = Rig::with("pool-busy", &["--software-devices", "2"], &[])?;
+    let mut program = rig.program(Transport::Local, "ipc_peers")?;
+    programs::run(program.arg("busy"), programs::LIMIT)?.verdict("ipc_peers").map(drop)
+}
+
+#[test]
+fn a_line_says_why_memory_of_a_device_that_is_not_visible_cannot_be_opened() -> Result<()> {
+    let rig = Rig::with("pool-hidden", &["--software-devices", "2"], &[])?;
+    let mut program = rig.program(Transport::Local, "ipc_peers")?;
+    let outcome = programs::run(program.arg("hidden"), programs::LIMIT)?;
+    outcome.verdict("ipc_peers")?;
+    ensure!(outcome.stderr.matches("CUDA_VISIBLE_DEVICES hides").count() == 1, "{outcome:?}");
+    Ok(())
+}
+
+#[test]
+fn in_a_container_nvml_has_the_devices_that_cuda_has() -> Result<()> {
+    let rig = Rig::with("pool-container", &["--software-devices", "3"], &[])?;
+    for devices in [&["RGPU_GPU_1"][..], &["RGPU_GPU_2", "RGPU_GPU_0"], &["RGPU_GPU_ALL"]] {
+        let mut program = rig.program(Transport::Local, "nvml")?;
+        program.arg("container").envs(devices.iter().map(|name| (name, "void")));
+        programs::run(&mut program, programs::LIMIT)?
+            .verdict("nvml")
+            .with_context(|| format!("with {devices:?}"))?;
+    }
+    Ok(())
+}
+
+#[test]
 fn programs_name_only_the_servers_that_the_host_allows() -> Result<()> {
     let other = Rig::with("pool-named-other", &["--software-devices", "3"], &[])?;
     let named = address(&other, Transport::Tcp);

@@ -4,7 +4,7 @@
 //! It knows the protocol and how to reach the host, but not CUDA's C interface. In reading order:
 //! - [`log`] and [`counters`]: one-line messages; what a process did, for `RGPU_STATS=1`
 //! - [`port`]: how to reach the host: the guest's device `/dev/rgpu0`, or the Unix socket of `vhost-rgpu`
-//! - [`servers`]: which servers the process uses
+//! - [`servers`], [`container`]: which servers the process uses, and which of their devices its container has
 //! - [`session`]: the channel: appending operations, waiting for replies and progress, loss of the session
 //! - [`seq`]: positions in a session's sequence of records
 //! - `reply_slots`, `polling`: the channel's reply slots; how long a thread polls before it sleeps
@@ -26,6 +26,7 @@
 
 pub mod activity;
 pub mod arena;
+pub mod container;
 pub mod counters;
 pub mod handles;
 pub mod memory;

@@ -12,15 +12,20 @@ use client::channel::{Geometry, MAX_DEVICES};
 use client::ops::nvml::{NvmlSystem, NvmlSystemReply, status};
 use client::port::descriptor::{ForChild, Uncancelled};
 use client::session::{self, Pending, Purpose, Session};
-use client::{lock, log};
+use client::{container, lock, log};
 
 use crate::error::{Result, of_session};
 
 /// Size of the channel's arena in bytes. NVML does not use it.
 const ARENA: usize = 4 << 20;
 
-/// The servers with open sessions, in their order. There is at least one.
-pub(crate) struct Connected(Vec<&'static Server>);
+/// The servers with open sessions, and their devices.
+pub(crate) struct Connected {
+    /// In their order. There is at least one.
+    servers: Vec<&'static Server>,
+    /// The devices that NVML shows: each one's server, as an index, and its number there.
+    devices: Vec<(usize, u32)>,
+}
 
 /// A server and its devices.
 pub(crate) struct Server {
@@ -31,31 +36,37 @@ pub(crate) struct Server {
 impl Connected {
     /// The first server, whose driver's versions stand for all.
     pub fn first(&self) -> &Server {
-        self.0[0]
+        self.servers[0]
     }
 
     /// Whether the program uses more than one server.
     pub fn has_several_servers(&self) -> bool {
-        self.0.len() > 1
+        self.servers.len() > 1
     }
 
-    /// The devices of all servers.
+    /// The number of devices.
     pub fn device_count(&self) -> u32 {
-        self.0
-            .iter()
-            .fold(0, |sum, server| (sum + server.system.device_count.min(MAX_DEVICES)).min(MAX_DEVICES))
+        self.devices.len() as u32
     }
 
     /// The server of a device, and the device's number there.
     pub fn place(&self, ordinal: u32) -> Result<(&Server, u32)> {
-        let mut number = ordinal;
-        for server in self.0.iter().copied() {
-            if number < server.system.device_count {
-                return Ok((server, number));
-            }
-            number -= server.system.device_count;
-        }
-        Err(status::INVALID_ARGUMENT)
+        let (server, number) = *self.devices.get(ordinal as usize).ok_or(status::INVALID_ARGUMENT)?;
+        Ok((self.servers[server], number))
+    }
+}
+
+/// The devices that NVML shows, of servers with these numbers of devices: those that `chosen` selects among
+/// so many, or all.
+fn shown(
+    counts: impl Iterator<Item = u32>,
+    chosen: impl FnOnce(usize) -> Option<Vec<u32>>,
+) -> Vec<(usize, u32)> {
+    let all = counts.enumerate().flat_map(|(server, count)| (0..count).map(move |number| (server, number)));
+    let all: Vec<_> = all.take(MAX_DEVICES as usize).collect();
+    match chosen(all.len()) {
+        None => all,
+        Some(chosen) => chosen.iter().filter_map(|ordinal| all.get(*ordinal as usize).copied()).collect(),
     }
 }
 
@@ -130,7 +141,7 @@ fn connect() -> Result<&'static Connected> {
     // SAFETY: `connect` publishes a complete value, which is never freed.
     let current = unsafe { CURRENT.load(Ordering::Acquire).as_ref() };
     let is_usable = |server: &&'static Server| server.session.check().is_ok();
-    let all = current.iter().flat_map(|connected| connected.0.iter().copied());
+    let all = current.iter().flat_map(|connected| connected.servers.iter().copied());
     let (mut servers, lost): (Vec<_>, Vec<_>) = all.partition(is_usable);
     if let Some(current) = current
         && lost.is_empty()
@@ -169,7 +180,8 @@ fn connect() -> Result<&'static Connected> {
         libc::pthread_atfork(None, None, Some(in_child));
     });
     client::counters::print_at_exit("nvml-pid");
-    let connected = Box::leak(Box::new(Connected(servers)));
+    let devices = shown(servers.iter().map(|server| server.system.device_count), container::devices);
+    let connected = Box::leak(Box::new(Connected { servers, devices }));
     CURRENT.store(connected, Ordering::Release);
     Ok(connected)
 }
@@ -177,4 +189,20 @@ fn connect() -> Result<&'static Connected> {
 extern "C" fn in_child() {
     CURRENT.store(ptr::null_mut(), Ordering::Release);
     DESCRIPTORS.close();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_of_all_servers_are_shown_or_those_of_the_container() {
+        let shown = |counts: &[u32], chosen: Option<&[u32]>| {
+            shown(counts.iter().copied(), |_| chosen.map(<[u32]>::to_vec))
+        };
+        assert_eq!(shown(&[2, 1], None), [(0, 0), (0, 1), (1, 0)]);
+        assert_eq!(shown(&[2, 1], Some(&[1, 2])), [(0, 1), (1, 0)]);
+        assert_eq!(shown(&[2], Some(&[])), []);
+        assert_eq!(shown(&[u32::MAX, 1], None).len(), MAX_DEVICES as usize);
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use crate::abi::arguments::In;
 use crate::abi::result::Result;
@@ -11,9 +11,11 @@ use crate::abi::types::{LaunchAttr, LaunchConfig};
 use crate::code::library;
 use crate::graph::node_work::{Kernel, Work};
 use crate::graph::recording;
+use crate::memory::managed::shared_blocks;
 use crate::memory::{managed, pinned};
 use crate::process::device_attributes::attr;
-use crate::process::stream;
+use crate::process::driver::Driver;
+use crate::process::stream::{self, Stream};
 use crate::streams::{event, stream_table};
 use crate::work::launch::{self, Shape};
 use client::Status;
@@ -98,7 +100,29 @@ pub(crate) unsafe fn launch(
         Ok(mut block) => append(&mut block),
         Err(_) => append(&mut Vec::new()),
     });
-    appended.unwrap_or_else(|_| append(&mut Vec::new()))
+    appended.unwrap_or_else(|_| append(&mut Vec::new()))?;
+    wait_if_blocking(driver, &stream)
+}
+
+/// Whether launches wait for what they launch: `CUDA_LAUNCH_BLOCKING` is a number that is not 0.
+static IS_BLOCKING: LazyLock<bool> =
+    LazyLock::new(|| std::env::var("CUDA_LAUNCH_BLOCKING").is_ok_and(|value| is_not_zero(&value)));
+
+/// Whether a text begins with a number that is not 0, as C's `atoi` reads it.
+fn is_not_zero(text: &str) -> bool {
+    let digits = text.trim_start().trim_start_matches(['+', '-']);
+    digits.bytes().take_while(u8::is_ascii_digit).any(|digit| digit != b'0')
+}
+
+/// Called behind a launch. With `CUDA_LAUNCH_BLOCKING=1`, waits for it: its error is then the launch's.
+#[inline]
+pub(crate) fn wait_if_blocking(driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+    if !*IS_BLOCKING {
+        return Ok(());
+    }
+    let result = stream.synchronize();
+    shared_blocks::after_wait(driver);
+    result
 }
 
 pub(crate) fn cooperative() -> Vec<LaunchAttribute> {
@@ -159,5 +183,16 @@ api! {
         crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shared)?;
         // SAFETY: the program passes what CUDA's manual requires.
         unsafe { launch(function, shape, stream, pt, cooperative(), params, std::ptr::null()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launches_block_if_the_variable_is_a_number_other_than_0() {
+        assert!(["1", " 1", "2", "10", "-1", "1x"].into_iter().all(is_not_zero));
+        assert!(!["", "0", "00", "x1", "true"].into_iter().any(is_not_zero));
     }
 }

@@ -9,6 +9,7 @@ use crate::abi::types::{
     BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, InstantiateParams, KernelNodeParams,
     KernelNodeParams1, Memcpy3D, MemsetNodeParams, UpdateResultInfo,
 };
+use crate::api::execution::wait_if_blocking;
 use crate::graph::instance::{EXECS, Exec, flag, update};
 use crate::graph::node_work::Work;
 use crate::graph::{Graph, conditional, node_description, of, work_of};
@@ -71,7 +72,7 @@ fn launch(handle: usize, stream: usize, per_thread: bool) -> Result {
     crate::streams::capture_rules::forbid(&stream)?;
     exec.launch(driver, &stream)?;
     stream.context.limits.launched_graph();
-    Ok(())
+    wait_if_blocking(driver, &stream)
 }
 
 fn set(handle: usize, node: usize, work: Result<Work>) -> Result {

@@ -4,9 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use crate::abi::arguments::Out;
+use crate::abi::result::{Result, code};
 use crate::abi::types::IpcHandle;
+use crate::memory::pool::READ_WRITE;
 use crate::memory::{address, stream_ordered, virtual_memory};
-use crate::process::context;
+use crate::process::context::{self, Context};
+use crate::process::driver::{self, Driver};
 use crate::streams::event;
 use client::ops::memory::PieceExport;
 use client::{Status, lock};
@@ -44,6 +47,21 @@ impl Name {
 
 /// Opened memory: its address, and how often it was opened.
 static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
+
+/// Lets kernels of a context use opened memory that another device has, as if the context had enabled peer
+/// access to that device.
+fn let_use(driver: &Driver, context: &'static Context, address: u64) -> Result {
+    let found = virtual_memory::find(driver, address).ok_or(Status::INVALID_VALUE)?;
+    let [home, own] = [found.context, context].map(|context| driver::device(context.device as i32));
+    let (home, own) = (home?, own?);
+    if own.ordinal == home.ordinal {
+        return Ok(());
+    }
+    if !own.as_peer_of(home)?.is_some_and(|peer| peer.can_access) {
+        return Err(code::PEER_ACCESS_UNSUPPORTED);
+    }
+    virtual_memory::set_access_to(driver, address, &[(own.ordinal, READ_WRITE)])
+}
 
 api! {
     fn cuIpcGetEventHandle(handle: Out<IpcHandle>, event: usize) {
@@ -85,11 +103,17 @@ api! {
         let name = Name::of(&handle).filter(|name| name.size > 0).ok_or(Status::INVALID_VALUE)?;
         let mut opened = lock(&OPENED);
         if let Some((address, times)) = opened.get_mut(&name) {
+            let_use(driver, context, *address)?;
             *times += 1;
             return dptr.put(*address);
         }
         virtual_memory::share(driver)?;
         let address = virtual_memory::open(driver, context.server, name.token, name.offset, name.size, false)?;
+        if let Err(status) = let_use(driver, context, address) {
+            // The first error is the one to report.
+            let _ = virtual_memory::close(driver, address);
+            return Err(status);
+        }
         opened.insert(name, (address, 1));
         dptr.put(address)
     }
@@ -109,6 +133,12 @@ api! {
             return Ok(());
         }
         stream_ordered::synchronize(context)?;
+        let users = virtual_memory::users_of_opened(driver, dptr)?;
+        for user in users {
+            if user.is_alive() && user.is_busy() {
+                stream_ordered::synchronize(user)?;
+            }
+        }
         virtual_memory::close(driver, dptr)?;
         opened.remove(&name);
         Ok(())

@@ -82,7 +82,7 @@ api! {
         if host_pool::is_here(dptr) {
             return free_to_pool(context, dptr);
         }
-        if let Some(found) = graph_memory::found(dptr) {
+        if let Some(found) = graph_memory::found(dptr, 1) {
             capture::unsafe_call()?;
             if found.context.is_alive() {
                 stream_ordered::synchronize(found.context)?;

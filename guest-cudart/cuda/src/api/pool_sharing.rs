@@ -35,8 +35,13 @@ api! {
         let said = shared_descriptor::read::<32>(&POOL_MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
         let (name, uuid) = said.split_first_chunk().ok_or(Status::INVALID_VALUE)?;
         // The device may have another number in this process.
-        let device = driver.devices.iter().find(|device| device.info.uuid == uuid);
-        let device = device.ok_or(Status::INVALID_DEVICE)?.ordinal;
+        let device = match driver.devices.iter().find(|device| device.info.uuid == uuid) {
+            Some(device) => device.ordinal,
+            None if driver.servers.iter().any(|server| driver.hides_devices_of(server)) => {
+                return virtual_memory::refuse_hidden();
+            }
+            None => return Err(Status::INVALID_DEVICE),
+        };
         let mut pools = lock(&POOLS);
         let handle = match pools.get(name) {
             Some(handle) => *handle,

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use crate::abi::arguments::{Array, Count, Out};
 use crate::abi::result::{Result, code};
 use crate::abi::types::EdgeData;
-use crate::graph::recording::graph_of;
+use crate::graph::recording::{self, graph_of};
 use crate::graph::{self, Graph};
-use crate::process::capture::{Capture, RELAXED};
+use crate::process::capture::{Capture, RELAXED, Recorded};
 use crate::process::context;
 use crate::process::driver::driver;
 use crate::process::stream::{self, Stream};
@@ -32,9 +32,10 @@ pub(crate) fn begin(
     if stream.capture().is_some() {
         return Err(code::ILLEGAL_STATE);
     }
+    let destroy = into.is_none().then_some(recording::destroy as fn(&Recorded));
     let (graph, before) = into.unwrap_or_else(|| (Arc::new(Graph::new(stream.context)), Vec::new()));
     let context = graph.context.unique;
-    let capture = Capture::begin(mode, stream.unique(), !stream.is_free(), context, graph, before);
+    let capture = Capture::begin(mode, stream.unique(), !stream.is_free(), context, graph, destroy, before);
     stream.set_capture(capture);
     Ok(())
 }
@@ -48,7 +49,7 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result 
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
         // NVIDIA's driver was observed to end the capture in this case, too.
-        capture.end();
+        capture.discard();
         tell(0);
         return Err(code::STREAM_CAPTURE_WRONG_THREAD);
     }
@@ -58,17 +59,23 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result 
     }
     capture.end();
     tell(0);
+    let joined = check_joined(&capture, &stream);
+    if joined.is_err() || graph.is_null() {
+        capture.discard();
+        return joined;
+    }
+    tell(Graph::handle(&graph_of(&capture)?)?);
+    Ok(())
+}
+
+/// Checks that every stream that joined a capture has been waited for: the next node of the origin would come
+/// after everything they did.
+fn check_joined(capture: &Capture, origin: &Stream) -> Result {
     capture.check()?;
-    // Every stream that joined must have been waited for: the origin's next node would come after everything
-    // they did.
-    let behind = graph_of(&capture)?.ancestors(&capture.point(stream.unique()));
+    let behind = graph_of(capture)?.ancestors(&capture.point(origin.unique()));
     let added = lock(&capture.added);
     if lock(&capture.ends).values().flatten().any(|node| added.contains(node) && !behind.contains(node)) {
         return Err(code::STREAM_CAPTURE_UNJOINED);
-    }
-    drop(added);
-    if !graph.is_null() {
-        tell(Graph::handle(&graph_of(&capture)?)?);
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use crate::abi::result::Result;
 use crate::abi::types::ConditionalNodeParams;
 use crate::graph::instance::{self, Flat};
 use crate::graph::node_work::Work;
-use crate::graph::{GRAPHS, Graph, Inner};
+use crate::graph::{Graph, Inner};
 use crate::process::driver::Driver;
 use client::handle::GraphId;
 use client::ops::graph::{
@@ -43,12 +43,7 @@ impl Conditional {
 
     /// Destroys the node's graphs.
     pub fn forget(&self) {
-        for body in &self.bodies {
-            body.clear();
-            if let Some(handle) = body.handle.get() {
-                GRAPHS.remove(*handle);
-            }
-        }
+        self.bodies.iter().for_each(|body| body.destroy());
     }
 }
 

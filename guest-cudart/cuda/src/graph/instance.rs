@@ -16,7 +16,7 @@ use crate::abi::result::Result;
 use crate::abi::types::MemsetNodeParams;
 use crate::graph::launch_steps::{self, Bounce};
 use crate::graph::node_work::{Way, Work};
-use crate::graph::user_object::{self, Held};
+use crate::graph::user_object::Held;
 use crate::graph::{Graph, conditional};
 use crate::memory::graph_chunks::{self, Segment};
 use crate::memory::graph_memory::GraphMemory;
@@ -87,7 +87,6 @@ pub(crate) struct Exec {
     pub context: &'static Context,
     pub flags: u64,
     state: Mutex<State>,
-    held: Vec<Held>,
     /// The graph, if it has memory nodes: then this is its only instance.
     claimed: Weak<Graph>,
 }
@@ -97,6 +96,9 @@ struct State {
     places: HashMap<(u64, u64), usize>,
     steps: Vec<Step>,
     changed: BTreeSet<usize>,
+    /// References to user objects of its graphs: each with the place of the child graph's node, or behind all
+    /// places for those of the graph itself.
+    held: Vec<(usize, Held)>,
     /// Memory of its allocation nodes, and whether the program keeps it after a launch.
     memory: Vec<(Arc<GraphMemory>, bool)>,
     /// Memory of other graphs that it frees.
@@ -273,6 +275,7 @@ impl State {
             places,
             steps: Vec::new(),
             changed: BTreeSet::new(),
+            held: Vec::new(),
             memory,
             frees,
             waits: false,
@@ -414,6 +417,33 @@ impl State {
     }
 }
 
+/// References to the user objects of a graph with these nodes, and to those of the graphs in it. The first
+/// node is at the place `first` of an instance.
+fn references(nodes: &[Flat], first: usize, graph: &Arc<Graph>) -> Vec<(usize, Held)> {
+    let mut all = Vec::new();
+    for (place, node) in (first..).zip(nodes) {
+        match &node.work {
+            Work::Child(child) => all.extend(child.share_held().into_iter().map(|held| (place, held))),
+            Work::Conditional(node) => {
+                all.extend(
+                    node.bodies.iter().flat_map(|body| body.share_all_held()).map(|held| (place, held)),
+                );
+            }
+            _ => {}
+        }
+    }
+    let behind = first + nodes.len();
+    all.extend(graph.share_held().into_iter().map(|held| (behind, held)));
+    all
+}
+
+/// Releases references that an instance had, once its last launch has finished.
+fn release(driver: &'static Driver, last: Option<Arc<Stream>>, held: Vec<(usize, Held)>) {
+    if let Some(stream) = last.filter(|stream| !held.is_empty() && !stream.is_finished()) {
+        launch_steps::after(driver, stream, held.into_iter().map(|(_, held)| held).collect());
+    }
+}
+
 /// The wire form of the nodes at some places.
 pub(crate) fn describe(
     nodes: &[Flat],
@@ -516,14 +546,14 @@ impl Exec {
             claimed = Arc::downgrade(graph);
         }
         // From here on the instance owns the claim.
-        let held = user_object::share(&lock(&graph.held));
+        state.held = references(&state.nodes, 0, graph);
         state.waits = state.describes(|memory| !memory.segment.is_backed());
         let made = if state.waits {
             state.nodes.iter().try_for_each(|node| node.work.way(driver, context).map(|_| ()))
         } else {
             state.instantiate(driver, context, flags)
         };
-        let exec = Exec { context, flags, state: Mutex::new(state), held, claimed };
+        let exec = Exec { context, flags, state: Mutex::new(state), claimed };
         made.map(|()| exec)
     }
 
@@ -649,10 +679,18 @@ impl Exec {
             if there.clone().zip(&nodes).any(|(at, node)| differs(&state.nodes[at], node).is_some()) {
                 return Err(Status::INVALID_VALUE);
             }
+            // Those of the child graph itself are then at the place of its node.
+            let fresh = references(&nodes, there.start, child);
+            let old = |of: &(usize, Held)| (begins + 1..=place).contains(&of.0);
+            let replaced: Vec<_> = state.held.extract_if(.., |held| old(held)).collect();
+            state.held.extend(fresh);
             for (at, node) in there.zip(nodes) {
                 state.nodes[at].work = node.work;
                 state.changed.insert(at);
             }
+            let last = state.last.clone();
+            drop(state);
+            release(driver()?, last, replaced);
             return Ok(());
         }
         work.way(driver()?, self.context)?;
@@ -684,7 +722,7 @@ impl Exec {
     /// instance's node.
     pub fn update(
         &self,
-        driver: &Driver,
+        driver: &'static Driver,
         graph: &Arc<Graph>,
     ) -> std::result::Result<(), (u32, usize, usize)> {
         let mut fresh = Vec::new();
@@ -702,10 +740,15 @@ impl Exec {
                 return fail(update::ERROR);
             }
         }
+        let held = references(&fresh, 0, graph);
+        let replaced = std::mem::replace(&mut state.held, held);
         for (place, node) in fresh.into_iter().enumerate() {
             state.nodes[place].work = node.work;
             state.changed.insert(place);
         }
+        let last = state.last.clone();
+        drop(state);
+        release(driver, last, replaced);
         Ok(())
     }
 }
@@ -750,11 +793,8 @@ impl Drop for Exec {
         if let Some(event) = &state.event {
             event.end(None);
         }
-        let held = std::mem::take(&mut self.held);
-        if let Some(stream) = state.last.take().filter(|stream| !held.is_empty() && !stream.is_finished()) {
-            // User objects of the graph live until the last launch has finished.
-            launch_steps::after(driver, stream, held);
-        }
+        let held = std::mem::take(&mut state.held);
+        release(driver, state.last.take(), held);
     }
 }
 

@@ -136,9 +136,25 @@ impl Graph {
             };
             nodes.insert(*id, Node { work, before: node.before.clone(), handle: OnceLock::new() });
         }
-        let held = user_object::share(&lock(&self.held));
+        let held = self.share_held();
         let inner = Inner { nodes, next: inner.next };
         Ok(Graph::with_parts(self.context, Some(self.unique), part, inner, held))
+    }
+
+    /// Takes references to its user objects, without those of graphs in its nodes, for another owner.
+    fn share_held(&self) -> Vec<Held> {
+        user_object::share(&lock(&self.held))
+    }
+
+    /// The same with those of all graphs in it.
+    fn share_all_held(&self) -> Vec<Held> {
+        let mut all = self.share_held();
+        self.each(|_, node| match &node.work {
+            Work::Child(child) => all.extend(child.share_all_held()),
+            Work::Conditional(node) => all.extend(node.bodies.iter().flat_map(|body| body.share_all_held())),
+            _ => {}
+        });
+        all
     }
 
     /// Checks that it can be moved into a node of another graph: [`add`](Self::add) moves it.
@@ -364,6 +380,14 @@ impl Graph {
         let held = std::mem::take(&mut *lock(&self.held));
         drop(held);
     }
+
+    /// Empties the graph and invalidates its handle.
+    pub fn destroy(&self) {
+        self.clear();
+        if let Some(handle) = self.handle.get() {
+            GRAPHS.remove(*handle);
+        }
+    }
 }
 
 impl Drop for Graph {
@@ -379,12 +403,7 @@ impl Node {
             NODES.remove(*handle);
         }
         match &self.work {
-            Work::Child(child) => {
-                child.clear();
-                if let Some(handle) = child.handle.get() {
-                    GRAPHS.remove(*handle);
-                }
-            }
+            Work::Child(child) => child.destroy(),
             Work::Conditional(node) => node.forget(),
             _ => {}
         }

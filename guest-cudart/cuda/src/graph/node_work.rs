@@ -240,7 +240,7 @@ impl Work {
             Work::Fill(fill) => [fill.dst, 0],
             _ => [0; 2],
         };
-        addresses.into_iter().filter_map(graph_memory::at)
+        addresses.into_iter().filter_map(|address| graph_memory::at(address, 1))
     }
 
     /// A copy, checked as on a stream. A node's description has no contexts.

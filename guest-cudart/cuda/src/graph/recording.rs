@@ -6,7 +6,7 @@ use crate::abi::result::Result;
 use crate::graph::node_work::Work;
 use crate::graph::{Edge, Graph};
 use crate::memory::graph_memory;
-use crate::process::capture::Capture;
+use crate::process::capture::{Capture, Recorded};
 use crate::process::driver::Driver;
 use crate::process::stream::Stream;
 use client::{Status, lock};
@@ -14,6 +14,13 @@ use client::{Status, lock};
 /// The graph that a capture adds to.
 pub(crate) fn graph_of(capture: &Capture) -> Result<Arc<Graph>> {
     capture.graph.clone().downcast().map_err(|_| Status::UNKNOWN)
+}
+
+/// Destroys the graph of a capture that the program does not get.
+pub(crate) fn destroy(graph: &Recorded) {
+    if let Some(graph) = graph.downcast_ref::<Graph>() {
+        graph.destroy();
+    }
 }
 
 /// Adds work that was enqueued on a stream.

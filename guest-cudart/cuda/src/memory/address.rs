@@ -60,7 +60,7 @@ pub(crate) fn nearest(driver: &Driver) -> &'static Server {
 /// `near` decides.
 pub(crate) fn find_near(driver: &Driver, near: &'static Server, address: u64) -> Option<Found> {
     if virtual_memory::is_here(address) {
-        return graph_memory::found(address).or_else(|| virtual_memory::find(driver, address));
+        return graph_memory::found(address, 1).or_else(|| virtual_memory::find(driver, address));
     }
     if let Some(device) = device_memory::device_of(driver, address) {
         let memory = lock(device.memory_of(address));
@@ -147,8 +147,12 @@ pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
 /// The same with [another server](find_near) as the nearest.
 #[inline]
 pub(crate) fn check_near(driver: &Driver, near: &'static Server, address: u64, len: u64) -> Result<Found> {
-    if virtual_memory::is_here(address) && graph_memory::found(address).is_none() {
-        return virtual_memory::check(driver, address, len);
+    if virtual_memory::is_here(address) {
+        return match graph_memory::found(address, len) {
+            Some(found) => Ok(found),
+            None if graph_memory::found(address, 1).is_some() => Err(Status::INVALID_VALUE),
+            None => virtual_memory::check(driver, address, len),
+        };
     }
     let found = match find_near(driver, near, address) {
         Some(found) => found,

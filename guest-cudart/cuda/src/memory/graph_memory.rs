@@ -27,7 +27,7 @@ pub(crate) struct GraphMemory {
     pub address: u64,
     pub size: u64,
     pub(crate) segment: Arc<Segment>,
-    /// Distinguishes it from another allocation at the same address.
+    /// Distinguishes it from another allocation at the same address. A later one has a higher number.
     buffer: u64,
     /// The node of its own graph that frees it.
     freed_by: OnceLock<u64>,
@@ -35,8 +35,9 @@ pub(crate) struct GraphMemory {
     live: AtomicBool,
 }
 
-/// Memory of all graphs, by address. If several share an address, only the latest can belong to the program.
-static ALL: Mutex<BTreeMap<u64, Weak<GraphMemory>>> = Mutex::new(BTreeMap::new());
+/// Memory of all graphs, by address and number. If several share an address, only the latest can belong to
+/// the program, but nodes of their graph use the earlier ones as well.
+static ALL: Mutex<BTreeMap<(u64, u64), Weak<GraphMemory>>> = Mutex::new(BTreeMap::new());
 
 /// The allocations of a graph.
 #[derive(Default)]
@@ -113,7 +114,7 @@ impl GraphMemory {
         let (buffer, freed_by, live) = (unique_id(), OnceLock::new(), AtomicBool::new(false));
         let made = Arc::new(GraphMemory { address, size, segment, buffer, freed_by, live });
         lock(&allocations.0).push(made.clone());
-        lock(&ALL).insert(address, Arc::downgrade(&made));
+        lock(&ALL).insert((address, buffer), Arc::downgrade(&made));
         Ok(made)
     }
 
@@ -138,29 +139,29 @@ impl GraphMemory {
 
 impl Drop for GraphMemory {
     fn drop(&mut self) {
-        let mut all = lock(&ALL);
-        if all.get(&self.address).is_some_and(|kept| kept.strong_count() == 0) {
-            all.remove(&self.address);
-        }
+        lock(&ALL).remove(&(self.address, self.buffer));
     }
 }
 
-/// The graph memory that begins at an address.
+/// The latest graph memory that begins at an address.
 pub(crate) fn find(address: u64) -> Option<Arc<GraphMemory>> {
-    lock(&ALL).get(&address)?.upgrade()
+    let all = lock(&ALL);
+    let here = all.range((address, 0)..=(address, u64::MAX)).rev();
+    here.filter_map(|(_, memory)| memory.upgrade()).next()
 }
 
-/// The graph memory that contains an address.
-pub(crate) fn at(address: u64) -> Option<Arc<GraphMemory>> {
+/// The graph memory that contains a range: the latest of those that begin nearest to it.
+pub(crate) fn at(address: u64, len: u64) -> Option<Arc<GraphMemory>> {
+    let end = address.checked_add(len)?;
     let all = lock(&ALL);
-    let earlier = all.range(..=address).rev().filter_map(|(_, memory)| memory.upgrade());
+    let earlier = all.range(..=(address, u64::MAX)).rev().filter_map(|(_, memory)| memory.upgrade());
     let mut here = earlier.take_while(|memory| memory.segment.has(address));
-    here.find(|memory| address - memory.address < memory.size)
+    here.find(|memory| end <= memory.address + memory.size)
 }
 
 /// The same, as [`Found`].
-pub(crate) fn found(address: u64) -> Option<Found> {
-    let memory = at(address)?;
+pub(crate) fn found(address: u64, len: u64) -> Option<Found> {
+    let memory = at(address, len)?;
     Some(Found {
         base: memory.address,
         size: memory.size,

@@ -482,6 +482,11 @@ impl Space {
     }
 }
 
+/// The answer for memory of a device that the program does not see.
+pub(crate) fn refuse_hidden<T>() -> Result<T> {
+    refuse_form!("using memory of another process on a GPU that CUDA_VISIBLE_DEVICES hides from this one")
+}
+
 pub(crate) fn import(
     driver: &Driver,
     server: &Server,
@@ -489,7 +494,11 @@ pub(crate) fn import(
     handle_types: u32,
 ) -> Result<(usize, bool)> {
     let id = new_id();
-    let reply = server.session.call(&MemoryImport { memory: id, token })?;
+    let reply = match server.session.call(&MemoryImport { memory: id, token }) {
+        // The session has only the devices that the program sees.
+        Err(Status::INVALID_DEVICE) if driver.hides_devices_of(server) => return refuse_hidden(),
+        answer => answer?,
+    };
     let memory = Memory {
         home: Home::Device(id, driver.device_on(server, reply.device)?.ordinal),
         size: reply.size,
@@ -514,9 +523,9 @@ pub(crate) fn import_from_any(driver: &Driver, token: [u8; 16], handle_types: u3
     refused
 }
 
-/// Maps memory that a process has exported, for every device that may use it. Returns the address of
-/// `offset`. Memory that this process exported itself is opened only with `own_too`; otherwise the result is
-/// `INVALID_CONTEXT`.
+/// Maps memory that a process has exported, for its own device ([`set_access_to`] adds others). Returns the
+/// address of `offset`. Memory that this process exported itself is opened only with `own_too`; otherwise the
+/// result is `INVALID_CONTEXT`.
 pub(crate) fn open(
     driver: &Driver,
     server: &Server,
@@ -558,6 +567,13 @@ pub(crate) fn set_access_to(driver: &Driver, address: u64, given: &[(u32, u32)])
     let mut space = write();
     let (start, size) = space.opened(address)?;
     given.iter().try_for_each(|(device, flags)| space.set_access(driver, start, size, *device, *flags))
+}
+
+/// The contexts whose work may use what [`open`] opened.
+pub(crate) fn users_of_opened(driver: &Driver, address: u64) -> Result<Vec<&'static Context>> {
+    let space = read();
+    let (start, size) = space.opened(address)?;
+    space.users(driver, start, size)
 }
 
 /// Closes what [`open`] opened.

@@ -32,6 +32,9 @@ static ALL: Mutex<Vec<Weak<Capture>>> = Mutex::new(Vec::new());
 /// The number of active captures in this process. While it is 0, calls don't look for one.
 static ACTIVE: AtomicUsize = AtomicUsize::new(0);
 
+/// A graph that a capture adds nodes to, opaque here because graphs belong to the chapter `graph`.
+pub(crate) type Recorded = dyn Any + Send + Sync;
+
 /// A capture, from its start on one stream to its end, with all streams that joined it.
 pub(crate) struct Capture {
     pub id: u64,
@@ -43,8 +46,10 @@ pub(crate) struct Capture {
     pub blocking: bool,
     /// Unique number of its streams' context.
     pub context: u64,
-    /// The graph that it adds nodes to, opaque here because graphs belong to the chapter `graph`.
-    pub graph: Arc<dyn Any + Send + Sync>,
+    /// The graph that it adds nodes to.
+    pub graph: Arc<Recorded>,
+    /// Destroys the graph, if the capture has made it.
+    destroy: Option<fn(&Recorded)>,
     ended: AtomicBool,
     broken: AtomicBool,
     /// For each stream in the capture, the nodes that the stream's next node depends on.
@@ -57,13 +62,14 @@ pub(crate) struct Capture {
 
 impl Capture {
     /// Begins a capture on the stream with the unique number `origin`. Its first nodes depend on the nodes
-    /// `before`.
+    /// `before`. With `destroy`, the graph is the capture's own until the program gets it.
     pub fn begin(
         mode: u32,
         origin: u64,
         blocking: bool,
         context: u64,
-        graph: Arc<dyn Any + Send + Sync>,
+        graph: Arc<Recorded>,
+        destroy: Option<fn(&Recorded)>,
         before: Vec<u64>,
     ) -> Arc<Capture> {
         let capture = Arc::new(Capture {
@@ -74,6 +80,7 @@ impl Capture {
             blocking,
             context,
             graph,
+            destroy,
             ended: AtomicBool::new(false),
             broken: AtomicBool::new(false),
             ends: Mutex::new(HashMap::from([(origin, before)])),
@@ -105,6 +112,15 @@ impl Capture {
     pub fn end(&self) {
         if !self.ended.swap(true, Ordering::AcqRel) {
             ACTIVE.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Ends the capture without a result. A graph that it has made is destroyed, although the program may have
+    /// asked for its handle: it "is transferred or destroyed at cuStreamEndCapture" (`cuda.h`).
+    pub fn discard(&self) {
+        self.end();
+        if let Some(destroy) = self.destroy {
+            destroy(&*self.graph);
         }
     }
 

@@ -98,6 +98,12 @@ impl Driver {
         let is_it = |device: &&Device| std::ptr::eq(device.server, server) && device.number == number;
         self.devices.iter().find(is_it).ok_or(Status::INVALID_DEVICE)
     }
+
+    /// Whether the program sees fewer devices than the session with a server has.
+    pub fn hides_devices_of(&self, server: &Server) -> bool {
+        let seen = self.devices.iter().filter(|device| std::ptr::eq(device.server, server)).count();
+        seen < server.device_count as usize
+    }
 }
 
 /// The device with this ordinal.

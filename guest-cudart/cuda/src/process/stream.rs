@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
+use crate::abi::types::launch_attr::PRIORITY;
 use crate::process::capture::{self, Capture};
 use crate::process::context::Context;
 use crate::process::copies_ahead::Wait;
@@ -438,6 +439,14 @@ pub(crate) fn of_captured(stream: &Stream, mut attributes: Vec<LaunchAttribute>)
             attributes.push(attribute.clone());
         }
     }
+    // The priority with which the stream was created: "copied from stream priority during stream capture"
+    // (cuda.h, cudaLaunchAttributePriority).
+    let priority = stream.priority.load(Ordering::Acquire);
+    if priority != 0 && !attributes.iter().any(|attribute| attribute.id == PRIORITY) {
+        let mut value = [0; 64];
+        value[..4].copy_from_slice(&priority.to_le_bytes());
+        attributes.push(LaunchAttribute { id: PRIORITY, value });
+    }
     attributes
 }
 
@@ -485,6 +494,27 @@ mod tests {
         a.context.legacy().last_work.raise(seq(11));
         assert!(b.may_be_behind(&a, seq(10)) && !free.may_be_behind(&a, seq(10)));
         assert!(a.context.legacy().may_be_behind(&a, seq(10)));
+    }
+
+    #[test]
+    fn captured_kernels_have_the_priority_of_their_launch_or_their_stream() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        let on = |priority, attributes| {
+            let stream = Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, priority, false);
+            let all = of_captured(&stream, attributes);
+            let found = all.iter().filter(|attribute| attribute.id == PRIORITY);
+            found
+                .map(|attribute| i32::from_le_bytes(*attribute.value.first_chunk().unwrap()))
+                .collect::<Vec<_>>()
+        };
+        let own = |priority: i32| {
+            let mut value = [0; 64];
+            value[..4].copy_from_slice(&priority.to_le_bytes());
+            vec![LaunchAttribute { id: PRIORITY, value }]
+        };
+        assert_eq!(on(0, vec![]), []);
+        assert_eq!(on(-5, vec![]), [-5]);
+        assert_eq!(on(-5, own(-2)), [-2]);
     }
 
     #[test]

@@ -1,36 +1,30 @@
 //! Which of the session's devices the program sees, and in which order: its container's devices, filtered by
 //! `CUDA_VISIBLE_DEVICES`.
 //!
-//! A container started with some of the devices that `rgpuctl cdi generate` describes has a variable for
-//! each: `RGPU_GPU_0`, `RGPU_GPU_1` …, or `RGPU_GPU_ALL`. Like `CUDA_VISIBLE_DEVICES` they only select; the
-//! server decides what a program may use.
+//! Both only select ([`client::container`]); the server decides what a program may use.
 //!
 //! The list is read as NVIDIA's driver reads it: ordinals or UUIDs (`GPU-…`; a prefix is enough if it is
 //! unique), separated by commas. The first entry that names no device ends the list. Ordinals follow the
 //! server's order: `CUDA_DEVICE_ORDER` has no effect.
 
-use client::Status;
-
-/// Prefix of the container's variables.
-const OF_CONTAINER: &str = "RGPU_GPU_";
+use client::{Status, container};
 
 /// The ordinals of the devices that this process sees, or `None` for all. `uuids` lists all devices.
 ///
 /// # Errors
 /// `NO_DEVICE` if none is left, or if the list names one twice.
 pub(crate) fn of_process(uuids: &[[u8; 16]]) -> Result<Option<Vec<u32>>, Status> {
-    let names: Vec<String> = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-    chosen(names.iter().map(String::as_str), list.as_deref(), uuids)
+    chosen(container::devices(uuids.len()), list.as_deref(), uuids)
 }
 
-/// The same for given variable names and a given `CUDA_VISIBLE_DEVICES`.
-fn chosen<'a>(
-    variables: impl Iterator<Item = &'a str>,
+/// The same for given devices of a container and a given `CUDA_VISIBLE_DEVICES`.
+fn chosen(
+    container: Option<Vec<u32>>,
     list: Option<&str>,
     uuids: &[[u8; 16]],
 ) -> Result<Option<Vec<u32>>, Status> {
-    let Some(container) = of_container(variables, uuids.len()) else {
+    let Some(container) = container else {
         return list.map(|list| select(list, uuids)).transpose();
     };
     if container.is_empty() {
@@ -40,19 +34,6 @@ fn chosen<'a>(
     let own: Vec<[u8; 16]> = container.iter().map(|ordinal| uuids[*ordinal as usize]).collect();
     let selected = select(list, &own)?;
     Ok(Some(selected.into_iter().map(|ordinal| container[ordinal as usize]).collect()))
-}
-
-/// The container's devices among `count`. `None`: all of them, or there is no container.
-fn of_container<'a>(variables: impl Iterator<Item = &'a str>, count: usize) -> Option<Vec<u32>> {
-    let names: Vec<&str> = variables.filter_map(|name| name.strip_prefix(OF_CONTAINER)).collect();
-    if names.is_empty() || names.contains(&"ALL") {
-        return None;
-    }
-    let ordinals = names.iter().filter_map(|name| name.parse::<u32>().ok());
-    let mut devices: Vec<u32> = ordinals.filter(|ordinal| (*ordinal as usize) < count).collect();
-    devices.sort_unstable();
-    devices.dedup();
-    Some(devices)
 }
 
 /// The ordinals of the devices that `list` names. `uuids` lists all devices.
@@ -122,23 +103,15 @@ mod tests {
     }
 
     #[test]
-    fn a_container_has_the_devices_that_its_variables_name() {
-        let chosen = |names: &[&'static str], list: Option<&str>| {
-            chosen(["PATH"].iter().chain(names).copied(), list, &uuids())
-        };
-        assert_eq!(chosen(&[], None), Ok(None));
-        assert_eq!(chosen(&["RGPU_GPU_2", "RGPU_GPU_0"], None), Ok(Some(vec![0, 2])));
-        assert_eq!(chosen(&["RGPU_GPU_2", "RGPU_GPU_ALL"], None), Ok(None));
-        assert_eq!(chosen(&["RGPU_GPU_1", "RGPU_GPU_7"], None), Ok(Some(vec![1])));
-        // A device that the server doesn't have, and nonsense.
-        for name in ["RGPU_GPU_3", "RGPU_GPU_", "RGPU_GPU_-1", "RGPU_GPU_all"] {
-            assert_eq!(chosen(&[name], None), Err(Status::NO_DEVICE), "{name}");
-        }
+    fn a_container_without_devices_that_are_there_has_none() {
+        assert_eq!(chosen(None, None, &uuids()), Ok(None));
+        assert_eq!(chosen(Some(vec![0, 2]), None, &uuids()), Ok(Some(vec![0, 2])));
+        assert_eq!(chosen(Some(vec![]), None, &uuids()), Err(Status::NO_DEVICE));
     }
 
     #[test]
     fn the_list_selects_among_the_containers_devices() {
-        let chosen = |list| chosen(["RGPU_GPU_1", "RGPU_GPU_2"].into_iter(), Some(list), &uuids());
+        let chosen = |list| chosen(Some(vec![1, 2]), Some(list), &uuids());
         assert_eq!(chosen("1,0"), Ok(Some(vec![2, 1])));
         assert_eq!(chosen("1"), Ok(Some(vec![2])));
         assert_eq!(chosen("2"), Err(Status::NO_DEVICE));

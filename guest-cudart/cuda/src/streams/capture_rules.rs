@@ -66,7 +66,7 @@ pub(crate) fn refuse(stream: &Stream) -> Result {
 pub(crate) fn destroyed(stream: &Stream) {
     if let Some(capture) = stream.capture().filter(|capture| capture.origin == stream.unique()) {
         capture.spoil();
-        capture.end();
+        capture.discard();
     }
 }
 

@@ -165,7 +165,7 @@ pub(crate) fn own(context: &'static Context) -> Result<Arc<Stream>> {
             let stream = Arc::new(make(context, 0, 0)?);
             green_gates::inherit(&stream)?;
             let _ = Lasting::with(&OWN, |own| own.borrow_mut().0.push(stream.clone()));
-            lock(&OWNED).push(Arc::downgrade(&stream));
+            keep(&stream);
             Ok(stream)
         }
         // The thread is ending. Its remaining work goes to the context's stream.
@@ -192,9 +192,14 @@ pub(crate) fn in_green(green: &Arc<Green>, priority: i32) -> Result<Stream> {
     Ok(Stream { green: Some(green.clone()), ..Stream::new(id, green.context, NON_BLOCKING, priority, false) })
 }
 
-/// Registers a stream of this library's own, so that it is destroyed with its context.
+/// Registers a stream without a handle, so that it is destroyed with its context.
 pub(crate) fn keep(stream: &Arc<Stream>) {
-    lock(&OWNED).push(Arc::downgrade(stream));
+    let mut owned = lock(&OWNED);
+    // Streams of threads that have ended leave their entries: these go whenever the list would double.
+    if owned.len() >= 64 && owned.len().is_power_of_two() {
+        owned.retain(|stream| stream.strong_count() > 0);
+    }
+    owned.push(Arc::downgrade(stream));
 }
 
 /// Streams of a context, or of a green context, that may have work.
@@ -456,4 +461,27 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
     // them.
     capture_rules::implicit(&stream)?;
     Ok((driver, stream))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::driver::Server;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::ContextId;
+
+    #[test]
+    fn streams_of_threads_that_have_ended_leave_no_entries() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        let new = || Arc::new(Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, 0, false));
+        let lasting: Vec<_> = (0..100).map(|_| new()).collect();
+        lasting.iter().for_each(keep);
+        for _ in 0..1000 {
+            keep(&new());
+        }
+        let owned = lock(&OWNED);
+        assert!(owned.len() <= 256, "{} entries", owned.len());
+        let there = |stream| owned.iter().any(|other| other.as_ptr() == Arc::as_ptr(stream));
+        assert!(lasting.iter().all(there));
+    }
 }
