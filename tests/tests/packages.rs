@@ -519,7 +519,7 @@ fn failure(machine: &Machine) -> Result<()> {
     }
     native(machine, "root", "vectorAdd")?;
     machine.check(
-        "sed -i 's|^folder = |#: &|' /etc/rgpu/rgpu-server.toml; systemctl restart rgpu-server",
+        "sed -i 's|^folder = \"/var/lib/rgpu/swap\"|#: &|' /etc/rgpu/rgpu-server.toml; systemctl restart rgpu-server",
         LONG,
     )?;
     // The failed starts may be the only warnings so far.

@@ -49,7 +49,7 @@ pub enum SocketError {
 pub struct Access {
     /// Permissions of the socket's file.
     pub mode: u32,
-    /// Name of the file's group, by default the keeper's.
+    /// Name of the file's group. By default it is the one that the system gives it: the keeper's.
     pub group: Option<String>,
 }
 
@@ -61,21 +61,22 @@ impl From<u32> for Access {
 }
 
 impl Access {
-    /// The group of the file. An error says that this machine has none of that name.
-    pub fn gid(&self) -> io::Result<Gid> {
-        let Some(name) = &self.group else { return Ok(Gid::effective()) };
+    /// The group that is named. An error says that this machine has none of that name.
+    pub fn gid(&self) -> io::Result<Option<Gid>> {
+        let Some(name) = &self.group else { return Ok(None) };
         let missing = || io::Error::other(format!("this machine has no group {name:?}"));
-        Group::from_name(name)?.map(|group| group.gid).ok_or_else(missing)
+        Group::from_name(name)?.map(|group| Some(group.gid)).ok_or_else(missing)
     }
 
     /// Gives a socket's file its group and permissions.
     fn apply(&self, path: &Path) -> io::Result<()> {
-        let gid = self.gid()?;
-        // An owner may give a file to a group of its own without CAP_CHOWN, which the unit does not have.
-        let before = setfsgid(gid);
-        let given = std::os::unix::fs::chown(path, None, Some(gid.as_raw()));
-        setfsgid(before);
-        given?;
+        if let Some(gid) = self.gid()? {
+            // An owner may give a file to a group of its own without CAP_CHOWN, which the unit does not have.
+            let before = setfsgid(gid);
+            let given = std::os::unix::fs::chown(path, None, Some(gid.as_raw()));
+            setfsgid(before);
+            given?;
+        }
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(self.mode))
     }
 }
@@ -260,7 +261,8 @@ pub struct Sockets<'i> {
 }
 
 impl Sockets<'_> {
-    /// The socket with that name, or a new one at `path`. Who may connect to systemd's is for its unit to say.
+    /// The socket with that name, or a new one at `path`. Who may connect to one of systemd's is for its unit
+    /// to say.
     pub fn take_or_bind(
         &mut self,
         name: &str,
@@ -399,17 +401,20 @@ mod tests {
         let path = folder.path().join("s");
         // Only root may give a file to a group that it is not in.
         let other = if nix::unistd::geteuid().is_root() { Gid::from_raw(1) } else { Gid::effective() };
-        let group = Group::from_gid(other).unwrap().map(|group| group.name);
-        let access = Access { mode: 0o620, group };
+        let access = |mode: u32, gid: Gid| {
+            let group = Group::from_gid(gid).unwrap().map(|group| group.name);
+            Access { mode, group }
+        };
         let is = || std::fs::metadata(&path).map(|file| (file.mode() & 0o777, file.gid())).unwrap();
-        let mut before = Listening::bind(&path, SockType::Stream, &access).unwrap();
+        let mut before = Listening::bind(&path, SockType::Stream, &access(0o620, other)).unwrap();
         assert_eq!(is(), (0o620, other.as_raw()));
         // The next keeper's configuration says something else.
         before.file = None;
         let store = Store::default();
         let mut inherited = Inherited::from_pairs([("own-vm-a".to_owned(), before.fd.try_clone().unwrap())]);
         let mut sockets = Sockets { inherited: &mut inherited, store: &store };
-        let _same = sockets.take_or_bind("vm-a", &path, SockType::Stream, &0o600.into()).unwrap();
+        let own = access(0o600, Gid::effective());
+        let _same = sockets.take_or_bind("vm-a", &path, SockType::Stream, &own).unwrap();
         assert_eq!(is(), (0o600, Gid::effective().as_raw()));
         let nobody = Access { mode: 0o660, group: Some("no such group".to_owned()) };
         let wrong = Listening::bind(&folder.path().join("t"), SockType::Stream, &nobody).unwrap_err();
