@@ -82,12 +82,13 @@ pub(crate) fn holds(stream: &Arc<Stream>, seq: Seq) {
 /// Waits until no stream that this one may be waiting for is held by a wait for a word.
 fn released(driver: &Driver, stream: &Stream) -> Result {
     let mut waiting = lock(&HOLDS).clone();
-    waiting.retain(|(other, seq)| !other.has_passed(*seq) && stream.may_be_behind(other, *seq));
+    waiting.retain(|(other, seq)| is_pending(other, *seq) && stream.may_be_behind(other, *seq));
     // What is published after the wait shows whether the stream has passed it.
     for (other, _) in &waiting {
-        other.mark()?;
+        // If its server is lost by now, it is not waited for.
+        let _ = other.mark();
     }
-    let held = || waiting.iter().any(|(other, seq)| !other.has_passed(*seq));
+    let held = || waiting.iter().any(|(other, seq)| is_pending(other, *seq));
     if patiently(driver, held)? {
         return Ok(());
     }
@@ -174,10 +175,12 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
     let overlaps = |write: &Write| at < write.at + write.len && write.at < at + len;
     let writing: Vec<(Arc<Stream>, Seq)> = {
         let writes = lock(&WRITES);
-        writes.iter().filter(|write| overlaps(write)).map(|write| (write.stream.clone(), write.seq)).collect()
+        let writes = writes.iter().filter(|write| overlaps(write) && is_pending(&write.stream, write.seq));
+        writes.map(|write| (write.stream.clone(), write.seq)).collect()
     };
     for (stream, _) in &writing {
-        stream.mark()?;
+        // As above.
+        let _ = stream.mark();
     }
     let last: Vec<_> = driver
         .servers
@@ -187,7 +190,7 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
         .collect();
     let busy = || {
         last.iter().any(|(session, last)| !session.has_released(*last) && session.check().is_ok())
-            || writing.iter().any(|(stream, seq)| !stream.has_passed(*seq))
+            || writing.iter().any(|(stream, seq)| is_pending(stream, *seq))
     };
     patiently(driver, busy).and_then(|over| if over { Ok(()) } else { Err(Status::NOT_READY) })
 }
@@ -206,6 +209,11 @@ fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool>
     Ok(true)
 }
 
+/// Whether a stream may still pass a record. One of a lost server never does: it holds up and writes nothing.
+fn is_pending(stream: &Stream, seq: Seq) -> bool {
+    !stream.has_passed(seq) && stream.session().check().is_ok()
+}
+
 /// Whether every device of the process accesses this pinned memory in place. A copy to another server may
 /// otherwise read too early what a device writes there.
 fn all_are_in_place(server: &Server, at: usize) -> bool {
@@ -221,7 +229,7 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
     }
     let written = || {
         lock(&WRITES).iter().any(|write| {
-            at < write.at + write.len && write.at < at + len && !write.stream.has_passed(write.seq)
+            at < write.at + write.len && write.at < at + len && is_pending(&write.stream, write.seq)
         })
     };
     // Work of any stream may come before.
@@ -232,7 +240,7 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
 pub(crate) fn calls_and_holds() -> Vec<(Arc<Stream>, Seq)> {
     let (calls, holds) = (lock(&CALLS), lock(&HOLDS));
     let calls = calls.iter().filter(|(other, seq)| !other.called.has_reached(*seq));
-    calls.chain(holds.iter()).filter(|(other, seq)| !other.has_passed(*seq)).cloned().collect()
+    calls.chain(holds.iter()).filter(|(other, seq)| is_pending(other, *seq)).cloned().collect()
 }
 
 #[cfg(test)]
@@ -243,6 +251,7 @@ mod tests {
     use crate::process::stream::NON_BLOCKING;
     use client::channel::MAX_CONTEXTS;
     use client::handle::{ContextId, StreamId};
+    use client::ops::stream::StreamMark;
 
     #[test]
     fn reading_in_place_waits_for_no_other_servers_write() {
@@ -258,6 +267,26 @@ mod tests {
         lock(&MAPPED).entry(memory).or_default().push(reader);
         assert!(!may_change(reader.server, memory, 4));
         assert!(may_change(writer.server, memory, 4), "it has not mapped them");
+    }
+
+    #[test]
+    fn what_a_lost_server_had_to_do_holds_up_nothing_on_others() {
+        let [lost, other] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
+        let [gone, stream] = [(lost, 4), (other, 5)].map(|(context, n)| {
+            Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, NON_BLOCKING, 0, false))
+        });
+        let (at, len, seq) = (0x5eed_0000, 64, Seq::for_tests(0, 10));
+        let driver = Driver { servers: Vec::new(), version: 0, devices: Vec::new() };
+        writes(&gone, seq, at, len);
+        holds(&gone, seq);
+        stream.waits_for(Seq::for_tests(0, 20), &gone, seq);
+        stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let is_held = || calls_and_holds().iter().any(|(held, _)| Arc::ptr_eq(held, &gone));
+        assert!(is_held());
+        lost.server.lose();
+        assert!(!is_held());
+        assert_eq!(released(&driver, &stream), Ok(()));
+        assert_eq!(settle_all(&driver, at, len), Ok(()));
     }
 
     #[test]

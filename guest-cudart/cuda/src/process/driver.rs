@@ -273,6 +273,12 @@ impl Server {
             fences: Fences::new(),
         }))
     }
+
+    /// Loses the session of such a server.
+    #[cfg(test)]
+    pub fn lose(&self) {
+        unused::lose(self.session);
+    }
 }
 
 impl Device {
@@ -459,6 +465,12 @@ mod unused {
         Session::over(Box::new(Nowhere(mapping)), geometry, Purpose::Compute).expect("a session")
     }
 
+    pub fn lose(session: &Session) {
+        // SAFETY: as in `connect`.
+        let header = unsafe { &*session.port().channel().base().cast::<Header>() };
+        header.set_lost("a test");
+    }
+
     #[test]
     fn memory_that_a_lost_session_does_not_get_is_its_loss() {
         let session = session();
@@ -466,9 +478,7 @@ mod unused {
             PortError::Refused { path: "nowhere".into(), what: "memory", reason: "Invalid argument".into() };
         let outcome = || session.no_memory(format_args!("no memory for a test"), &refused);
         assert_eq!(outcome(), Status::OUT_OF_MEMORY);
-        // SAFETY: as in `connect`.
-        let header = unsafe { &*session.port().channel().base().cast::<Header>() };
-        header.set_lost("a test");
+        lose(session);
         assert_eq!(outcome(), Status::DEVICE_UNAVAILABLE);
     }
 }
