@@ -95,13 +95,14 @@ impl Manager {
         self.lock().kept.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// The text of the record that it keeps under this name. `room` is how long it may be.
+    /// The text of the record that it keeps under this name, without steps that were added to it. `room` is
+    /// how long it may be.
     pub fn record(&self, name: &str, room: u64) -> Option<serde_json::Value> {
         self.settle();
         let heard = self.lock();
         let (_, fd) = heard.kept.iter().find(|(other, _)| other == name)?;
         let text = handover::Text::open(fd.try_clone().unwrap(), room).read().unwrap();
-        Some(serde_json::from_slice(&text).unwrap())
+        serde_json::Deserializer::from_slice(&text).into_iter().next()?.ok()
     }
 
     /// What daemons have said of their states so far: `READY=1` and the like, without the times that go with
