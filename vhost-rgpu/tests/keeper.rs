@@ -396,6 +396,62 @@ fn a_lower_limit_of_channels_counts_only_for_new_ones() {
 }
 
 #[test]
+fn sessions_stay_with_their_servers_when_the_list_of_servers_changes() {
+    let (first, second, third) = (TcpServer::start(), TcpServer::start(), TcpServer::start());
+    let nearby = LocalServer::start(Workers::Good);
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let before = [&first.config, &second.config, &nearby.config];
+    let daemon = Daemon::configured(&folder, &one_guest(&folder, &before, ""));
+    let mut guest = Guest::connect(&daemon);
+    let mut channels: Vec<_> = (0..3).map(|server| guest.create_for(server, server)).collect();
+    // Another one comes first, and the places of the others change.
+    let after = [&third.config, &nearby.config, &second.config, &first.config];
+    daemon.reconfigure(&one_guest(&folder, &after, ""));
+    for channel in &mut channels {
+        channel.synchronize();
+        assert_eq!(channel.view().header().state(), State::Ready);
+    }
+    let ended = || nearby.ended.load(Ordering::SeqCst);
+    assert_eq!((first.ended(), second.ended(), ended()), (0, 0, 0));
+    assert_eq!(daemon.number("sessions_lost"), 0);
+    // Those whose servers are gone are over, and their programs learn why.
+    daemon.reconfigure(&one_guest(&folder, &[&second.config], ""));
+    channels[1].synchronize();
+    eventually(|| [0, 2].map(|lost| channels[lost].view().header().state()) == [State::Lost; 2]);
+    for (lost, config) in [(0, &first.config), (2, &nearby.config)] {
+        let (server, reason) = (config.server.to_string(), channels[lost].view().header().reason());
+        assert!(reason.contains(&server) && reason.contains("configuration"), "{reason}");
+        let destroy = plain(request::DESTROY_CHANNEL, lost as u32);
+        assert_eq!(guest.ask(destroy, &[]), (Answer::Ok, String::new()));
+    }
+    // The worker that shares the guest's memory has released it.
+    assert_eq!((second.ended(), ended()), (0, 1));
+    assert_eq!(daemon.number("sessions_lost"), 2);
+    channels[1].synchronize();
+    guest.create(0).synchronize();
+}
+
+#[test]
+fn a_programs_session_stays_with_its_server_when_the_list_of_servers_changes() {
+    let (first, second, third) = (TcpServer::start(), TcpServer::start(), TcpServer::start());
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let file = |servers: &[&TcpServer]| {
+        let servers: Vec<String> = servers.iter().map(|server| server.config.server.to_string()).collect();
+        format!("[native]\nsocket = {:?}\nserver = {servers:?}\n", folder.path().join("native.sock"))
+    };
+    let daemon = Daemon::configured(&folder, &file(&[&first, &second]));
+    let (_program, mut channel) = NativeClient::with_channel(&daemon.native(), "program");
+    channel.synchronize();
+    daemon.reconfigure(&file(&[&third, &first]));
+    channel.synchronize();
+    assert_eq!((first.ended(), daemon.number("sessions_lost")), (0, 0));
+    daemon.reconfigure(&file(&[&second, &third]));
+    eventually(|| channel.view().header().state() == State::Lost);
+    let reason = channel.view().header().reason();
+    assert!(reason.contains(&first.config.server.to_string()), "{reason}");
+}
+
+#[test]
 fn a_keeper_that_ends_during_a_vmms_message_disconnects_only_that_vmm() {
     let server = FakeServer::good();
     let service = Service::new(&["--server", &server.address.to_string(), "--name", "vm"]);

@@ -14,7 +14,7 @@ use handover::{Inherited, Store, Text};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::takeover::FORMAT;
+use super::takeover::{FORMAT, takes_over};
 
 /// Maximum size of a record in bytes.
 const ROOM: u64 = 16 << 20;
@@ -119,10 +119,8 @@ impl<W: Words> Kept<W> {
         let text = Text::open(file, ROOM);
         let read = || -> io::Result<Record<W>> {
             let bytes = text.read()?;
-            if serde_json::from_slice::<Head>(&bytes)?.format != FORMAT {
-                return Err(io::Error::other("it is of another version"));
-            }
-            Ok(serde_json::from_slice(&bytes)?)
+            takes_over(serde_json::from_slice::<Head>(&bytes)?.format).map_err(io::Error::other)?;
+            Ok(Record { format: FORMAT, ..serde_json::from_slice(&bytes)? })
         };
         let record = read();
         let named = record.as_ref().map(|record| record.words.numbers()).unwrap_or_default();

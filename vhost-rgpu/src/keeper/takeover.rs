@@ -29,8 +29,10 @@ use super::status::Own;
 
 /// The format of what keepers save for their successors, and device processes for theirs
 /// ([`vm::recovery`](crate::vm), the ledgers of their sessions). It changes whenever a successor would not
-/// understand a change of any of that.
-pub const FORMAT: u32 = 1;
+/// understand a change of any of that. Since 2, what is stored of a channel may name its server.
+pub const FORMAT: u32 = 2;
+/// The oldest format that this program understands.
+const OLDEST: u32 = 1;
 
 /// How long an upgrade waits until no VMM's message is being answered and no device process is being started
 /// or ended.
@@ -69,8 +71,8 @@ pub struct Succession {
 /// Whether this program takes over what a keeper with this [`FORMAT`] leaves.
 pub fn takes_over(format: u32) -> anyhow::Result<()> {
     anyhow::ensure!(
-        format == FORMAT,
-        "this version cannot go on with the running daemon's sessions (they are of format {format}, and this version's is {FORMAT}): end the programs that use a GPU, and restart the daemon"
+        (OLDEST..=FORMAT).contains(&format),
+        "this version cannot go on with the running daemon's sessions (they are of format {format}, and this version understands {OLDEST} to {FORMAT}): end the programs that use a GPU, and restart the daemon"
     );
     Ok(())
 }

@@ -158,11 +158,12 @@ impl Saved {
         Ok(Saved(kind))
     }
 
-    /// Ends the session: tells its server or worker, as far as they can be told. Does not block.
-    pub fn end(&self, config: &SessionConfig) {
+    /// Ends the session: tells its server or worker, as far as they can be told. Does not block. Without the
+    /// server's configuration only a worker of this host can be told.
+    pub fn end(&self, config: Option<&SessionConfig>) {
         match &self.0 {
             // A server keeps a session whose connections are merely closed.
-            Kind::Remote(remote) => remote.end(config),
+            Kind::Remote(remote) => config.into_iter().for_each(|config| remote.end(config)),
             // The worker finds that nobody can come, as if nobody held the socket.
             Kind::Local(local) => {
                 let _ = shutdown(local.worker.as_raw_fd(), Shutdown::Write);

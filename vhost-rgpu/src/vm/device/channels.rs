@@ -189,14 +189,14 @@ impl Device {
         give_up: GiveUp,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
-        let epoch = job.epoch;
+        let (epoch, place) = (job.epoch, (server, &config));
         let unknown = |e: io::Error| no_resources(format!("this host cannot remember the channel: {e}"));
-        self.remember(epoch, channel, Known::new(server, &memory.extents, Stage::Waits).map_err(unknown)?)?;
+        self.remember(epoch, channel, Known::new(place, &memory.extents, Stage::Waits).map_err(unknown)?)?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up, job };
         let mut prepared = Prepared::connect(&config, &memory, &mut turn)
             .inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
         let saved = prepared.save(&memory).map_err(unknown)?;
-        let known = Known::new(server, &memory.extents, Stage::Began(saved.as_ref())).map_err(unknown)?;
+        let known = Known::new(place, &memory.extents, Stage::Began(saved.as_ref())).map_err(unknown)?;
         self.remember(epoch, channel, known)?;
         drop(saved);
         let opened = prepared.open().inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
