@@ -68,7 +68,7 @@ struct rgpu_user;
  * @channels: channels that the device may know, by id; each entry holds a
  *	reference
  * @next_id: where to look for the next free id
- * @closing: number of @channels with a DESTROY_CHANNEL in flight
+ * @closing: number of @channels with a DESTROY_CHANNEL in flight, or released
  * @freed: counts freed ids; with @id_freed, for a CONNECT that needs one
  * @id_freed: woken whenever @freed or @closing changes
  * @stopped: woken when the device stops, for poll()
@@ -216,7 +216,7 @@ struct rgpu_request {
  * @RGPU_CHANNEL_NEW: unknown to the device
  * @RGPU_CHANNEL_CONNECTING: CREATE_CHANNEL is in flight
  * @RGPU_CHANNEL_CONNECTED: the device replied OK
- * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is in flight
+ * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is in flight, or will be sent again
  * @RGPU_CHANNEL_LOST: ended for good
  */
 enum rgpu_channel_state {
@@ -245,6 +245,11 @@ enum rgpu_channel_state {
  * @ops: number of requests in flight
  * @id: valid while in rgpu_device.channels
  * @destroy: the request that destroys the channel, allocated in advance
+ * @destroy_again: sends @destroy again after the device has refused it; holds a
+ *	reference while pending
+ * @destroy_pause: how long it waits before that, in jiffies; 0 before the first
+ *	refusal
+ * @destroying: @destroy is in flight, or has released the memory
  * @regions: by number
  * @next_region: where to look for the next free number
  * @registered: total bytes of @regions
@@ -270,6 +275,9 @@ struct rgpu_channel {
 	unsigned int ops;
 	u32 id;
 	struct rgpu_request *destroy;
+	struct delayed_work destroy_again;
+	unsigned long destroy_pause;
+	bool destroying;
 	struct xarray regions;
 	u32 next_region;
 	u64 registered;

@@ -274,6 +274,23 @@ fn a_device_that_does_not_answer_hangs_no_program_that_exits() -> Result<()> {
 }
 
 #[test]
+fn a_channel_that_the_device_does_not_destroy_is_destroyed_later() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.device.refuse_destroys(2);
+    bed.selftest("channel 64")?;
+    bed.device.wait_until("DESTROY_CHANNEL is repeated", LONG, |d| d.count(Kind::Destroy) == 3)?;
+    bed.check_idle()?;
+    // A device that goes away meanwhile has released the memory.
+    bed.device.refuse_destroys(usize::MAX);
+    bed.selftest("channel 64")?;
+    bed.device.wait_until("DESTROY_CHANNEL arrives", LONG, |d| d.count(Kind::Destroy) >= 4)?;
+    bed.machine.check("rmmod virtio_rgpu && insmod /lib/modules/virtio_rgpu.ko", LONG)?;
+    bed.device.refuse_destroys(0);
+    bed.selftest("channel 64")?;
+    bed.check_idle()
+}
+
+#[test]
 fn a_device_that_is_removed_wakes_everyone_and_leaves_nothing_pinned() -> Result<()> {
     let bed = Bed::new()?;
     let driver = "/sys/bus/virtio/drivers/virtio_rgpu";

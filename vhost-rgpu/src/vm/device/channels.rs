@@ -323,7 +323,7 @@ impl Device {
         if self.epoch_changed(epoch) { Err(invalid("the device was reset")) } else { Ok(()) }
     }
 
-    fn session(&self, channel: u32, epoch: u64) -> Result<Arc<Session>, Refusal> {
+    pub(super) fn session(&self, channel: u32, epoch: u64) -> Result<Arc<Session>, Refusal> {
         match self.channels_at(epoch)?.get(&channel) {
             Some(Channel::Open(session, _)) => Ok(session.clone()),
             Some(
