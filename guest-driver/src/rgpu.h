@@ -15,9 +15,9 @@
  * device structure. Pages therefore outlive a killed program as long as the
  * device may use them, and nothing outlives the last file of a removed device.
  *
- * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then one of
- * rgpu_device.ctrl_lock, rgpu_device.event_lock (with the xarray's own lock
- * inside) and rgpu_device.users_lock. mmap() is called with mmap_lock held and therefore never takes
+ * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then
+ * rgpu_device.event_lock (with the xarray's own lock inside), or
+ * rgpu_device.users_lock and rgpu_device.ctrl_lock. mmap() is called with mmap_lock held and therefore never takes
  * rgpu_channel.lock.
  */
 #ifndef _RGPU_H
@@ -74,13 +74,16 @@ struct rgpu_user;
  * @stopped: woken when the device stops, for poll()
  * @users_lock: protects @users and what is in it
  * @users: users with a channel (struct rgpu_user)
- * @ctrl_lock: protects @controlq, @running, @in_flight and @waiting
+ * @ctrl_lock: protects @controlq, @running, @in_flight, @destroys, @turns, and
+ *	what belongs to them in struct rgpu_user; may be taken under @users_lock
  * @max_descriptors: maximum per request: the size of the control queue, as
  *	virtio requires
  * @controlq: NULL when stopped
  * @running: whether requests are accepted
  * @in_flight: requests that the device is processing
- * @waiting: requests that did not fit into @controlq yet, in order
+ * @destroys: DESTROY_CHANNELs that did not fit into @controlq yet, in order; they
+ *	come before all others
+ * @turns: users who have another request to send and may, in turn
  * @event_lock: protects @eventq and @events
  * @eventq: NULL when stopped
  * @events: the buffers in @eventq
@@ -116,7 +119,8 @@ struct rgpu_device {
 	struct virtqueue *controlq;
 	bool running;
 	struct list_head in_flight;
-	struct list_head waiting;
+	struct list_head destroys;
+	struct list_head turns;
 
 	spinlock_t event_lock;	/* see above */
 	struct virtqueue *eventq;
@@ -128,12 +132,15 @@ struct rgpu_device {
 
 /**
  * struct rgpu_user - a user of the guest who has a channel
- * @node: in rgpu_device.users, whose lock protects the other members
+ * @node: in rgpu_device.users, whose lock protects the members up to @pages
  * @dev: the device
  * @uid: who it is
  * @refs: number of the user's channels, connected or not
  * @channels: number of channels that have an id
  * @pages: pages of channels and of regions
+ * @turn: in rgpu_device.turns, whose lock protects these members
+ * @waiting: requests that are not in the control queue yet, in order
+ * @in_flight: number of requests in it, without DESTROY_CHANNELs
  */
 struct rgpu_user {
 	struct list_head node;
@@ -142,6 +149,10 @@ struct rgpu_user {
 	unsigned int refs;
 	u32 channels;
 	unsigned long pages;
+
+	struct list_head turn;
+	struct list_head waiting;
+	unsigned int in_flight;
 };
 
 /**
@@ -177,7 +188,7 @@ struct rgpu_extent_chunk {
 /**
  * struct rgpu_request - one request on the control queue
  * @ref: held by the waiting caller, and by the queue until it is finished
- * @node: in rgpu_device.in_flight or .waiting
+ * @node: in rgpu_device.in_flight or .destroys, or in rgpu_user.waiting
  * @work: calls @finish
  * @done: completed after @finish
  * @finish: called once, in process context, after @error, @status and @reason are

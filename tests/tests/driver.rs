@@ -150,6 +150,25 @@ fn one_user_leaves_channels_for_others() -> Result<()> {
 }
 
 #[test]
+fn one_user_leaves_room_for_requests_of_others() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.device.hold(Kind::Register);
+    // More than the queue has room for.
+    let process = bed.machine.spawn("exec rgpu_selftest registers-at-once 300")?;
+    process.wait_for("ready", LONG)?;
+    // A part of the queue.
+    bed.device.wait_until("its requests arrive", LONG, |d| d.count(Kind::Register) >= 64)?;
+    bed.selftest("connects-as 1001")?;
+    bed.device.wait_until("another user's channels are destroyed", LONG, |d| d.count(Kind::Destroy) == 2)?;
+    assert_eq!(bed.device.count(Kind::Register), 64);
+    // To end a channel needs no room.
+    process.kill()?;
+    bed.device.wait_until("the first one's as well", LONG, |d| d.count(Kind::Destroy) == 3)?;
+    bed.device.release();
+    bed.check_idle()
+}
+
+#[test]
 fn memory_of_one_user_is_limited() -> Result<()> {
     let bed = Bed::new()?;
     bed.machine.check("echo 8 > /sys/module/virtio_rgpu/parameters/user_memory_mib", LONG)?;
