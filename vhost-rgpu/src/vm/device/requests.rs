@@ -78,12 +78,18 @@ impl Device {
         let mut fruitless = 0;
         loop {
             fruitless += 1;
+            // These write to guest memory as well.
+            let Some(inside) = self.gate.try_enter(epoch) else { return };
             let _ = vring.disable_notification();
+            drop(inside);
             while let Some(fetched) = self.fetch(vring, epoch) {
                 fruitless = 0;
                 self.start_job(fetched, epoch);
             }
-            match vring.enable_notification() {
+            let Some(inside) = self.gate.try_enter(epoch) else { return };
+            let enabled = vring.enable_notification();
+            drop(inside);
+            match enabled {
                 Ok(true) if fruitless < 2 => {}
                 Ok(true) => return self.limit.warn(&self.who, "the request queue cannot be read"),
                 Ok(false) => return,
