@@ -54,8 +54,8 @@ pub struct StoredServer {
 }
 
 impl StoredServer {
-    /// What was [stored](Stage::stored), the bytes at the beginning of `bytes`. Returns the others, too. `None`:
-    /// it is malformed.
+    /// What was [stored](Stage::stored), the bytes at the beginning of `bytes`. Returns the others, too.
+    /// `None`: it is malformed.
     pub fn read<'b>(
         word: u64,
         bytes: &'b [u8],

@@ -152,8 +152,8 @@ impl Processes {
     }
 
     /// Starts a device process, whose sessions are opened with this configuration. Takes `stored`, unless the
-    /// process cannot be started. `most_stored` limits what it may store, besides what a predecessor had: that
-    /// one may have had a higher limit.
+    /// process cannot be started. `most_stored` limits what it may store, besides what a predecessor had,
+    /// whose limit may have been higher.
     pub fn start(
         &self,
         role: &Role,

@@ -113,7 +113,8 @@ impl Daemon {
         eventually(|| self.try_status().is_some_and(|status| status["keepers_before"] == before + 1));
     }
 
-    /// Gives a [configured](Self::configured) daemon this configuration file, and [upgrades](Self::upgrade) it.
+    /// Gives a [configured](Self::configured) daemon this configuration file, and [upgrades](Self::upgrade)
+    /// it.
     pub fn reconfigure(&self, file: &str) {
         std::fs::write(self.path("vhost-rgpu.toml"), file).unwrap();
         self.upgrade();

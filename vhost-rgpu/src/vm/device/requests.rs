@@ -178,8 +178,8 @@ impl Device {
         }
     }
 
-    /// Executes a request in a thread of its own, then those that wait for a thread. Returns it if there is no
-    /// thread.
+    /// Executes a request in a thread of its own, then those that wait for a thread. Returns it if there is
+    /// no thread.
     fn start_thread(&self, work: Work) -> Result<(), (Work, io::Error)> {
         let Some(device) = self.me.upgrade() else { return Ok(()) };
         let work = Arc::new(Mutex::new(Some(work)));
