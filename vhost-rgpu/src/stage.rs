@@ -89,3 +89,29 @@ impl StoredServer {
         saved.end(self.config.as_ref().ok());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn servers(addresses: &[&str]) -> Vec<SessionConfig> {
+        addresses.iter().map(|address| SessionConfig::new(address.parse().unwrap(), "test")).collect()
+    }
+
+    #[test]
+    fn a_server_is_found_by_its_address_or_by_its_index_if_an_earlier_version_stored_it() {
+        let before = servers(&["tcp:a:1", "tcp:b:1"]);
+        let (word, mut bytes) = Stage::Waits.stored((1, &before[1]));
+        bytes.extend(b"rest");
+        let found = |word, bytes, addresses: &[&str]| {
+            let (server, _) = StoredServer::read(word, bytes, &servers(addresses)).unwrap();
+            (server.config.map(|config| config.server.to_string()), server.waits)
+        };
+        assert_eq!(found(word, &bytes, &["tcp:b:1", "tcp:c:1"]), (Ok("tcp:b:1".to_owned()), true));
+        assert_eq!(found(word, &bytes, &["tcp:a:1", "tcp:c:1"]), (Err("tcp:b:1".to_owned()), true));
+        assert_eq!(StoredServer::read(word, &bytes, &before).unwrap().1, b"rest");
+        assert!(StoredServer::read(word, &bytes[..10], &before).is_none());
+        assert_eq!(found(1, b"rest", &["tcp:a:1", "tcp:c:1"]), (Ok("tcp:c:1".to_owned()), false));
+        assert_eq!(found(1, b"rest", &["tcp:a:1"]), (Err("server 1".to_owned()), false));
+    }
+}
