@@ -19,6 +19,12 @@
 
 #include "rgpu.h"
 
+/* Pauses before another DESTROY_CHANNEL after the device has refused one. */
+#define RGPU_DESTROY_PAUSE	((unsigned long)HZ)
+#define RGPU_DESTROY_MAX_PAUSE	(60UL * HZ)
+
+static void rgpu_destroy_again(struct work_struct *work);
+
 struct rgpu_channel *rgpu_channel_get(struct rgpu_channel *chan)
 {
 	kref_get(&chan->ref);
@@ -58,6 +64,7 @@ struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev)
 	chan->dev = rgpu_device_get(dev);
 	mutex_init(&chan->lock);
 	rgpu_extents_init(&chan->extents);
+	INIT_DELAYED_WORK(&chan->destroy_again, rgpu_destroy_again);
 	xa_init_flags(&chan->regions, XA_FLAGS_ALLOC);
 	init_waitqueue_head(&chan->wait);
 	init_completion(&chan->closed);
@@ -202,6 +209,17 @@ static void rgpu_id_free(struct rgpu_channel *chan)
 
 static void rgpu_destroy_finish(struct rgpu_request *request);
 
+/* Needs chan->lock. */
+static void rgpu_destroy_send(struct rgpu_channel *chan)
+{
+	chan->destroying = true;
+	atomic_inc(&chan->dev->closing);
+	chan->ops++;
+	chan->destroy->error = 0;
+	chan->destroy->finish = rgpu_destroy_finish;
+	rgpu_request_submit(chan->destroy);
+}
+
 /*
  * Takes the next step after a state change, if any. Needs chan->lock and a
  * reference in addition to the table's.
@@ -213,10 +231,7 @@ static void rgpu_channel_settle(struct rgpu_channel *chan)
 
 	if (chan->closing && chan->state == RGPU_CHANNEL_CONNECTED) {
 		WRITE_ONCE(chan->state, RGPU_CHANNEL_CLOSING);
-		atomic_inc(&chan->dev->closing);
-		chan->ops++;
-		chan->destroy->finish = rgpu_destroy_finish;
-		rgpu_request_submit(chan->destroy);
+		rgpu_destroy_send(chan);
 	}
 
 	/*
@@ -229,8 +244,11 @@ static void rgpu_channel_settle(struct rgpu_channel *chan)
 	xa_for_each(&chan->regions, index, region)
 		rgpu_region_unpin(chan, region);
 	xa_destroy(&chan->regions);
-	if (chan->state == RGPU_CHANNEL_CLOSING)
+	if (chan->destroying)
 		atomic_dec(&chan->dev->closing);
+	/* Cannot be the last reference: the caller has one. */
+	if (cancel_delayed_work(&chan->destroy_again))
+		rgpu_channel_put(chan);
 	WRITE_ONCE(chan->state, RGPU_CHANNEL_LOST);
 	rgpu_id_free(chan);
 	wake_up_all(&chan->wait);
@@ -270,12 +288,34 @@ static void rgpu_destroy_finish(struct rgpu_request *request)
 		/* The device does not access a channel that it does not know. */
 		chan->released = true;
 	} else {
-		dev_warn(&chan->dev->vdev->dev,
-			 "channel %u: DESTROY_CHANNEL failed with error %d, status %u; its memory is kept until a reset\n",
-			 chan->id, request->error, request->status);
+		if (!chan->destroy_pause)
+			dev_warn(&chan->dev->vdev->dev,
+				 "channel %u: DESTROY_CHANNEL failed with error %d, status %u; its memory is kept, and the request is sent again\n",
+				 chan->id, request->error, request->status);
+		chan->destroy_pause = clamp(2 * chan->destroy_pause, RGPU_DESTROY_PAUSE,
+					    RGPU_DESTROY_MAX_PAUSE);
+		/* Nobody waits for this channel's id meanwhile. */
+		chan->destroying = false;
+		atomic_dec(&chan->dev->closing);
+		wake_up_all(&chan->dev->id_freed);
+		rgpu_channel_get(chan);
+		queue_delayed_work(rgpu_workqueue, &chan->destroy_again, chan->destroy_pause);
 	}
 	rgpu_channel_settle(chan);
 	mutex_unlock(&chan->lock);
+}
+
+static void rgpu_destroy_again(struct work_struct *work)
+{
+	struct rgpu_channel *chan = container_of(to_delayed_work(work), struct rgpu_channel,
+						 destroy_again);
+
+	mutex_lock(&chan->lock);
+	/* Unless the device was reset meanwhile. */
+	if (chan->state == RGPU_CHANNEL_CLOSING && !chan->released)
+		rgpu_destroy_send(chan);
+	mutex_unlock(&chan->lock);
+	rgpu_channel_put(chan);
 }
 
 /**

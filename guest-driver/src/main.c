@@ -133,7 +133,8 @@ static int rgpu_probe(struct virtio_device *vdev)
 	spin_lock_init(&dev->users_lock);
 	INIT_LIST_HEAD(&dev->users);
 	INIT_LIST_HEAD(&dev->in_flight);
-	INIT_LIST_HEAD(&dev->waiting);
+	INIT_LIST_HEAD(&dev->destroys);
+	INIT_LIST_HEAD(&dev->turns);
 	dev->vdev = vdev;
 	vdev->priv = dev;
 

@@ -3,7 +3,9 @@
  * The virtqueues: requests and replies, events, the doorbell.
  *
  * A request that does not fit into the control queue waits in a list until
- * replies make room, so submitting neither blocks nor fails. A work item passes
+ * replies make room, so submitting neither blocks nor fails. A user gets a part of
+ * the queue, so that requests which the device does not answer for long leave room
+ * for those of other users; DESTROY_CHANNEL is not counted and goes first. A work item passes
  * errors to the request's finish(), just like replies.
  */
 #include <linux/slab.h>
@@ -87,26 +89,60 @@ static void rgpu_request_fail(struct rgpu_request *request, int error)
 	queue_work(rgpu_workqueue, &request->work);
 }
 
+static bool rgpu_request_is_destroy(const struct rgpu_request *request)
+{
+	return request == request->chan->destroy;
+}
+
+/* Has a user take part in turns, or not, after a change. Needs ctrl_lock. */
+static void rgpu_user_turn(struct rgpu_device *dev, struct rgpu_user *user)
+{
+	unsigned int share = max(dev->max_descriptors / 4, 1U);
+
+	if (list_empty(&user->waiting) || user->in_flight >= share)
+		list_del_init(&user->turn);
+	else if (list_empty(&user->turn))
+		list_add_tail(&user->turn, &dev->turns);
+}
+
+/* The request that is next, if any may be sent. Needs ctrl_lock. */
+static struct rgpu_request *rgpu_ctrl_next(struct rgpu_device *dev)
+{
+	struct rgpu_user *user = list_first_entry_or_null(&dev->turns, struct rgpu_user, turn);
+
+	if (!list_empty(&dev->destroys))
+		return list_first_entry(&dev->destroys, struct rgpu_request, node);
+	return user ? list_first_entry(&user->waiting, struct rgpu_request, node) : NULL;
+}
+
 /* Passes waiting requests to the device as far as they fit. Needs ctrl_lock. */
 static void rgpu_ctrl_pump(struct rgpu_device *dev)
 {
 	struct rgpu_request *request;
 	bool added = false;
 
-	while ((request = list_first_entry_or_null(&dev->waiting, struct rgpu_request, node))) {
+	while ((request = rgpu_ctrl_next(dev))) {
+		struct rgpu_user *user = rgpu_request_is_destroy(request) ? NULL :
+									    request->chan->user;
 		struct scatterlist *sgs[] = { request->sg, &request->sg[request->out_count] };
 		int ret = virtqueue_add_sgs(dev->controlq, sgs, 1, 1, request, GFP_ATOMIC);
 
-		if (!ret) {
+		/* The next reply makes room and calls this again. */
+		if (ret && !list_empty(&dev->in_flight) && !virtqueue_is_broken(dev->controlq))
+			break;
+		if (ret) {
+			list_del_init(&request->node);
+			rgpu_request_fail(request, -ENODEV);
+		} else {
 			list_move_tail(&request->node, &dev->in_flight);
 			added = true;
-			continue;
 		}
-		/* The next reply makes room and calls this again. */
-		if (!list_empty(&dev->in_flight) && !virtqueue_is_broken(dev->controlq))
-			break;
-		list_del_init(&request->node);
-		rgpu_request_fail(request, -ENODEV);
+		if (user) {
+			user->in_flight += !ret;
+			/* The next one is another user's. */
+			list_del_init(&user->turn);
+			rgpu_user_turn(dev, user);
+		}
 	}
 	if (added)
 		virtqueue_kick(dev->controlq);
@@ -123,6 +159,7 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
 void rgpu_request_submit(struct rgpu_request *request)
 {
 	struct rgpu_device *dev = request->chan->dev;
+	struct rgpu_user *user = request->chan->user;
 	unsigned long flags;
 
 	kref_get(&request->ref);
@@ -131,7 +168,12 @@ void rgpu_request_submit(struct rgpu_request *request)
 
 	spin_lock_irqsave(&dev->ctrl_lock, flags);
 	if (dev->running) {
-		list_add_tail(&request->node, &dev->waiting);
+		if (rgpu_request_is_destroy(request)) {
+			list_add_tail(&request->node, &dev->destroys);
+		} else {
+			list_add_tail(&request->node, &user->waiting);
+			rgpu_user_turn(dev, user);
+		}
 		rgpu_ctrl_pump(dev);
 	} else {
 		rgpu_request_fail(request, -ENODEV);
@@ -171,6 +213,10 @@ static void rgpu_ctrl_done(struct virtqueue *vq)
 		virtqueue_disable_cb(vq);
 		while ((request = virtqueue_get_buf(vq, &len))) {
 			list_del_init(&request->node);
+			if (!rgpu_request_is_destroy(request)) {
+				request->chan->user->in_flight--;
+				rgpu_user_turn(dev, request->chan->user);
+			}
 			if (len < offsetofend(struct virtio_rgpu_ctrl_resp, status))
 				request->error = -EIO;
 			request->status = le32_to_cpu(READ_ONCE(request->resp.status));
@@ -308,6 +354,7 @@ int rgpu_queues_start(struct rgpu_device *dev)
 bool rgpu_queues_stop(struct rgpu_device *dev)
 {
 	struct rgpu_request *request, *next;
+	struct rgpu_user *user;
 	unsigned long flags;
 	bool running;
 	LIST_HEAD(pending);
@@ -323,11 +370,18 @@ bool rgpu_queues_stop(struct rgpu_device *dev)
 
 	virtio_reset_device(dev->vdev);
 
+	spin_lock(&dev->users_lock);
 	spin_lock_irqsave(&dev->ctrl_lock, flags);
 	dev->controlq = NULL;
 	list_splice_init(&dev->in_flight, &pending);
-	list_splice_tail_init(&dev->waiting, &pending);
+	list_splice_tail_init(&dev->destroys, &pending);
+	list_for_each_entry(user, &dev->users, node) {
+		list_splice_tail_init(&user->waiting, &pending);
+		list_del_init(&user->turn);
+		user->in_flight = 0;
+	}
 	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
+	spin_unlock(&dev->users_lock);
 	dev->eventq = NULL;
 	dev->vdev->config->del_vqs(dev->vdev);
 

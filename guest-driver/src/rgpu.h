@@ -15,9 +15,9 @@
  * device structure. Pages therefore outlive a killed program as long as the
  * device may use them, and nothing outlives the last file of a removed device.
  *
- * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then one of
- * rgpu_device.ctrl_lock, rgpu_device.event_lock (with the xarray's own lock
- * inside) and rgpu_device.users_lock. mmap() is called with mmap_lock held and therefore never takes
+ * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then
+ * rgpu_device.event_lock (with the xarray's own lock inside), or
+ * rgpu_device.users_lock and rgpu_device.ctrl_lock. mmap() is called with mmap_lock held and therefore never takes
  * rgpu_channel.lock.
  */
 #ifndef _RGPU_H
@@ -68,19 +68,22 @@ struct rgpu_user;
  * @channels: channels that the device may know, by id; each entry holds a
  *	reference
  * @next_id: where to look for the next free id
- * @closing: number of @channels with a DESTROY_CHANNEL in flight
+ * @closing: number of @channels with a DESTROY_CHANNEL in flight, or released
  * @freed: counts freed ids; with @id_freed, for a CONNECT that needs one
  * @id_freed: woken whenever @freed or @closing changes
  * @stopped: woken when the device stops, for poll()
  * @users_lock: protects @users and what is in it
  * @users: users with a channel (struct rgpu_user)
- * @ctrl_lock: protects @controlq, @running, @in_flight and @waiting
+ * @ctrl_lock: protects @controlq, @running, @in_flight, @destroys, @turns, and
+ *	what belongs to them in struct rgpu_user; may be taken under @users_lock
  * @max_descriptors: maximum per request: the size of the control queue, as
  *	virtio requires
  * @controlq: NULL when stopped
  * @running: whether requests are accepted
  * @in_flight: requests that the device is processing
- * @waiting: requests that did not fit into @controlq yet, in order
+ * @destroys: DESTROY_CHANNELs that did not fit into @controlq yet, in order; they
+ *	come before all others
+ * @turns: users who have another request to send and may, in turn
  * @event_lock: protects @eventq and @events
  * @eventq: NULL when stopped
  * @events: the buffers in @eventq
@@ -116,7 +119,8 @@ struct rgpu_device {
 	struct virtqueue *controlq;
 	bool running;
 	struct list_head in_flight;
-	struct list_head waiting;
+	struct list_head destroys;
+	struct list_head turns;
 
 	spinlock_t event_lock;	/* see above */
 	struct virtqueue *eventq;
@@ -128,12 +132,15 @@ struct rgpu_device {
 
 /**
  * struct rgpu_user - a user of the guest who has a channel
- * @node: in rgpu_device.users, whose lock protects the other members
+ * @node: in rgpu_device.users, whose lock protects the members up to @pages
  * @dev: the device
  * @uid: who it is
  * @refs: number of the user's channels, connected or not
  * @channels: number of channels that have an id
  * @pages: pages of channels and of regions
+ * @turn: in rgpu_device.turns, whose lock protects these members
+ * @waiting: requests that are not in the control queue yet, in order
+ * @in_flight: number of requests in it, without DESTROY_CHANNELs
  */
 struct rgpu_user {
 	struct list_head node;
@@ -142,6 +149,10 @@ struct rgpu_user {
 	unsigned int refs;
 	u32 channels;
 	unsigned long pages;
+
+	struct list_head turn;
+	struct list_head waiting;
+	unsigned int in_flight;
 };
 
 /**
@@ -177,7 +188,7 @@ struct rgpu_extent_chunk {
 /**
  * struct rgpu_request - one request on the control queue
  * @ref: held by the waiting caller, and by the queue until it is finished
- * @node: in rgpu_device.in_flight or .waiting
+ * @node: in rgpu_device.in_flight or .destroys, or in rgpu_user.waiting
  * @work: calls @finish
  * @done: completed after @finish
  * @finish: called once, in process context, after @error, @status and @reason are
@@ -216,7 +227,7 @@ struct rgpu_request {
  * @RGPU_CHANNEL_NEW: unknown to the device
  * @RGPU_CHANNEL_CONNECTING: CREATE_CHANNEL is in flight
  * @RGPU_CHANNEL_CONNECTED: the device replied OK
- * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is in flight
+ * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is in flight, or will be sent again
  * @RGPU_CHANNEL_LOST: ended for good
  */
 enum rgpu_channel_state {
@@ -245,6 +256,11 @@ enum rgpu_channel_state {
  * @ops: number of requests in flight
  * @id: valid while in rgpu_device.channels
  * @destroy: the request that destroys the channel, allocated in advance
+ * @destroy_again: sends @destroy again after the device has refused it; holds a
+ *	reference while pending
+ * @destroy_pause: how long it waits before that, in jiffies; 0 before the first
+ *	refusal
+ * @destroying: @destroy is in flight, or has released the memory
  * @regions: by number
  * @next_region: where to look for the next free number
  * @registered: total bytes of @regions
@@ -270,6 +286,9 @@ struct rgpu_channel {
 	unsigned int ops;
 	u32 id;
 	struct rgpu_request *destroy;
+	struct delayed_work destroy_again;
+	unsigned long destroy_pause;
+	bool destroying;
 	struct xarray regions;
 	u32 next_region;
 	u64 registered;

@@ -68,6 +68,8 @@ struct rgpu_user *rgpu_user_get(struct rgpu_device *dev)
 		return NULL;
 	new->dev = dev;
 	new->uid = current_uid();
+	INIT_LIST_HEAD(&new->turn);
+	INIT_LIST_HEAD(&new->waiting);
 
 	spin_lock(&dev->users_lock);
 	user = rgpu_user_find(dev, new->uid);

@@ -760,6 +760,35 @@ static void test_connects_as(uint64_t uid)
 	as_user(uid, connects, 2);
 }
 
+static void *register_page(void *arg)
+{
+	const struct waiter *waiter = arg;
+
+	register_memory(waiter->fd, (uint8_t *)waiter->channel, 4096, 0, NULL);
+	return NULL;
+}
+
+/* A user has @count requests at the same time, which the device does not answer. */
+static void test_registers_at_once(uint64_t count)
+{
+	uint8_t *memory = mmap(NULL, count * 4096, PROT_READ | PROT_WRITE,
+			       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct waiter *waiters = calloc(count, sizeof(*waiters));
+	int fd;
+
+	CHECK(memory != MAP_FAILED && waiters);
+	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
+	fd = open_device();
+	connect_channel(fd, 65536);
+	for (uint64_t i = 0; i < count; i++) {
+		waiters[i] = (struct waiter){ .fd = fd, .channel = (void *)(memory + i * 4096) };
+		CHECK(pthread_create(&waiters[i].thread, NULL, register_page, &waiters[i]) == 0);
+	}
+	say_ready();
+	for (uint64_t i = 0; i < count; i++)
+		CHECK(pthread_join(waiters[i].thread, NULL) == 0);
+}
+
 /* Runs as an unprivileged user who may have @mib MiB of channels and memory. */
 static void test_user_memory(uint64_t mib)
 {
@@ -1066,6 +1095,7 @@ int main(int argc, char **argv)
 		{ "max-channels", NULL, test_max_channels },
 		{ "user-channels", NULL, test_user_channels },
 		{ "connects-as", NULL, test_connects_as },
+		{ "registers-at-once", NULL, test_registers_at_once },
 		{ "user-memory", NULL, test_user_memory },
 		{ "many", NULL, test_many },
 		{ "fork", test_fork, NULL },

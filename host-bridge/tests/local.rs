@@ -260,10 +260,10 @@ fn what_does_not_take_over_properly_ends_the_session() {
     assert!(worker.ended().is_err());
 }
 
-/// A server whose worker answers the process that takes over with these frames, and lets go when that one
-/// hangs up.
-fn answers_successors_with(
-    frames: Vec<(u32, Vec<u8>)>,
+/// A server with a worker that has the client's memory, and then does this with the socket where it waits for
+/// another process.
+fn worker_that(
+    act: impl FnOnce(OwnedFd) + Send + 'static,
 ) -> (SessionConfig, std::thread::JoinHandle<()>, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("server.sock");
@@ -275,16 +275,72 @@ fn answers_successors_with(
         let (mut body, mut fds) = (Vec::new(), Vec::new());
         assert_eq!(recv_frame(socket.as_fd(), &mut body, &mut fds).unwrap(), Some(frame::ATTACH));
         send_frame(socket.as_fd(), frame::ACK, &[Ack { status: 0, reserved: 0 }.as_bytes()], &[]).unwrap();
-        let succession = fds.pop().unwrap();
-        assert_eq!(recv_frame(succession.as_fd(), &mut body, &mut fds).unwrap(), Some(frame::TAKE_OVER));
-        let next = fds.pop().unwrap();
+        act(fds.pop().unwrap());
+    });
+    (SessionConfig::new(Address::Unix(path), "test-host"), worker, folder)
+}
+
+/// The connection of the process that takes over.
+fn successor(succession: &OwnedFd) -> OwnedFd {
+    let mut fds = Vec::new();
+    assert_eq!(recv_frame(succession.as_fd(), &mut Vec::new(), &mut fds).unwrap(), Some(frame::TAKE_OVER));
+    fds.pop().unwrap()
+}
+
+fn wait_for_the_end(next: &OwnedFd) {
+    while !matches!(recv_frame(next.as_fd(), &mut Vec::new(), &mut Vec::new()), Ok(None) | Err(_)) {}
+}
+
+/// A server whose worker answers the process that takes over with these frames, and lets go when that one
+/// hangs up.
+fn answers_successors_with(
+    frames: Vec<(u32, Vec<u8>)>,
+) -> (SessionConfig, std::thread::JoinHandle<()>, tempfile::TempDir) {
+    worker_that(move |succession| {
+        let next = successor(&succession);
         for (kind, body) in frames {
             // The bridge may have hung up already.
             let _ = send_frame(next.as_fd(), kind, &[&body], &[]);
         }
-        while !matches!(recv_frame(next.as_fd(), &mut body, &mut Vec::new()), Ok(None) | Err(_)) {}
+        wait_for_the_end(&next);
+    })
+}
+
+/// The session of a process, and that of another one that takes it over.
+fn taken_over(config: &SessionConfig, lost: Box<dyn FnOnce(&str) + Send>) -> (Session, Session) {
+    let (memories, channel) = session::channel(1 << 20);
+    let (extents, size) = (channel.extents.clone(), channel.size);
+    let mut prepared = Prepared::connect(config, &channel, &mut Patient).unwrap();
+    let saved = prepared.save(&channel).unwrap().unwrap();
+    let wakeup = || Wakeup::Call(Arc::new(|| {}));
+    let first = prepared.open().unwrap().start(channel, wakeup(), Box::new(|_| {})).unwrap();
+    let again = ChannelMemory::new(memories, extents, size).unwrap();
+    let second = Session::resume(config, &saved, again, None, wakeup(), lost).unwrap();
+    (first, second)
+}
+
+#[test]
+fn a_worker_that_has_paused_for_one_process_must_pause_again_for_the_next() {
+    let (rests, may_rest) = std::sync::mpsc::channel();
+    let (config, worker, _folder) = worker_that(move |succession| {
+        // The process to which this is said ends before it reads that.
+        send_frame(succession.as_fd(), frame::PAUSED, &[], &[]).unwrap();
+        let next = successor(&succession);
+        send_frame(next.as_fd(), frame::TAKEN_OVER, &[], &[]).unwrap();
+        let pause = recv_frame(succession.as_fd(), &mut Vec::new(), &mut Vec::new());
+        assert_eq!(pause.unwrap(), Some(frame::PAUSE));
+        may_rest.recv().unwrap();
+        send_frame(succession.as_fd(), frame::PAUSED, &[], &[]).unwrap();
+        wait_for_the_end(&next);
     });
-    (SessionConfig::new(Address::Unix(path), "test-host"), worker, folder)
+    let (first, second) = taken_over(&config, Box::new(|_| {}));
+    second.pause();
+    assert!(!second.is_paused(Duration::from_millis(10)), "it still uses the memory");
+    rests.send(()).unwrap();
+    assert!(second.is_paused(PATIENCE));
+    assert_eq!(second.close("done", PATIENCE), Closed::Released);
+    worker.join().unwrap();
+    assert_eq!(first.close("done", PATIENCE), Closed::Released);
 }
 
 #[test]
@@ -298,16 +354,9 @@ fn a_worker_that_lies_about_its_regions_ends_only_the_session() {
     ] {
         let (mut config, worker, _folder) = answers_successors_with(frames);
         config.max_regions = 2;
-        let (memories, channel) = session::channel(1 << 20);
-        let (extents, size) = (channel.extents.clone(), channel.size);
-        let mut prepared = Prepared::connect(&config, &channel, &mut Patient).unwrap();
-        let saved = prepared.save(&channel).unwrap().unwrap();
-        let wakeup = || Wakeup::Call(Arc::new(|| {}));
-        let first = prepared.open().unwrap().start(channel, wakeup(), Box::new(|_| {})).unwrap();
-        let again = ChannelMemory::new(memories, extents, size).unwrap();
         let (lost, is_lost) = std::sync::mpsc::channel();
         let lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());
-        let second = Session::resume(&config, &saved, again, None, wakeup(), lost).unwrap();
+        let (first, second) = taken_over(&config, lost);
         let why = is_lost.recv_timeout(PATIENCE).unwrap();
         assert!(why.contains("does not keep to the protocol"), "{why}");
         worker.join().unwrap();

@@ -57,15 +57,15 @@ int main(int argc, char **argv) {
     REQUIRE(attributes.type == cudaMemoryTypeManaged && attributes.devicePointer == &counter, "its type is %d", attributes.type);
     CHECK(cudaFree(link));
 
-    // After a reset they are new, with what they begin with. NVIDIA's runtime inside the program does not ask for them again.
+    // After a reset they are still there, and kernels use them. What they hold until something is written is not promised: NVIDIA's
+    // runtime was seen to keep it, and rgpu's begins anew. NVIDIA's inside the program does not ask for them again.
     if (!dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD)) return pass("scalars, an array, a structure, a pointer, symbols");
     CHECK(cudaDeviceReset());
     CHECK(cudaFree(nullptr));
-    REQUIRE(counter == 40 && pair.b[1] == 2 && table[4999] == 0 && link == nullptr, "after a reset: %d %d %f", counter, pair.b[1], table[4999]);
-    table[10] = 4;
+    counter = 40, pair.a = 1.5, link = nullptr;
     work<<<20, 256>>>();
     CHECK(cudaDeviceSynchronize());
-    REQUIRE(counter == 47 && pair.b[1] == 150 && table[10] == 18, "a kernel after a reset: %d %d %f", counter, pair.b[1], table[10]);
+    REQUIRE(counter == 47 && pair.b[1] == 150, "a kernel after a reset: %d %d", counter, pair.b[1]);
     CHECK(cudaGetSymbolAddress((void **)&address, counter));
     REQUIRE(address == &counter, "a symbol after a reset");
     return pass("scalars, an array, a structure, a pointer, symbols, a reset");

@@ -276,6 +276,8 @@ static void per_thread_streams() {
         threads.emplace_back([&wrong, t] {
             int own = t % 2, other = 1 - own;
             int *data = on_device(own, n, t), *over = on_device(other, n, 0);
+            // Its bytes may still be on their way, on a stream of the other device that this one does not wait for.
+            CHECK(cudaDeviceSynchronize());
             CHECK(cudaSetDevice(own));
             for (int round = 0; round < 20; round++) add<<<(n + 255) / 256, 256, 0, cudaStreamPerThread>>>(data, n, t);
             CHECK(cudaMemcpyPeerAsync(over, other, data, own, n * sizeof(int), cudaStreamPerThread));

@@ -63,6 +63,7 @@ const RESPONSE_LEN: usize = 264;
 
 const OK: u32 = 0;
 const INVALID: u32 = 1;
+const NO_RESOURCES: u32 = 2;
 const UNSUPPORTED: u32 = 6;
 
 const WAKE: u32 = 1;
@@ -183,6 +184,8 @@ struct State {
     doorbells: u64,
     resets: u64,
     held: Option<Kind>,
+    /// How many of the next DESTROY_CHANNELs are refused.
+    refused_destroys: usize,
     /// How often the queues have been started. An answer from before the last start is dropped.
     epoch: u64,
     vrings: Vec<Vring>,
@@ -272,6 +275,11 @@ impl MockDevice {
     pub fn release(&self) {
         self.shared.state().held = None;
         self.shared.changed.notify_all();
+    }
+
+    /// Refuses so many of the next DESTROY_CHANNELs.
+    pub fn refuse_destroys(&self, count: usize) {
+        self.shared.state().refused_destroys = count;
     }
 
     /// Waits until `condition` holds. An error after `timeout`.
@@ -480,7 +488,12 @@ impl Shared {
                     (wanted, delay) = (Some(next.0), next.1);
                 }
             }
-            Kind::Destroy => {}
+            Kind::Destroy => {
+                if let Some(left) = state.refused_destroys.checked_sub(1) {
+                    state.refused_destroys = left;
+                    wanted = Some(NO_RESOURCES);
+                }
+            }
         }
         let held = state.held == Some(request.kind);
         drop(state);

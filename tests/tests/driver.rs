@@ -150,6 +150,25 @@ fn one_user_leaves_channels_for_others() -> Result<()> {
 }
 
 #[test]
+fn one_user_leaves_room_for_requests_of_others() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.device.hold(Kind::Register);
+    // More than the queue has room for.
+    let process = bed.machine.spawn("exec rgpu_selftest registers-at-once 300")?;
+    process.wait_for("ready", LONG)?;
+    // A part of the queue.
+    bed.device.wait_until("its requests arrive", LONG, |d| d.count(Kind::Register) >= 64)?;
+    bed.selftest("connects-as 1001")?;
+    bed.device.wait_until("another user's channels are destroyed", LONG, |d| d.count(Kind::Destroy) == 2)?;
+    assert_eq!(bed.device.count(Kind::Register), 64);
+    // To end a channel needs no room.
+    process.kill()?;
+    bed.device.wait_until("the first one's as well", LONG, |d| d.count(Kind::Destroy) == 3)?;
+    bed.device.release();
+    bed.check_idle()
+}
+
+#[test]
 fn memory_of_one_user_is_limited() -> Result<()> {
     let bed = Bed::new()?;
     bed.machine.check("echo 8 > /sys/module/virtio_rgpu/parameters/user_memory_mib", LONG)?;
@@ -270,6 +289,23 @@ fn a_device_that_does_not_answer_hangs_no_program_that_exits() -> Result<()> {
     assert_eq!(process.wait(LONG)?.status, 128 + 9);
     assert!(bed.pinned()? >= 1024, "unpinned before the device has answered");
     bed.device.release();
+    bed.check_idle()
+}
+
+#[test]
+fn a_channel_that_the_device_does_not_destroy_is_destroyed_later() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.device.refuse_destroys(2);
+    bed.selftest("channel 64")?;
+    bed.device.wait_until("DESTROY_CHANNEL is repeated", LONG, |d| d.count(Kind::Destroy) == 3)?;
+    bed.check_idle()?;
+    // A device that goes away meanwhile has released the memory.
+    bed.device.refuse_destroys(usize::MAX);
+    bed.selftest("channel 64")?;
+    bed.device.wait_until("DESTROY_CHANNEL arrives", LONG, |d| d.count(Kind::Destroy) >= 4)?;
+    bed.machine.check("rmmod virtio_rgpu && insmod /lib/modules/virtio_rgpu.ko", LONG)?;
+    bed.device.refuse_destroys(0);
+    bed.selftest("channel 64")?;
     bed.check_idle()
 }
 

@@ -378,7 +378,9 @@ impl Connection<'_> {
         let Some(mut leftover) = leftover else {
             return if unsure { Err("nobody knows whether it was answered".into()) } else { Ok(true) };
         };
-        leftover.server.until_told = Some(self.gone.clone());
+        if let Ok(config) = &mut leftover.server.config {
+            config.until_told = Some(self.gone.clone());
+        }
         if self.has_hung_up() {
             leftover.end();
             return Ok(false);
@@ -390,14 +392,15 @@ impl Connection<'_> {
             self.stored = 0;
             return Ok(true);
         }
-        if leftover.waits && !unsure {
+        if leftover.server.waits && !unsure {
             return self.ask_again(leftover.channel);
         }
         let reason =
             "the process of vhost-rgpu that served this user's programs has ended: start the program again";
         let lost = |leftover: &Leftover, why: String| {
             leftover.end();
-            leftover.channel.tell_lost_by_futex(reason);
+            let gone = leftover.server.config().err();
+            leftover.channel.tell_lost_by_futex(gone.as_deref().unwrap_or(reason));
             Err(why)
         };
         let Some(saved) = leftover.saved.as_ref().filter(|_| !unsure) else {
@@ -409,6 +412,7 @@ impl Connection<'_> {
             return lost(&leftover, why.into());
         };
         let resumed = || -> Result<Session, String> {
+            let server = leftover.server.config()?;
             let stopper = Stopper::for_connection(self.socket).map_err(|e| e.to_string())?;
             // The channel is mapped once more, because the session has its own mapping.
             let (memories, extents) = own_channel(&leftover.channel).map_err(|refusal| refusal.1)?;
@@ -416,8 +420,7 @@ impl Connection<'_> {
                 ChannelMemory::new(memories, extents, leftover.channel.size).map_err(|e| e.to_string())?;
             channel.doorbell = leftover.channel.doorbell.clone();
             let (own, on_lost) = (Some(&leftover.regions), Box::new(move |_: &str| stopper.stop()));
-            Session::resume(&leftover.server, saved, channel, own, Wakeup::Futex, on_lost)
-                .map_err(|e| e.to_string())
+            Session::resume(server, saved, channel, own, Wakeup::Futex, on_lost).map_err(|e| e.to_string())
         };
         let session = match resumed() {
             Ok(session) => Arc::new(session),
@@ -566,7 +569,7 @@ impl Connection<'_> {
         config.until_told = Some(self.gone.clone());
         let refused = |e: &ConnectError| self.server.registry.totals.refuse(e.answer());
         let own = place(self.number, None);
-        let waits = recovery::channel(server, &channel, Stage::Waits);
+        let waits = recovery::channel((server, &config), &channel, Stage::Waits);
         if answered {
             self.server.store_again(own, waits)?;
         } else {
@@ -595,7 +598,7 @@ impl Connection<'_> {
         };
         let unsaved = |e: io::Error| no_resources(format!("this host cannot remember the session: {e}"));
         let saved = prepared.save(&channel).map_err(unsaved)?;
-        let began = recovery::channel(server, &channel, Stage::Began(saved.as_ref()));
+        let began = recovery::channel((server, &config), &channel, Stage::Began(saved.as_ref()));
         self.server.store_again(own, began)?;
         drop(saved);
         let opened = match prepared.open().inspect_err(refused) {

@@ -649,3 +649,21 @@ fn a_memory_table_in_pieces_is_negotiated_again() {
     assert_eq!(guest.ask(register(&there, 1), &there), (Answer::Ok, String::new()));
     assert_eq!(guest.ask(register(&removed, 2), &removed).0, Answer::Invalid);
 }
+
+#[test]
+fn memory_that_was_unplugged_and_plugged_in_again_is_negotiated_again() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let at = |index: u64| 1 << 32 | index << 12;
+    let added: Vec<OwnedFd> = (0..3).map(|_| memfd(4096)).collect();
+    added.iter().zip(0..).for_each(|(file, index)| guest.add_memory(at(index), 4096, file));
+    // The VMM tells of the lowest one last.
+    guest.remove_memory(at(0), 4096);
+    guest.add_memory(at(0), 4096, &added[0]);
+    guest.settle();
+    crash(&daemon);
+    guest.create(0).synchronize();
+    let there: Vec<Extent> = (0..3).map(|index| Extent { addr: at(index), len: 4096 }).collect();
+    let register = Request { kind: request::REGISTER_MEMORY, region: 1, ..create(0, &there) };
+    assert_eq!(guest.ask(register, &there), (Answer::Ok, String::new()));
+}

@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 
 use daemon::Daemon;
 use guest::{Guest, create, message, plain};
+use host_bridge::bridge::SessionConfig;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use protocol::channel::{NO_SLOT, State};
@@ -408,6 +409,114 @@ fn a_server_that_is_not_reached_for_long_is_told_that_qemu_has_ended() {
     eventually(|| daemon.status()["device_processes"].as_array().unwrap().len() == 1);
     daemon.upgrade();
     channel.synchronize();
+}
+
+/// The configuration of a virtual machine with these servers, whose socket is in this folder.
+fn one_guest(folder: &tempfile::TempDir, servers: &[&SessionConfig], rest: &str) -> String {
+    let socket = folder.path().join("vm.sock");
+    let servers: Vec<String> = servers.iter().map(|config| config.server.to_string()).collect();
+    format!("[[vm]]\nname = \"vm\"\nsocket = {socket:?}\nserver = {servers:?}\n{rest}")
+}
+
+#[test]
+fn a_lower_limit_of_channels_counts_only_for_new_ones() {
+    let server = TcpServer::start();
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let file =
+        |most: u32| one_guest(&folder, &[&server.config], &format!("[vm.limits]\nmax_channels = {most}\n"));
+    let daemon = Daemon::configured(&folder, &file(5));
+    let mut guest = Guest::connect(&daemon);
+    let mut channels: Vec<_> = (0..5).map(|id| guest.create(id)).collect();
+    daemon.reconfigure(&file(2));
+    channels.iter_mut().for_each(|channel| channel.synchronize());
+    // The last one is as usable as the first.
+    let (extents, bytes) = (scattered(100_000, 7), pattern(100_000, 7));
+    let pinned = Request { channel: 4, ..register(1, &extents) };
+    assert_eq!(guest.ask(pinned, &extents), (Answer::Ok, String::new()));
+    session::write(&guest.memories, &extents, &bytes);
+    let src = HostIn::Range(region(1, 0, 100_000));
+    channels[4].push(&MemcpyHtoD { stream: StreamId(0), dst: 1, src }, NO_SLOT);
+    channels[4].synchronize();
+    session::write(&guest.memories, &extents, &vec![0; 100_000]);
+    let dst = HostOut(region(1, 0, 100_000));
+    channels[4].push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
+    channels[4].synchronize();
+    assert!(session::read(&guest.memories, &extents) == bytes);
+    let destroy = |guest: &mut Guest, id| {
+        assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, id), &[]), (Answer::Ok, String::new()));
+    };
+    destroy(&mut guest, 4);
+    eventually(|| server.ended() == 1);
+    // Too many are there for another one.
+    let (extents, _) = guest.prepare(4);
+    let (answer, reason) = guest.ask(create(4, &extents), &extents);
+    assert_eq!(answer, Answer::NoResources);
+    assert!(reason.contains("4 channels") && reason.contains("the limit is 2"), "{reason}");
+    (0..3).for_each(|id| destroy(&mut guest, id));
+    eventually(|| server.ended() == 4);
+    // The driver still gives the ids that it has learned.
+    guest.create(4).synchronize();
+    channels[3].synchronize();
+    let (extents, _) = guest.prepare(0);
+    assert_eq!(guest.ask(create(0, &extents), &extents).0, Answer::NoResources);
+    assert_eq!(daemon.number("device_processes_restarted"), 0, "{}", daemon.log());
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn sessions_stay_with_their_servers_when_the_list_of_servers_changes() {
+    let (first, second, third) = (TcpServer::start(), TcpServer::start(), TcpServer::start());
+    let nearby = LocalServer::start(Workers::Good);
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let before = [&first.config, &second.config, &nearby.config];
+    let daemon = Daemon::configured(&folder, &one_guest(&folder, &before, ""));
+    let mut guest = Guest::connect(&daemon);
+    let mut channels: Vec<_> = (0..3).map(|server| guest.create_for(server, server)).collect();
+    // Another one comes first, and the places of the others change.
+    let after = [&third.config, &nearby.config, &second.config, &first.config];
+    daemon.reconfigure(&one_guest(&folder, &after, ""));
+    for channel in &mut channels {
+        channel.synchronize();
+        assert_eq!(channel.view().header().state(), State::Ready);
+    }
+    let ended = || nearby.ended.load(Ordering::SeqCst);
+    assert_eq!((first.ended(), second.ended(), ended()), (0, 0, 0));
+    assert_eq!(daemon.number("sessions_lost"), 0);
+    // Those whose servers are gone are over, and their programs learn why.
+    daemon.reconfigure(&one_guest(&folder, &[&second.config], ""));
+    channels[1].synchronize();
+    eventually(|| [0, 2].map(|lost| channels[lost].view().header().state()) == [State::Lost; 2]);
+    for (lost, config) in [(0, &first.config), (2, &nearby.config)] {
+        let (server, reason) = (config.server.to_string(), channels[lost].view().header().reason());
+        assert!(reason.contains(&server) && reason.contains("configuration"), "{reason}");
+        let destroy = plain(request::DESTROY_CHANNEL, lost as u32);
+        assert_eq!(guest.ask(destroy, &[]), (Answer::Ok, String::new()));
+    }
+    // The worker that shares the guest's memory has released it.
+    assert_eq!((second.ended(), ended()), (0, 1));
+    assert_eq!(daemon.number("sessions_lost"), 2);
+    channels[1].synchronize();
+    guest.create(0).synchronize();
+}
+
+#[test]
+fn a_programs_session_stays_with_its_server_when_the_list_of_servers_changes() {
+    let (first, second, third) = (TcpServer::start(), TcpServer::start(), TcpServer::start());
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let file = |servers: &[&TcpServer]| {
+        let servers: Vec<String> = servers.iter().map(|server| server.config.server.to_string()).collect();
+        format!("[native]\nsocket = {:?}\nserver = {servers:?}\n", folder.path().join("native.sock"))
+    };
+    let daemon = Daemon::configured(&folder, &file(&[&first, &second]));
+    let (_program, mut channel) = NativeClient::with_channel(&daemon.native(), "program");
+    channel.synchronize();
+    daemon.reconfigure(&file(&[&third, &first]));
+    channel.synchronize();
+    assert_eq!((first.ended(), daemon.number("sessions_lost")), (0, 0));
+    daemon.reconfigure(&file(&[&second, &third]));
+    eventually(|| channel.view().header().state() == State::Lost);
+    let reason = channel.view().header().reason();
+    assert!(reason.contains(&first.config.server.to_string()), "{reason}");
 }
 
 #[test]

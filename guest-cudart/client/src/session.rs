@@ -67,6 +67,10 @@ pub struct Session {
     fastest: AtomicU32,
     /// Set when the host side has disappeared without publishing a loss.
     dead: AtomicBool,
+    /// When the session began, and how many nanoseconds after that a thread has last looked whether the host
+    /// side is there.
+    since: Instant,
+    looked: AtomicU64,
     loss_reported: AtomicBool,
     /// Whether a message has reported that the link to the server is interrupted.
     interruption_reported: AtomicBool,
@@ -320,6 +324,8 @@ impl Session {
             arena,
             fastest: AtomicU32::new(u32::MAX),
             dead: AtomicBool::new(false),
+            since: Instant::now(),
+            looked: AtomicU64::new(0),
             loss_reported: AtomicBool::new(false),
             interruption_reported: AtomicBool::new(false),
             server: OnceLock::new(),
@@ -418,13 +424,26 @@ impl Session {
     fn sleep(&self, offset: u64, expected: u32) {
         add(&COUNTERS.sleeps, 1);
         let begin = Instant::now();
-        if self.port.wait(offset, expected, LIVENESS_CHECK) {
+        let woken = self.port.wait(offset, expected, LIVENESS_CHECK);
+        if woken {
             add(&COUNTERS.interrupts, 1);
         }
-        if begin.elapsed() >= LIVENESS_CHECK / 2 {
-            self.check_liveness();
+        if !woken || begin.elapsed() >= LIVENESS_CHECK / 2 {
+            self.look_again();
         }
         self.report_interruption();
+    }
+
+    /// [Looks](Self::check_liveness) if no thread has looked for a while. Signals may end every sleep early,
+    /// so it does not matter how long a sleep was.
+    fn look_again(&self) {
+        let now = u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let looked = self.looked.load(Ordering::Relaxed);
+        let due = Duration::from_nanos(now.saturating_sub(looked)) >= LIVENESS_CHECK / 2;
+        let relaxed = Ordering::Relaxed;
+        if due && self.looked.compare_exchange(looked, now, relaxed, relaxed).is_ok() {
+            self.check_liveness();
+        }
     }
 
     /// Reports on stderr when the link to the server is interrupted, and when it works again, once each.

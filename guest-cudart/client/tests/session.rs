@@ -1,22 +1,25 @@
 //! Sessions against a host in a thread: order, replies, a full ring, staging, and every way of losing the
 //! host.
 
+use std::os::fd::RawFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use protocol::device::{Answer, Response};
 use protocol::schema::Shape;
-use protocol::version::{Speaks, VERSION};
+use protocol::version::{OURS, Speaks, VERSION};
 use protocol::wire::{Reader, Wire, WireError, Writer};
 use rgpu_client::Status;
-use rgpu_client::channel::Geometry;
+use rgpu_client::channel::{Geometry, Header};
 use rgpu_client::counters::COUNTERS;
 use rgpu_client::handle::{ContextId, StreamId};
 use rgpu_client::ops::memory::{MemFree, MemGetInfo};
 use rgpu_client::ops::stream::{StreamMark, StreamSynchronize};
 use rgpu_client::ops::{Op, OpInfo};
-use rgpu_client::port;
+use rgpu_client::port::mapping::Mapping;
+use rgpu_client::port::{self, Pinned, Port, PortError};
 use rgpu_client::seq::Seq;
 use rgpu_client::session::{Purpose, Session};
 use test_kit::native_host::{NativeHost, Next};
@@ -177,6 +180,73 @@ fn a_killed_host_is_detected_by_sleeping_threads() {
     let session = session(&daemon, 1 << 20);
     assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap_err(), Status::DEVICE_UNAVAILABLE);
     assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap_err(), Status::DEVICE_UNAVAILABLE);
+}
+
+/// A host that takes what it gets and is gone. Signals interrupt every wait at once.
+struct Interrupted {
+    channel: Mapping,
+    waits: AtomicU64,
+}
+
+impl Port for Interrupted {
+    fn channel(&self) -> &Mapping {
+        &self.channel
+    }
+
+    fn connect(&self) -> Result<(), PortError> {
+        // SAFETY: the mapping begins with the header, which consists of atomics, and lives as long as `self`.
+        let header = unsafe { &*self.channel.base().cast::<Header>() };
+        header.set_session_version(OURS.version(), OURS.fingerprint());
+        header.set_ready();
+        Ok(())
+    }
+
+    fn kick(&self) {}
+
+    fn wait(&self, _offset: u64, _expected: u32, _timeout: Duration) -> bool {
+        assert!(count(&self.waits) < 10_000, "nobody has looked whether the host is there");
+        std::thread::sleep(Duration::from_millis(1));
+        false
+    }
+
+    fn alive(&self) -> bool {
+        false
+    }
+
+    fn why_dead(&self) -> String {
+        "it is gone".to_owned()
+    }
+
+    fn pin_new(&self, _size: usize, _at: Option<usize>) -> Result<Pinned, PortError> {
+        unreachable!("nothing is pinned")
+    }
+
+    fn pin(&self, _addr: usize, _size: usize) -> Option<Result<u32, PortError>> {
+        None
+    }
+
+    fn pin_shared(&self, _pinned: &Pinned) -> Result<u32, PortError> {
+        unreachable!("nothing is pinned")
+    }
+
+    fn unpin(&self, _region: u32) {}
+
+    fn descriptors(&self) -> Vec<RawFd> {
+        Vec::new()
+    }
+
+    fn path(&self) -> &Path {
+        Path::new("interrupted")
+    }
+}
+
+#[test]
+fn a_killed_host_is_detected_by_threads_whose_sleeps_signals_end_early() {
+    let geometry = Geometry::with_arena(1 << 20);
+    let channel = Mapping::pinned(None, geometry.size, None).expect("memory for a channel");
+    let port = Box::new(Interrupted { channel, waits: AtomicU64::new(0) });
+    let session = Session::over(port, geometry, Purpose::Compute).expect("a session");
+    assert_eq!(session.call(&MemGetInfo { device: 0 }), Err(Status::DEVICE_UNAVAILABLE));
 }
 
 #[test]

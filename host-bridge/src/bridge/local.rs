@@ -35,7 +35,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::config::SessionConfig;
 use super::error::{ConnectError, RegionError};
-use super::saved::{About, InheritedRegion, Presence, SavedLocal, duplicate, hears_paused, say};
+use super::saved::{About, InheritedRegion, Presence, SavedLocal, duplicate, forget_said, hears_paused, say};
 use super::state::{ChannelMemory, SessionState, thread_name};
 use super::transport::{Closed, RegionMemory, Transport};
 use super::welcome::{Handshake, Turn, hello, welcome_in_turn};
@@ -140,6 +140,17 @@ struct State {
     /// The worker's socket is closed: nothing touches the client's memory.
     over: bool,
 }
+
+impl State {
+    /// Whether the worker has not yet said that this process has taken it over.
+    fn is_being_taken_over(&self) -> bool {
+        self.inherits.is_some()
+    }
+}
+
+/// How long a worker may take to say that it is taken over before the client is stopped anyway. The session
+/// then ends.
+const TAKEN_OVER_WITHIN: Duration = Duration::from_secs(2);
 
 /// A session with a worker of this host.
 pub(super) struct Local {
@@ -381,6 +392,7 @@ impl Shared {
                 Ok(Some(frame::ALIVE)) => {}
                 Ok(Some(frame::TAKEN_OVER)) => {
                     let taken = self.lock().inherits.take();
+                    self.changed.notify_all();
                     let told = taken.ok_or("it says what regions there are without being asked");
                     let told = told.and_then(|(inherits, most)| Ok((inherits, inherited(&body, most)?)));
                     match told {
@@ -453,11 +465,19 @@ impl Transport for Local {
     }
 
     fn pause(&self) {
-        self.shared.succession.iter().for_each(|worker| say(worker.as_fd(), frame::PAUSE));
+        let Some(worker) = &self.shared.succession else { return };
+        // It may have paused for a process before this one, which did not read that. When it says that it is
+        // taken over, it has said all of that.
+        let state = self.shared.lock();
+        let comes = |state: &mut State| state.is_being_taken_over() && !state.over;
+        drop(self.shared.changed.wait_timeout_while(state, TAKEN_OVER_WITHIN, comes));
+        forget_said(worker.as_fd());
+        say(worker.as_fd(), frame::PAUSE);
     }
 
     fn is_paused(&self, patience: Duration) -> bool {
-        self.shared.succession.as_ref().is_some_and(|worker| hears_paused(worker.as_fd(), patience))
+        let worker = self.shared.succession.as_ref().filter(|_| !self.shared.lock().is_being_taken_over());
+        worker.is_some_and(|worker| hears_paused(worker.as_fd(), patience))
     }
 
     fn go_on(&self) -> io::Result<()> {

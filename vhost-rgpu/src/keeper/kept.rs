@@ -18,7 +18,7 @@ use handover::{Inherited, Store, Text};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::takeover::{FORMAT, OLDEST};
+use super::takeover::{FORMAT, takes_over};
 
 /// Maximum size of a record in bytes.
 const ROOM: u64 = 16 << 20;
@@ -155,9 +155,7 @@ impl<W: Words> Kept<W> {
         let read = || -> io::Result<Record<W>> {
             let bytes = text.read()?;
             let head = Head::deserialize(&mut serde_json::Deserializer::from_slice(&bytes))?;
-            if !(OLDEST..=FORMAT).contains(&head.format) {
-                return Err(io::Error::other("it is of another version"));
-            }
+            takes_over(head.format).map_err(io::Error::other)?;
             let mut all = serde_json::Deserializer::from_slice(&bytes);
             let mut record = Record::<W>::deserialize(&mut all)?;
             for step in all.into_iter::<W::Step>() {

@@ -193,7 +193,9 @@ impl Negotiation {
 
     /// Tells a device the memory regions.
     pub fn send_memories(&self, device: &mut Frontend) -> vhost::Result<()> {
-        let all: Vec<_> = self.memories.iter().map(|memory| memory.info).collect();
+        let mut all: Vec<_> = self.memories.iter().map(|memory| memory.info).collect();
+        // A device takes a table in no other order, and memory may have been plugged in anywhere.
+        all.sort_by_key(|memory| memory.guest_phys_addr);
         let (first, others) = all.split_at(all.len().min(MAX_TABLE));
         if !first.is_empty() {
             device.set_mem_table(first)?;

@@ -152,7 +152,8 @@ impl Processes {
     }
 
     /// Starts a device process, whose sessions are opened with this configuration. Takes `stored`, unless the
-    /// process cannot be started. `most_stored` limits what it may store.
+    /// process cannot be started. `most_stored` limits what it may store, besides what a predecessor had,
+    /// whose limit may have been higher.
     pub fn start(
         &self,
         role: &Role,
@@ -170,7 +171,7 @@ impl Processes {
             control,
             child: Mutex::new((child, None)),
             owner,
-            most_stored,
+            most_stored: most_stored.max(stored.len()),
             servers: servers.all().iter().map(|session| session.server.clone()).collect(),
             connect_timeout: servers.first().connect_timeout,
             connecting: AtomicU32::new(0),

@@ -29,10 +29,11 @@ use super::status::Own;
 
 /// The format of what keepers save for their successors, and device processes for theirs
 /// ([`vm::recovery`](crate::vm), the ledgers of their sessions). It changes whenever a successor would not
-/// understand a change of any of that.
+/// understand a change of any of that. Since 2, a keeper's records may be followed by steps, and what is
+/// stored of a channel may name its server.
 pub const FORMAT: u32 = 2;
-/// The oldest format that this version takes over. 2: a keeper's records are followed by steps.
-pub const OLDEST: u32 = 1;
+/// The oldest format that this program understands.
+const OLDEST: u32 = 1;
 
 /// How long an upgrade waits until no VMM's message is being answered and no device process is being started
 /// or ended.
@@ -72,7 +73,7 @@ pub struct Succession {
 pub fn takes_over(format: u32) -> anyhow::Result<()> {
     anyhow::ensure!(
         (OLDEST..=FORMAT).contains(&format),
-        "this version cannot go on with the running daemon's sessions (they are of format {format}, and this version's is {FORMAT}): end the programs that use a GPU, and restart the daemon"
+        "this version cannot go on with the running daemon's sessions (they are of format {format}, and this version understands {OLDEST} to {FORMAT}): end the programs that use a GPU, and restart the daemon"
     );
     Ok(())
 }

@@ -89,8 +89,8 @@ impl<W: Tied> Kept<W> {
         }
     }
 
-    /// Waits until nothing of that device process is left, and returns what it has stored for at most `most`
-    /// channels, including messages that no keeper has read.
+    /// Waits until nothing of that device process is left, and returns what it has stored, including messages
+    /// that no keeper has read. Those may store up to `most` channels.
     pub fn end_device_process(
         &self,
         found: &Found,
@@ -110,11 +110,11 @@ impl<W: Tied> Kept<W> {
         handle.kill();
         handle.wait()?;
         fcntl(control.as_fd(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        while let Ok(Some(message)) = control.next_from_device()
-            && stored.len() <= most
-        {
+        while let Ok(Some(message)) = control.next_from_device() {
             match message {
-                ToKeeper::Store { channel, stored: what } => {
+                ToKeeper::Store { channel, stored: what }
+                    if stored.len() < most || stored.contains_key(&channel) =>
+                {
                     self.stored(channel, Some(&what));
                     stored.insert(channel, what);
                 }

@@ -24,7 +24,7 @@ use super::own_memory;
 use crate::link::Stored;
 use crate::memory_file::memory_file;
 use crate::refusal::Refusal;
-use crate::stage::{Stage, stored_server};
+use crate::stage::{self, Stage, StoredServer};
 
 /// The key under which a client's channel, or one of its regions, is stored.
 pub fn place(client: u64, region: Option<u32>) -> u64 {
@@ -46,11 +46,12 @@ fn region_of(place: u64) -> Option<u32> {
     u32::try_from((place & ((1 << 33) - 1)).checked_sub(1)?).ok()
 }
 
-/// The fixed part of a channel's or region's file, before its saved session.
+/// The fixed part of a channel's or region's file, before what else is stored of a channel's server, and its
+/// saved session.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 struct Fixed {
-    /// The server's index in the configuration, and the channel's stage ([`Stage::word`]).
+    /// The number that is stored of the channel's stage and server ([`Stage::stored`]).
     server: u64,
     /// The memory's offset in its file, and its size in bytes.
     offset: u64,
@@ -63,11 +64,16 @@ fn memory_of(memories: &Memories) -> io::Result<(Memory, OwnedFd)> {
 }
 
 /// What is stored for a channel.
-pub fn channel(server: usize, channel: &ChannelMemory, stage: Stage<'_>) -> io::Result<Stored> {
+pub fn channel(
+    server: (usize, &SessionConfig),
+    channel: &ChannelMemory,
+    stage: Stage<'_>,
+) -> io::Result<Stored> {
     let (memory, file) = memory_of(&channel.memories)?;
-    let fixed = Fixed { server: stage.word(server), offset: memory.file_offset, size: channel.size };
+    let (word, server) = stage.stored(server);
+    let fixed = Fixed { server: word, offset: memory.file_offset, size: channel.size };
     let (session, others) = stage.saved().map(Saved::parts).unwrap_or_default();
-    let bytes = [fixed.as_bytes(), &session].concat();
+    let bytes = [fixed.as_bytes(), &server, &session].concat();
     let mut descriptors = vec![file, channel.doorbell.as_fd().try_clone_to_owned()?];
     for other in others {
         descriptors.push(other.try_clone_to_owned()?);
@@ -93,7 +99,7 @@ fn refused(refusal: Refusal) -> io::Error {
 fn read(stored: &Stored) -> io::Result<(Fixed, Vec<u8>)> {
     let file = File::from(stored.known.try_clone()?);
     let size = file.metadata()?.len();
-    if size > (size_of::<Fixed>() + MAX_BYTES) as u64 {
+    if size > (size_of::<Fixed>() + stage::MAX_STORED + MAX_BYTES) as u64 {
         return Err(malformed());
     }
     let mut bytes = vec![0; size as usize];
@@ -106,14 +112,12 @@ fn read(stored: &Stored) -> io::Result<(Fixed, Vec<u8>)> {
 /// may have controlled that process.
 #[derive(Debug)]
 pub struct Leftover {
-    /// How its session is opened.
-    pub server: SessionConfig,
+    /// Its server.
+    pub server: StoredServer,
     /// Its channel.
     pub channel: ChannelMemory,
     /// Its session, if it has outlived the process.
     pub saved: Option<Saved>,
-    /// Its session had not begun.
-    pub waits: bool,
     /// The memory of its regions.
     pub regions: BTreeMap<u32, Memories>,
 }
@@ -123,7 +127,7 @@ impl Leftover {
     pub fn new(stored: BTreeMap<u64, Stored>, servers: &[SessionConfig]) -> io::Result<Option<Leftover>> {
         let (mut found, mut regions) = (None, BTreeMap::new());
         for (place, stored) in stored {
-            let (fixed, session) = read(&stored)?;
+            let (fixed, bytes) = read(&stored)?;
             let mut descriptors = stored.descriptors.into_iter();
             let file = descriptors.next().ok_or_else(malformed)?;
             let (memories, extents) = own_memory(vec![file], fixed.offset, fixed.size).map_err(refused)?;
@@ -131,25 +135,22 @@ impl Leftover {
                 regions.insert(region, memories);
                 continue;
             }
-            let (server, waits) = stored_server(fixed.server, servers).ok_or_else(malformed)?;
+            let (server, session) =
+                StoredServer::read(fixed.server, &bytes, servers).ok_or_else(malformed)?;
             let mut channel = ChannelMemory::new(memories, extents, fixed.size)
                 .map_err(|e| io::Error::other(e.to_string()))?;
             channel.doorbell = Arc::new(event(descriptors.next().ok_or_else(malformed)?)?);
             let saved = (!session.is_empty())
-                .then(|| Saved::from_parts(&session, descriptors.collect()))
+                .then(|| Saved::from_parts(session, descriptors.collect()))
                 .transpose()?;
-            found = Some((server, channel, saved, waits));
+            found = Some((server, channel, saved));
         }
-        let leftover =
-            found.map(|(server, channel, saved, waits)| Leftover { server, channel, saved, waits, regions });
-        Ok(leftover)
+        Ok(found.map(|(server, channel, saved)| Leftover { server, channel, saved, regions }))
     }
 
     /// Tells the worker or the server that the session is over.
     pub fn end(&self) {
-        if let Some(saved) = &self.saved {
-            saved.end(&self.server);
-        }
+        self.saved.iter().for_each(|saved| self.server.end(saved));
     }
 }
 

@@ -21,10 +21,10 @@ mod predecessor;
 mod requests;
 mod vhost_user;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use host_bridge::bridge::{Closed, Session, Wakeup};
@@ -43,6 +43,7 @@ use super::recovery::{Leftover, Requests, Store};
 use crate::config::Vm;
 use crate::refusal::{Refusal, no_resources};
 use crate::registry::{Listed, Registry};
+use requests::Work;
 
 pub use predecessor::Predecessor;
 
@@ -135,6 +136,9 @@ pub struct Device {
     control: Mutex<Option<Vring>>,
     jobs: AtomicUsize,
     job_bytes: AtomicUsize,
+    /// Requests that wait for a thread, and what wakes the one that is always there for them.
+    deferred: Mutex<VecDeque<Work>>,
+    reserve: mpsc::Sender<()>,
     limit: LogLimit,
     /// The same for sessions that end, which a guest can begin as often as it likes.
     endings: Arc<LogLimit>,
@@ -166,7 +170,8 @@ impl Device {
         let exit = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let exit = [exit()?, exit()?];
         let budget = Budget::new(config.limits.max_registered_extents as usize);
-        Ok(Arc::new_cyclic(|me| Device {
+        let (reserve, deferred) = mpsc::channel();
+        let device = Arc::new_cyclic(|me| Device {
             me: me.clone(),
             budget,
             events: Arc::new(Events::new(who.clone(), guest.clone())),
@@ -181,6 +186,8 @@ impl Device {
             control: Mutex::default(),
             jobs: AtomicUsize::new(0),
             job_bytes: AtomicUsize::new(0),
+            deferred: Mutex::default(),
+            reserve,
             limit: LogLimit::default(),
             endings: Arc::new(LogLimit::new(200)),
             who,
@@ -190,7 +197,16 @@ impl Device {
             resumes: std::array::from_fn(|_| AtomicBool::new(predecessor.is_some())),
             predecessor: Mutex::new(predecessor),
             unanswered: Mutex::default(),
-        }))
+        });
+        let me = Arc::downgrade(&device);
+        std::thread::Builder::new().name("deferred".to_owned()).spawn(move || {
+            while deferred.recv().is_ok()
+                && let Some(device) = me.upgrade()
+            {
+                device.run_deferred();
+            }
+        })?;
+        Ok(device)
     }
 
     fn channels(&self) -> MutexGuard<'_, HashMap<u32, Channel>> {

@@ -93,6 +93,11 @@ impl Events {
     /// The queue has started, or the guest has posted buffers.
     pub fn buffers(&self, vring: &Vring) {
         let mut state = self.lock();
+        // Under the lock: whoever stops the queue makes it not ready first, and then takes the lock. This may
+        // come after that.
+        if !vring.get_ref().get_queue().ready() {
+            return;
+        }
         if state.vring.is_none() {
             state.vring = Some(vring.clone());
         }
@@ -166,6 +171,7 @@ impl Sink for Buffers<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vm_memory::GuestMemoryMmap;
 
     /// A guest with this many buffers, and the channels that it was told to wake.
     struct FakeGuest(usize, Vec<u32>);
@@ -180,6 +186,26 @@ mod tests {
             self.1.push(event.channel);
             true
         }
+    }
+
+    #[test]
+    fn an_event_that_is_handled_after_the_queue_has_stopped_changes_no_memory() {
+        let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x4000)]).unwrap();
+        let memory = GuestMemory::new(ram);
+        let vring = Vring::new(memory.clone(), 16).unwrap();
+        vring.set_queue_size(16);
+        vring.set_queue_info(0x1000, 0x2000, 0x3000).unwrap();
+        vring.set_queue_event_idx(true);
+        let events = Events::new("test".to_owned(), memory.clone());
+        let other = [0xaa; 0x1000];
+        memory.memory().write_slice(&other, GuestAddress(0x3000)).unwrap();
+        // The queue is not ready any more, and something else is where it was.
+        events.stop();
+        events.buffers(&vring);
+        events.wake(1);
+        let mut there = [0; 0x1000];
+        memory.memory().read_slice(&mut there, GuestAddress(0x3000)).unwrap();
+        assert!(there == other);
     }
 
     #[test]

@@ -31,7 +31,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::queue::QUEUE_SIZE;
 use crate::link::{Control, Stored, ToKeeper};
 use crate::memory_file::memory_file;
-use crate::stage::{Stage, stored_server};
+use crate::stage::{self, Stage, StoredServer};
 
 /// Size of the memory for requests in progress, in bytes.
 pub const REQUESTS_SIZE: u64 = 4096;
@@ -160,11 +160,13 @@ pub struct Store(Arc<Control>);
 pub struct Known(Stored);
 
 impl Known {
-    /// Writes the server's index and the channel's extents into a file, and its session.
-    pub fn new(server: usize, extents: &[Extent], stage: Stage<'_>) -> io::Result<Known> {
+    /// Writes the server and the channel's extents into a file, and its session.
+    pub fn new(server: (usize, &SessionConfig), extents: &[Extent], stage: Stage<'_>) -> io::Result<Known> {
         let (session, descriptors) = stage.saved().map(Saved::parts).unwrap_or_default();
-        let mut bytes = stage.word(server).to_le_bytes().to_vec();
+        let (word, server) = stage.stored(server);
+        let mut bytes = word.to_le_bytes().to_vec();
         bytes.extend_from_slice(&(extents.len() as u64).to_le_bytes());
+        bytes.extend(server);
         bytes.extend_from_slice(extents.as_bytes());
         bytes.extend(session);
         let descriptors = descriptors.iter().map(|fd| fd.try_clone_to_owned()).collect::<io::Result<_>>()?;
@@ -193,14 +195,12 @@ impl Store {
 /// A channel of a predecessor.
 #[derive(Debug)]
 pub struct Leftover {
-    /// How its sessions are opened.
-    pub server: SessionConfig,
+    /// Its server.
+    pub server: StoredServer,
     /// Its memory.
     pub extents: Vec<Extent>,
     /// Its session, if it had one that has outlived the predecessor.
     pub saved: Option<Saved>,
-    /// Its session had not begun.
-    pub waits: bool,
 }
 
 impl Leftover {
@@ -210,14 +210,16 @@ impl Leftover {
             || io::Error::new(ErrorKind::InvalidData, "what was stored of a channel is malformed");
         let file = std::fs::File::from(stored.known);
         let size = file.metadata()?.len();
-        if size > u64::from(MAX_EXTENTS) * size_of::<Extent>() as u64 + 16 + MAX_BYTES as u64 {
+        let most = MAX_EXTENTS as usize * size_of::<Extent>() + 16 + stage::MAX_STORED + MAX_BYTES;
+        if size > most as u64 {
             return Err(malformed());
         }
         let mut bytes = vec![0; size as usize];
         file.read_exact_at(&mut bytes, 0)?;
-        let (server, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
-        let (server, waits) = stored_server(u64::from_le_bytes(*server), servers).ok_or_else(malformed)?;
+        let (word, rest) = bytes.split_first_chunk().ok_or_else(malformed)?;
         let (count, rest) = rest.split_first_chunk().ok_or_else(malformed)?;
+        let read = StoredServer::read(u64::from_le_bytes(*word), rest, servers);
+        let (server, rest) = read.ok_or_else(malformed)?;
         let length = u64::from_le_bytes(*count).checked_mul(size_of::<Extent>() as u64);
         let length = length.and_then(|length| usize::try_from(length).ok());
         let (extents, session) =
@@ -226,14 +228,12 @@ impl Leftover {
         let extents = extents.iter().filter_map(|extent| Extent::read_from_bytes(extent).ok()).collect();
         let saved =
             (!session.is_empty()).then(|| Saved::from_parts(session, stored.descriptors)).transpose()?;
-        Ok(Leftover { server, extents, saved, waits })
+        Ok(Leftover { server, extents, saved })
     }
 
     /// Tells the worker or the server that the session is over.
     pub fn end(&self) {
-        if let Some(saved) = &self.saved {
-            saved.end(&self.server);
-        }
+        self.saved.iter().for_each(|saved| self.server.end(saved));
     }
 
     /// Waits up to `patience` until no worker has the channel's memory mapped. Call it after

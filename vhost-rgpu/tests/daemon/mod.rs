@@ -121,6 +121,13 @@ impl Daemon {
         eventually(|| self.try_status().is_some_and(|status| status["keepers_before"] == before + 1));
     }
 
+    /// Gives a [configured](Self::configured) daemon this configuration file, and [upgrades](Self::upgrade)
+    /// it.
+    pub fn reconfigure(&self, file: &str) {
+        std::fs::write(self.path("vhost-rgpu.toml"), file).unwrap();
+        self.upgrade();
+    }
+
     /// Starts another daemon on the same sockets, without waiting for it.
     pub fn again(&self, arguments: &[&str]) -> Daemon {
         spawn(Command::new(BINARY), self.folder(), arguments)

@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
 use host_bridge::memory::{ChannelView, Memories};
-use protocol::channel::{Geometry, State};
+use protocol::channel::{Geometry, HeaderFields, State};
 use protocol::device::{
     Answer, CONTROL_QUEUE, DOORBELL_QUEUE, EVENT_QUEUE, Extent, Request, Response, request,
 };
@@ -324,18 +324,29 @@ impl Guest {
 
     /// Prepares the memory of channel `channel`, its header's page last.
     pub fn prepare(&self, channel: u32) -> (Vec<Extent>, Geometry) {
+        self.prepare_for(channel, 0)
+    }
+
+    /// The same, for one of several servers.
+    fn prepare_for(&self, channel: u32, server: u32) -> (Vec<Extent>, Geometry) {
         let geometry = Geometry::with_arena(1 << 20);
         let size = geometry.size as u64;
         assert!(size < CHANNEL_STRIDE);
         let base = CHANNEL + u64::from(channel) * CHANNEL_STRIDE;
         let extents = vec![Extent { addr: base + size, len: 4096 }, Extent { addr: base, len: size - 4096 }];
         self.fill(base, size + 4096);
-        write_header(&self.memories, base + size, &geometry.fields(3, "guest-program"));
+        let fields = HeaderFields { server, ..geometry.fields(3, "guest-program") };
+        write_header(&self.memories, base + size, &fields);
         (extents, geometry)
     }
 
     pub fn create(&mut self, channel: u32) -> Channel {
-        let (extents, geometry) = self.prepare(channel);
+        self.create_for(channel, 0)
+    }
+
+    /// Creates a channel for one of several servers.
+    pub fn create_for(&mut self, channel: u32, server: u32) -> Channel {
+        let (extents, geometry) = self.prepare_for(channel, server);
         assert_eq!(self.ask(create(channel, &extents), &extents), (Answer::Ok, String::new()));
         self.channel(self.memories.view(&extents, geometry.size as u64).unwrap())
     }

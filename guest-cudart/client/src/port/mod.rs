@@ -112,8 +112,8 @@ pub trait Port: Send + Sync {
     /// thread, as far as the system tells.
     fn wait(&self, offset: u64, expected: u32, timeout: Duration) -> bool;
 
-    /// Whether the host side may still be alive. Call it only after sleeping for a while without being woken,
-    /// because a port may rely on that.
+    /// Whether the host side may still be alive. Threads that sleep call it several times a second, and a
+    /// port may rely on that.
     fn alive(&self) -> bool;
 
     /// The reason, once [`Port::alive`] has returned false.

@@ -158,11 +158,12 @@ impl Saved {
         Ok(Saved(kind))
     }
 
-    /// Ends the session: tells its server or worker, as far as they can be told. Does not block.
-    pub fn end(&self, config: &SessionConfig) {
+    /// Ends the session: tells its server or worker, as far as they can be told. Does not block. Without the
+    /// server's configuration only a worker of this host can be told.
+    pub fn end(&self, config: Option<&SessionConfig>) {
         match &self.0 {
             // A server keeps a session whose connections are merely closed.
-            Kind::Remote(remote) => remote.end(config),
+            Kind::Remote(remote) => config.into_iter().for_each(|config| remote.end(config)),
             // The worker finds that nobody can come, as if nobody held the socket.
             Kind::Local(local) => {
                 let _ = shutdown(local.worker.as_raw_fd(), Shutdown::Write);
@@ -214,6 +215,19 @@ pub(super) fn say(worker: BorrowedFd<'_>, kind: u32) {
     let packet = FrameHeader { kind, len: 0 };
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     let _ = send(worker.as_raw_fd(), packet.as_bytes(), flags);
+}
+
+/// Forgets what a worker has said so far, and nobody has read.
+pub(super) fn forget_said(worker: BorrowedFd<'_>) {
+    let (mut header, mut fds) = (FrameHeader { kind: 0, len: 0 }, Vec::new());
+    // As much as it says for a few processes that did not listen. One that says more is not believed.
+    for _ in 0..64 {
+        let said = poll(&mut [PollFd::new(worker, PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(1);
+        if !said || !recv_some(worker, header.as_mut_bytes(), &mut fds).is_ok_and(|bytes| bytes > 0) {
+            return;
+        }
+        fds.clear();
+    }
 }
 
 /// Waits up to `patience` until a worker says that it is paused, or nothing of it is left.

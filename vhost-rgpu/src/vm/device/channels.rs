@@ -76,7 +76,12 @@ impl Device {
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
         let epoch = job.epoch;
-        let before = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).remove(&channel);
+        let (before, others) = {
+            let mut unanswered = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
+            (unanswered.remove(&channel), unanswered.len())
+        };
+        // The predecessor has counted it.
+        let counted = before.is_some();
         if let Some(leftover) = before {
             self.wait_for_release(channel, &leftover, epoch);
         }
@@ -86,6 +91,15 @@ impl Device {
             let mut channels = self.channels();
             if channels.contains_key(&channel) {
                 return Err(invalid(format!("channel {channel} exists already")));
+            }
+            // Their number counts, not their ids: the driver gives those up to the limit that it has read,
+            // which may have been another one.
+            let most = self.config.limits.max_channels;
+            let count = channels.len() + others;
+            if count >= most as usize && !counted {
+                return Err(no_resources(format!(
+                    "the guest has {count} channels, the limit is {most} (limits.max_channels)"
+                )));
             }
             if inside.is_some() {
                 channels.insert(channel, Channel::Opening(give_up.clone()));
@@ -175,14 +189,14 @@ impl Device {
         give_up: GiveUp,
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
-        let epoch = job.epoch;
+        let (epoch, place) = (job.epoch, (server, &config));
         let unknown = |e: io::Error| no_resources(format!("this host cannot remember the channel: {e}"));
-        self.remember(epoch, channel, Known::new(server, &memory.extents, Stage::Waits).map_err(unknown)?)?;
+        self.remember(epoch, channel, Known::new(place, &memory.extents, Stage::Waits).map_err(unknown)?)?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up, job };
         let mut prepared = Prepared::connect(&config, &memory, &mut turn)
             .inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
         let saved = prepared.save(&memory).map_err(unknown)?;
-        let known = Known::new(server, &memory.extents, Stage::Began(saved.as_ref())).map_err(unknown)?;
+        let known = Known::new(place, &memory.extents, Stage::Began(saved.as_ref())).map_err(unknown)?;
         self.remember(epoch, channel, known)?;
         drop(saved);
         let opened = prepared.open().inspect_err(|e| turn.refused_after_waiting(&e.to_string()))?;
@@ -224,10 +238,7 @@ impl Device {
                         let leftover = leftover.clone();
                         drop(channels);
                         self.wait_for_release(channel, &leftover, epoch);
-                        if let Some(_inside) = self.gate.enter(epoch) {
-                            self.channels().remove(&channel);
-                            self.store.forget(channel);
-                        }
+                        self.forget(channel, epoch);
                         return Ok(());
                     }
                     Some(Channel::Open(session, _)) => break session.clone(),
@@ -259,12 +270,19 @@ impl Device {
             }
         }
         drop(held);
-        if let Some(_inside) = self.gate.enter(epoch) {
-            self.channels().remove(&channel);
-            self.store.forget(channel);
-        }
+        self.forget(channel, epoch);
         self.settled.notify_all();
         Ok(())
+    }
+
+    /// Forgets a channel that is destroyed, unless the device was reset.
+    fn forget(&self, channel: u32, epoch: u64) {
+        if let Some(_inside) = self.gate.enter(epoch) {
+            let mut channels = self.channels();
+            channels.remove(&channel);
+            // Before another channel can take its place: the keeper counts what is stored.
+            self.store.forget(channel);
+        }
     }
 
     fn unregister(&self, channel: u32, region: u32, session: &Arc<Session>) -> Result<(), Refusal> {
@@ -305,7 +323,7 @@ impl Device {
         if self.epoch_changed(epoch) { Err(invalid("the device was reset")) } else { Ok(()) }
     }
 
-    fn session(&self, channel: u32, epoch: u64) -> Result<Arc<Session>, Refusal> {
+    pub(super) fn session(&self, channel: u32, epoch: u64) -> Result<Arc<Session>, Refusal> {
         match self.channels_at(epoch)?.get(&channel) {
             Some(Channel::Open(session, _)) => Ok(session.clone()),
             Some(

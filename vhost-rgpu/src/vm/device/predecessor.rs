@@ -122,7 +122,7 @@ impl Device {
                 continue;
             }
             let ends = destroyed.contains(&channel);
-            if leftover.waits && !ends {
+            if leftover.server.waits && !ends {
                 match GiveUp::new() {
                     Ok(give_up) => {
                         self.channels().insert(channel, Channel::Opening(give_up.clone()));
@@ -146,7 +146,8 @@ impl Device {
                 }
             }
             leftover.end();
-            self.tell_lost(channel, &leftover.extents, &reason);
+            let gone = leftover.server.config().err();
+            self.tell_lost(channel, &leftover.extents, gone.as_ref().unwrap_or(&reason));
             self.channels().insert(channel, Channel::Left(Arc::new(leftover)));
             lost += u64::from(!ends);
         }
@@ -166,13 +167,14 @@ impl Device {
 
     /// Continues the session of a predecessor's channel.
     fn resume_session(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
+        let server = leftover.server.config().map_err(no_resources)?;
         let extents = &leftover.extents[..];
         let size = bytes_of(extents);
         let memories = self.memories();
         let mappings = self.budget.channel(memories.resolve(extents, size)?.all().len())?;
         let memory = ChannelMemory::new(memories, extents.to_vec(), size)?;
         let (wakeup, lost) = self.listeners(channel);
-        let session = Session::resume(&leftover.server, saved, memory, None, wakeup, lost)
+        let session = Session::resume(server, saved, memory, None, wakeup, lost)
             .map_err(|e| no_resources(format!("its session cannot continue: {e}")))?;
         let session = Arc::new(session);
         let listed = self.registry.list_resumed(&self.who, channel.into(), session.clone());

@@ -3,8 +3,10 @@
 //!
 //! [`control`] defines valid requests, and [`channels`](super::channels) executes them.
 
-use std::sync::PoisonError;
+use std::io;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use protocol::device::{Answer, CONTROL_QUEUE, Response};
 use vhost_user_backend::VringT;
@@ -20,7 +22,8 @@ use crate::vm::gate::Inside;
 use crate::vm::queue::Vring;
 use crate::vm::recovery;
 
-/// Maximum number of requests in progress. Each has a thread.
+/// Maximum number of requests in progress. Each has a thread, except those that release memory and find none:
+/// they wait for one.
 pub(super) const MAX_JOBS: usize = 256;
 /// Maximum bytes of extents in requests in progress.
 const MAX_JOB_BYTES: usize = 64 << 20;
@@ -36,6 +39,23 @@ pub(super) struct Fetched {
     answer: Vec<Piece>,
     pub(super) order: Result<Order, Refusal>,
     bytes: usize,
+}
+
+/// A valid request that was not executed yet.
+pub(super) struct Work {
+    epoch: u64,
+    head: u16,
+    again: bool,
+    answer: Vec<Piece>,
+    order: Order,
+    bytes: usize,
+}
+
+impl Work {
+    /// Whether it releases memory of the guest.
+    fn releases(&self) -> bool {
+        matches!(self.order, Order::Destroy { .. } | Order::Unregister { .. })
+    }
 }
 
 impl Device {
@@ -58,12 +78,18 @@ impl Device {
         let mut fruitless = 0;
         loop {
             fruitless += 1;
+            // These write to guest memory as well.
+            let Some(inside) = self.gate.try_enter(epoch) else { return };
             let _ = vring.disable_notification();
+            drop(inside);
             while let Some(fetched) = self.fetch(vring, epoch) {
                 fruitless = 0;
                 self.start_job(fetched, epoch);
             }
-            match vring.enable_notification() {
+            let Some(inside) = self.gate.try_enter(epoch) else { return };
+            let enabled = vring.enable_notification();
+            drop(inside);
+            match enabled {
                 Ok(true) if fruitless < 2 => {}
                 Ok(true) => return self.limit.warn(&self.who, "the request queue cannot be read"),
                 Ok(false) => return,
@@ -128,27 +154,74 @@ impl Device {
     pub(super) fn start_job(&self, fetched: Fetched, epoch: u64) {
         let Fetched { head, again, answer, order, bytes } = fetched;
         let order = match order {
-            Ok(order) if self.jobs.fetch_add(1, Ordering::Relaxed) < MAX_JOBS => order,
-            refused => {
-                if refused.is_ok() {
-                    self.jobs.fetch_sub(1, Ordering::Relaxed);
-                }
+            Ok(order) => order,
+            Err(refusal) => {
                 self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
-                let busy = || no_resources(format!("{MAX_JOBS} requests are in progress"));
-                return self.refuse(epoch, head, answer, refused.err().unwrap_or_else(busy));
+                return self.refuse(epoch, head, answer, refusal);
             }
         };
-        let Some(device) = self.me.upgrade() else { return };
-        let pieces = answer.clone();
-        let spawned = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
-            let mut job = Job { device: &device, epoch, head, again, pieces, bytes, answered: false };
-            let result = device.execute(order, &mut job);
-            job.answer(result);
-        });
-        if let Err(e) = spawned {
-            self.jobs.fetch_sub(1, Ordering::Relaxed);
-            self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            self.refuse(epoch, head, answer, no_resources(format!("the host is short of threads: {e}")));
+        let work = Work { epoch, head, again, answer, order, bytes };
+        let result = if self.jobs.fetch_add(1, Ordering::Relaxed) < MAX_JOBS {
+            let short = |(work, e)| (work, format!("the host is short of threads: {e}"));
+            self.start_thread(work).map_err(short)
+        } else {
+            Err((work, format!("{MAX_JOBS} requests are in progress")))
+        };
+        match result {
+            Ok(()) => {}
+            Err((work, _)) if work.releases() => self.defer(work),
+            Err((Work { epoch, head, answer, bytes, .. }, why)) => {
+                self.jobs.fetch_sub(1, Ordering::Relaxed);
+                self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
+                self.refuse(epoch, head, answer, no_resources(why));
+            }
+        }
+    }
+
+    /// Executes a request in a thread of its own, then those that wait for a thread. Returns it if there is
+    /// no thread.
+    fn start_thread(&self, work: Work) -> Result<(), (Work, io::Error)> {
+        let Some(device) = self.me.upgrade() else { return Ok(()) };
+        let work = Arc::new(Mutex::new(Some(work)));
+        let take = |work: &Mutex<Option<Work>>| work.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let theirs = Arc::clone(&work);
+        let run = move || {
+            take(&theirs).into_iter().for_each(|work| device.run(work));
+            device.run_deferred();
+        };
+        match std::thread::Builder::new().name("request".to_owned()).spawn(run) {
+            Ok(_) => Ok(()),
+            Err(e) => take(&work).map_or(Ok(()), |work| Err((work, e))),
+        }
+    }
+
+    fn run(&self, work: Work) {
+        let Work { epoch, head, again, answer: pieces, order, bytes } = work;
+        let mut job = Job { device: self, epoch, head, again, pieces, bytes, answered: false };
+        let result = self.execute(order, &mut job);
+        job.answer(result);
+    }
+
+    /// Keeps a request that releases memory until a thread has time for it. A refusal would help nobody: the
+    /// driver could only ask again.
+    fn defer(&self, work: Work) {
+        if let Order::Destroy { channel } = work.order
+            && let Ok(session) = self.session(channel, work.epoch)
+        {
+            // It is over now, however long the request waits.
+            self.count_end(&session);
+            session.close("the program has ended its session", Duration::ZERO);
+        }
+        self.deferred.lock().unwrap_or_else(PoisonError::into_inner).push_back(work);
+        // The thread lives as long as the device.
+        let _ = self.reserve.send(());
+    }
+
+    /// Executes the requests that wait for a thread.
+    pub(super) fn run_deferred(&self) {
+        let next = || self.deferred.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+        while let Some(work) = next() {
+            self.run(work);
         }
     }
 
@@ -276,4 +349,26 @@ fn copy_out(
         return Err(invalid(format!("the request ends {} bytes too early", buf.len() - at)));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::fuzzing::with_channel_after_reset;
+
+    #[test]
+    fn a_request_to_destroy_a_channel_is_never_refused_for_lack_of_threads() {
+        with_channel_after_reset(|device, _| {
+            device.jobs.fetch_add(MAX_JOBS, Ordering::Relaxed);
+            let order = Ok(Order::Destroy { channel: 0 });
+            let fetched = Fetched { head: 0, again: false, answer: Vec::new(), order, bytes: 0 };
+            device.start_job(fetched, device.gate.epoch());
+            // Until it is answered.
+            while device.jobs.load(Ordering::Relaxed) > MAX_JOBS {
+                std::thread::yield_now();
+            }
+            assert!(device.channels().is_empty(), "it is still there");
+            device.jobs.fetch_sub(MAX_JOBS, Ordering::Relaxed);
+        });
+    }
 }
