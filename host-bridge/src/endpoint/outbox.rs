@@ -262,8 +262,8 @@ impl Stream {
 
 impl Outbox {
     /// For a session that has `count` data connections and keeps up to `replay` bytes for them. (A bridge
-    /// need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so beside that there is room for the longest
-    /// chunk at least.) `compress`: when data is compressed.
+    /// need not acknowledge less than [`ACKNOWLEDGE_OUT`] of each, so beside that there is room for the
+    /// longest chunk at least.) `compress`: when data is compressed.
     pub(super) fn new(count: usize, replay: u64, compress: CompressUse) -> Arc<Outbox> {
         let count = count.max(1);
         let streams = (0..count).map(|_| Stream::new(compress)).collect();

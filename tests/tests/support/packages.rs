@@ -122,8 +122,8 @@ impl Held {
     }
 }
 
-/// Removes these packages, which keeps their settings (these files), and then purges them. Nothing may be left
-/// of them.
+/// Removes these packages, which keeps their settings (these files), and then purges them. Nothing may be
+/// left of them.
 pub fn purge(machine: &Machine, names: &[&str], settings: &[&str], before: &BTreeSet<String>) -> Result<()> {
     let names = names.join(" ");
     machine.check(&format!("apt-get remove -y {names}"), LONG)?;

@@ -115,8 +115,8 @@ impl Capture {
         }
     }
 
-    /// Ends the capture without a result. A graph that it has made is destroyed, although the program may have
-    /// asked for its handle: it "is transferred or destroyed at cuStreamEndCapture" (`cuda.h`).
+    /// Ends the capture without a result. A graph that it has made is destroyed, although the program may
+    /// have asked for its handle: it "is transferred or destroyed at cuStreamEndCapture" (`cuda.h`).
     pub fn discard(&self) {
         self.end();
         if let Some(destroy) = self.destroy {
