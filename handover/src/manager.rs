@@ -15,7 +15,8 @@ use nix::sys::socket::{
 
 use crate::start_thread;
 
-/// Most messages that wait until the service manager reads. Later ones are dropped.
+/// Most messages that wait until the service manager reads. Beyond that, it gets no more descriptors. Other
+/// messages always wait: for each descriptor there is only one that takes it back.
 const MOST: usize = 4096;
 
 /// A message, and the descriptor that goes with it.
@@ -70,9 +71,9 @@ impl Manager {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a message, at the latest when the service manager has read those before it. A failure is logged
-    /// once.
-    pub(crate) fn tell(self: &Arc<Self>, text: &str, fd: Option<BorrowedFd<'_>>) {
+    /// Sends a message, at the latest when the service manager has read those before it. False: it will never
+    /// be sent, which is logged once.
+    pub(crate) fn tell(self: &Arc<Self>, text: &str, fd: Option<BorrowedFd<'_>>) -> bool {
         let mut outbox = self.lock();
         let told = if outbox.sending {
             self.wait_in(&mut outbox, text, fd)
@@ -82,7 +83,7 @@ impl Manager {
                 sent => sent,
             }
         };
-        told.unwrap_or_else(|e| outbox.complain(&e));
+        told.inspect_err(|e| outbox.complain(e)).is_ok()
     }
 
     fn wait_in(
@@ -91,7 +92,7 @@ impl Manager {
         text: &str,
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<()> {
-        if outbox.waiting.len() >= MOST {
+        if fd.is_some() && outbox.waiting.len() >= MOST {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         let fd = fd.map(|fd| fd.try_clone_to_owned()).transpose()?;

@@ -63,12 +63,12 @@ impl Kept {
         name.len() + 1
     }
 
-    /// Removes an entry. True: it was there.
-    fn remove(&mut self, name: &str) -> bool {
-        let Some(entry) = self.entries.remove(name) else { return false };
+    /// Removes an entry. Returns it if it was there.
+    fn remove(&mut self, name: &str) -> Option<Entry> {
+        let entry = self.entries.remove(name)?;
         self.files.remove(&(entry.file, name.to_owned()));
         self.names -= if entry.passed { Kept::length(name) } else { 0 };
-        true
+        Some(entry)
     }
 }
 
@@ -98,8 +98,14 @@ impl Store {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tell(&self, text: &str, fd: Option<BorrowedFd<'_>>) {
-        self.manager.iter().for_each(|manager| manager.tell(text, fd));
+    /// Tells the service manager something. False: it will not hear of it.
+    fn tell(&self, text: &str, fd: Option<BorrowedFd<'_>>) -> bool {
+        self.manager.as_ref().is_some_and(|manager| manager.tell(text, fd))
+    }
+
+    /// Takes a descriptor back from the service manager.
+    fn take_back(&self, name: &str) {
+        self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
     }
 
     /// Waits until the service manager has all messages, for at most [`SENT_WITHIN`].
@@ -120,16 +126,15 @@ impl Store {
         let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
         let file = identity(&own)?;
         let mut kept = self.lock();
-        if kept.remove(name) {
-            self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
+        if kept.remove(name).is_some_and(|entry| entry.passed) {
+            self.take_back(name);
         }
-        let passed = kept.names + Kept::length(name) <= MAX_NAMES;
+        let fits = kept.names + Kept::length(name) <= MAX_NAMES;
+        let passed = fits && self.tell(&text, Some(fd.as_fd()));
         kept.names += if passed { Kept::length(name) } else { 0 };
         kept.files.insert((file, name.to_owned()));
         kept.entries.insert(name.to_owned(), Entry { fd: own, file, passed });
-        if passed {
-            self.tell(&text, Some(fd.as_fd()));
-        } else if self.manager.is_some() && !self.full.swap(true, Ordering::Relaxed) {
+        if !fits && self.manager.is_some() && !self.full.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 "the service manager can take no more names of descriptors: after a crash, a successor would lack the others"
             );
@@ -153,15 +158,15 @@ impl Store {
     /// Stops keeping the descriptor with this name, whether this process or an earlier one kept it.
     pub fn forget(&self, name: &str) {
         let mut kept = self.lock();
-        kept.remove(name);
-        self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
+        if kept.remove(name).is_none_or(|entry| entry.passed) {
+            self.take_back(name);
+        }
     }
 
     /// Stops keeping all descriptors, before this daemon ends.
     pub fn forget_all(&self) {
-        for (name, _) in std::mem::take(&mut *self.lock()).entries {
-            self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
-        }
+        let entries = std::mem::take(&mut *self.lock()).entries;
+        entries.iter().filter(|(_, entry)| entry.passed).for_each(|(name, _)| self.take_back(name));
         self.settle();
     }
 
@@ -318,9 +323,9 @@ mod tests {
         assert!((0..most).all(keeps));
         assert!(!keeps(most), "no room is left");
         assert_eq!(store.lock().entries.len(), most + 1, "it goes to a program that is executed");
-        for gone in [0, most] {
+        for (gone, was_passed) in [(0, true), (most, false)] {
             store.forget(&name(gone));
-            assert!(heard());
+            assert_eq!(heard(), was_passed);
         }
         assert!(keeps(0) && !keeps(most));
     }
@@ -350,6 +355,37 @@ mod tests {
         store.settle();
         store.ready();
         assert_eq!(heard(), "READY=1");
+    }
+
+    #[test]
+    fn a_service_manager_that_does_not_read_gets_fewer_descriptors_but_each_one_is_taken_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        hears.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
+        let (file, _) = std::io::pipe().unwrap();
+        for number in 0..10_000 {
+            store.keep(&format!("a-{number}"), &file).unwrap();
+            store.forget(&format!("a-{number}"));
+        }
+        store.ready();
+        let (mut has, mut most, mut text) = (BTreeSet::new(), 0, [0; 1000]);
+        loop {
+            let length = hears.recv(&mut text).expect("the last message is not lost");
+            let text = std::str::from_utf8(&text[..length]).unwrap();
+            let Some((what, name)) = text.split_once("FDNAME=") else {
+                assert_eq!(text, "READY=1");
+                break;
+            };
+            if what.starts_with("FDSTORE=1") {
+                assert!(has.insert(name.to_owned()));
+                most += 1;
+            } else {
+                assert!(has.remove(name), "{name} was never passed");
+            }
+        }
+        assert!(has.is_empty() && most < 10_000, "{has:?} of {most} stay");
     }
 
     #[test]
