@@ -52,7 +52,7 @@ impl State {
         if *may_repeat && record.has_done(request, resource, bytes) {
             return Reply::Charged;
         }
-        let (principal, limit) = (&session.limits.principal, session.limits.total.of(resource));
+        let (principal, limit) = (session.limits.principal.clone(), session.limits.total.of(resource));
         let more = if import.is_some() { 0 } else { bytes };
         let most = self.total(&session.limits, resource).checked_add(more).filter(|sum| *sum <= limit);
         let after = record.granted(resource).checked_add(bytes).filter(|_| record.has(resource));
@@ -64,10 +64,10 @@ impl State {
             Err(()) => return Reply::Refused(Refusal::Full),
         }
         record.change(request, resource, bytes, after);
-        self.publish(principal);
         if let (Some((token, import)), Some(session)) = (import, self.sessions.get_mut(&worker)) {
             session.account.imports.add(token, import);
         }
+        self.publish(&principal);
         Reply::Charged
     }
 
@@ -178,6 +178,11 @@ mod tests {
         state.total(&state.sessions[&worker].limits, DEVICE)
     }
 
+    /// The same, as the session's worker was told.
+    fn told(state: &State, worker: u32) -> u64 {
+        state.sessions[&worker].account.terms.total_held[1].load(Ordering::Relaxed)
+    }
+
     #[test]
     fn only_sessions_of_the_same_principal_share_its_limit() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100), (3, "b", 100)]);
@@ -193,9 +198,6 @@ mod tests {
             granted(&state.charge(1, 1, Resource::Device(2), 100, None)),
             "each device has its own limit"
         );
-        let told = |state: &State, worker| {
-            state.sessions[&worker].account.terms.total_held[1].load(Ordering::Relaxed)
-        };
         assert_eq!((told(&state, 1), told(&state, 2), told(&state, 3)), (100, 100, 100));
         state.sessions.remove(&1);
         state.publish("a");
@@ -241,7 +243,7 @@ mod tests {
         for worker in [2, 3] {
             assert!(granted(&state.charge(worker, 1, DEVICE, 60, Some(token))));
         }
-        assert_eq!(total(&state, 2), 60);
+        assert_eq!((total(&state, 2), told(&state, 2)), (60, 60));
         // A worker that lies gets no more for it.
         state.discharge(2, 2, DEVICE, 60, None);
         assert!(!granted(&state.charge(2, 3, DEVICE, 41, None)) && total(&state, 2) == 60);
