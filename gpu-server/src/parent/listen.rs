@@ -21,7 +21,7 @@ pub(super) mod fuzzing;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Read};
-use std::net::{IpAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -293,6 +293,8 @@ impl Listener {
                 let (stream, peer) = listener.accept()?;
                 // Messages here are short, and somebody waits for them.
                 stream.set_nodelay(true)?;
+                // A socket for both kinds of addresses reports an IPv4 client as an IPv6 address.
+                let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
                 let source = Source::of(peer.ip());
                 let socket = Socket::Tcp(stream);
                 Ok(Arrival { socket, source, peer: peer.to_string(), until, phase: Phase::First })
@@ -317,7 +319,7 @@ enum Source {
 
 impl Source {
     fn of(address: IpAddr) -> Source {
-        match address.to_canonical() {
+        match address {
             IpAddr::V4(address) => Source::V4(address.octets()),
             IpAddr::V6(address) => {
                 let mut network = [0; 8];
@@ -766,5 +768,16 @@ mod tests {
         for (wildcard, reached) in [("0.0.0.0", [true, false]), ("::", [true; 2]), ("*", [true; 2])] {
             assert_eq!([v4, v6].map(|address| is_within(wildcard, address)), reached, "{wildcard}");
         }
+    }
+
+    #[test]
+    fn a_socket_for_all_addresses_reports_ipv4_clients_by_their_addresses() {
+        let Ok(socket) = TcpListener::bind("[::]:0") else {
+            eprintln!("proves nothing: this machine has no IPv6");
+            return;
+        };
+        let _client = TcpStream::connect(("127.0.0.1", socket.local_addr().unwrap().port())).unwrap();
+        let peer = Listener::Tcp(socket).accept().unwrap().peer;
+        assert!(peer.starts_with("127.0.0.1:"), "{peer}");
     }
 }
