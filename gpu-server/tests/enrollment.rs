@@ -71,7 +71,7 @@ fn a_client_joins_once_and_its_sessions_have_the_name_that_it_was_enrolled_with(
 
 #[test]
 fn programs_of_one_machine_that_start_at_the_same_moment_are_all_answered_and_served() {
-    const PROGRAMS: usize = 64;
+    const PROGRAMS: usize = 48;
     let server = Server::start_protected(&["--max-sessions=80", "--client-sessions=0"]);
     let machine = joined(&server, "host1");
     let mut config = machine.config(server.port);

@@ -54,9 +54,9 @@ use crate::config::Serve;
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
 /// Maximum number of connections without a complete first message.
 const MAX_SILENT: usize = 512;
-/// The same for one source: an address, or all users of this machine together. As many again may have said
-/// nothing at all.
-const MAX_SILENT_OF_ONE: usize = 64;
+/// The same for one source: an address, or all users of this machine together. A client may start a hundred
+/// programs at the same moment. As many again may have said nothing at all.
+const MAX_SILENT_OF_ONE: usize = 128;
 /// Maximum size of a client's first TLS message in bytes.
 const MAX_CLIENT_HELLO: usize = 8 << 10;
 /// Maximum size in bytes of what a client sends under TLS until its first message is complete: a handshake
