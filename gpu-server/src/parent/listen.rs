@@ -168,13 +168,27 @@ pub(super) fn check(options: &Serve, places: &Places) -> Result<(), String> {
     }
     options.listen.iter().try_for_each(|address| match address {
         Address::Unix(path) => places.unix(path),
-        Address::Tcp(host, port) => bind_to(host, |host| places.tcp(host, *port)),
+        Address::Tcp(host, port) => places.tcp(to_bind(host), *port),
     })
 }
 
-/// Binds to a host, for "*" to all addresses of this machine. Its kernel may have no IPv6.
-fn bind_to<T, E>(host: &str, bind: impl Fn(&str) -> Result<T, E>) -> Result<T, E> {
-    if host == "*" { bind("::").or_else(|_| bind("0.0.0.0")) } else { bind(host) }
+/// What to bind to for a host. "*" means all addresses of this machine, whose kernel may have no IPv6.
+fn to_bind(host: &str) -> &str {
+    match host {
+        "*" if has_ipv6() => "::",
+        "*" => {
+            tracing::info!("this machine has no IPv6: tcp:* listens at its IPv4 addresses only");
+            "0.0.0.0"
+        }
+        host => host,
+    }
+}
+
+/// Whether this machine's kernel has IPv6.
+fn has_ipv6() -> bool {
+    let tried = TcpListener::bind("[::]:0");
+    let error = tried.err().and_then(|e| e.raw_os_error());
+    !error.is_some_and(|e| [libc::EAFNOSUPPORT, libc::EADDRNOTAVAIL].contains(&e))
 }
 
 /// Opens every listening socket and starts the thread that accepts from them.
@@ -188,10 +202,9 @@ pub(super) fn start(
         listeners.push(match address {
             Address::Unix(path) => Listener::Unix(bind_unix(server, path, 0o660, inherited, files)?),
             Address::Tcp(host, port) => {
-                let bind = |host: &str| TcpListener::bind((host, *port));
                 let listener = match inherited.remove(&kept_name(address)) {
                     Some(kept) => Ok(TcpListener::from(kept)),
-                    None => bind_to(host, bind),
+                    None => TcpListener::bind((to_bind(host), *port)),
                 };
                 let listener = listener.with_context(|| format!("cannot listen at {address}"))?;
                 server.succession.store.keep(&kept_name(address), &listener)?;
@@ -768,6 +781,20 @@ mod tests {
         for (wildcard, reached) in [("0.0.0.0", [true, false]), ("::", [true; 2]), ("*", [true; 2])] {
             assert_eq!([v4, v6].map(|address| is_within(wildcard, address)), reached, "{wildcard}");
         }
+    }
+
+    #[test]
+    fn listening_at_all_addresses_fails_if_one_is_taken() {
+        let Ok(taken) = TcpListener::bind("[::1]:0") else {
+            eprintln!("proves nothing: this machine has no IPv6");
+            return;
+        };
+        let listen = format!("--listen=tcp:*:{}", taken.local_addr().unwrap().port());
+        let (mut inherited, mut files) = (Inherited::default(), Files::default());
+        let options = Serve::from_flags(&[&listen, "--insecure=true"]);
+        let server = Arc::new(Server::new(options, &mut inherited).unwrap());
+        let failed = start(&server, &mut inherited, &mut files).unwrap_err();
+        assert!(failed.to_string().contains("cannot listen at tcp:*"), "{failed}");
     }
 
     #[test]
