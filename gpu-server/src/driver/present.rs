@@ -21,7 +21,7 @@ fn settle_in(backing: &mut Backing, pci: &Path) -> Option<String> {
     let gpu = nvidia_gpu(pci)?;
     backing.backend = Backend::Cuda;
     Some(format!(
-        "this machine has an NVIDIA GPU (PCI {gpu}), so --backend=auto serves none in software; --backend=software does"
+        "this machine has an NVIDIA GPU (PCI {gpu}), so --backend=auto serves none in software. If NVIDIA's driver is the cause, --backend=software serves one"
     ))
 }
 
