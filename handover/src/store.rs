@@ -108,8 +108,8 @@ impl Store {
         self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None);
     }
 
-    /// Waits until the service manager has all messages, for at most [`SENT_WITHIN`].
-    fn settle(&self) {
+    /// Waits until the service manager has all messages, for at most two seconds.
+    pub fn settle(&self) {
         self.manager.iter().for_each(|manager| manager.settle(SENT_WITHIN));
     }
 
@@ -196,7 +196,8 @@ impl Store {
 
     /// Executes `program` in place of this one, with this process's environment and all kept descriptors.
     /// Returns only if that fails, and then nothing has changed. The signal mask stays as it is, so blocked
-    /// signals wait for the next program.
+    /// signals wait for the next program. Messages that the service manager does not have yet are lost:
+    /// [`settle`](Store::settle) first, without any lock that others need.
     pub fn exec(&self, program: &Path, arguments: &[OsString]) -> io::Error {
         match self.try_exec(program, arguments) {
             Ok(never) => match never {},
@@ -210,8 +211,6 @@ impl Store {
         words.extend(kept.entries.iter().map(|(name, entry)| format!("{name}={}", entry.fd.as_raw_fd())));
         let list = List::new(&words)?;
         let prepared = prepare(program, arguments, &list.text)?;
-        // What nobody has sent by then is lost.
-        self.settle();
         let fds = kept.entries.values().map(|entry| &entry.fd).chain(&list.file);
         let opened = fds.clone().try_for_each(|fd| close_on_exec(fd, false));
         let failed = opened.map_or_else(|e| e, |()| prepared.run());

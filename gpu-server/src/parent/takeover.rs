@@ -366,6 +366,8 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     }
     drop(state);
     server.changed.notify_all();
+    // Without the lock: the service manager may be busy.
+    store.settle();
     let state = wait(UNUSED_WITHIN, &|state| !Server::unsettled(state));
     if state.draining() {
         return Err("the server is shutting down".into());

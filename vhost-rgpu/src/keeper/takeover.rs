@@ -183,6 +183,7 @@ impl Succession {
         );
         processes.end_for_others();
         self.save(own);
+        self.store.settle();
         let failed = self.store.exec(&self.program, &arguments);
         Err(format!("cannot execute {}: {failed}", self.program.display()))
     }
