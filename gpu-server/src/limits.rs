@@ -55,9 +55,9 @@ impl Limits {
 
 #[cfg(test)]
 impl Limits {
-    /// Those of a client for tests, or of its lease, written `CLIENT#LEASE`.
+    /// Those of a client for tests, or of its lease, written `CLIENT LEASE`.
     pub fn test(principal: &str) -> Limits {
-        let owner = principal.split_once('#').map(|(owner, _)| owner.to_owned());
+        let owner = principal.split_once(' ').map(|(owner, _)| owner.to_owned());
         Limits { principal: principal.to_owned(), owner, ..Limits::default() }
     }
 }

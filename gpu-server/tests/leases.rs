@@ -102,7 +102,7 @@ fn a_lease_gives_its_owners_sessions_its_devices_and_nobody_else() {
     works(&mut client);
     let row = server.status()["sessions"][0].clone();
     let shown = (&row["devices"], &row["lease"], &row["principal"]);
-    assert_eq!(shown, (&json!(device.to_string()), &json!(lease.id), &json!(format!("host1/{}", lease.id))));
+    assert_eq!(shown, (&json!(device.to_string()), &json!(lease.id), &json!(format!("host1 {}", lease.id))));
     // Somebody else who has found out the key gets nothing.
     let refusal = under(&other).err().unwrap();
     assert!(refusal.contains("has no such lease"), "{refusal}");

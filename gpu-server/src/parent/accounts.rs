@@ -208,8 +208,8 @@ mod tests {
     #[test]
     fn sessions_under_all_leases_of_a_client_share_its_page_locked_memory() {
         let mut state = state(&[
-            (1, "a#1", 100),
-            (2, "a#2", 100),
+            (1, "a 1", 100),
+            (2, "a 2", 100),
             (3, "a", 100),
             (4, "b", 100),
             (5, "x/1", 9),

@@ -449,7 +449,7 @@ mod tests {
         state.leases.all().next().unwrap().narrow(&mut limits);
         assert_eq!(
             (limits.session.device_memory, limits.total.device_memory, limits.principal.as_str()),
-            (MEMORY / 2, MEMORY / 2, "a/00000001")
+            (MEMORY / 2, MEMORY / 2, "a 00000001")
         );
     }
 

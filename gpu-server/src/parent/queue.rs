@@ -636,8 +636,8 @@ pub(super) mod tests {
             rules.sessions_per_minute = Some((1, "sessions_per_minute".into()));
             join(&server, Kind::Gpu, Parked { limits, rules, ..Parked::fake() }).map_err(|r| r.0)
         };
-        assert_eq!(begin("a#1"), Ok(()));
-        for lease in ["a#2", "a"] {
+        assert_eq!(begin("a 1"), Ok(()));
+        for lease in ["a 2", "a"] {
             assert_eq!(begin(lease), Err(Reason::Pace), "{lease}");
         }
         for other in ["b", "cert:spiffe://x/a", "cert:spiffe://x/b"] {
@@ -665,17 +665,17 @@ pub(super) mod tests {
         for _ in 0..6 {
             begin("a", None).unwrap();
         }
-        begin("a#1", None).unwrap();
-        assert_eq!(begin("a#2", None), Err(Reason::ClientFull));
+        begin("a 1", None).unwrap();
+        assert_eq!(begin("a 2", None), Err(Reason::ClientFull));
         begin("b", None).unwrap();
         let order = |server: &Server| {
             let state = server.lock();
             state.gpu.queue.iter().map(|parked| parked.limits.principal.clone()).collect::<Vec<_>>()
         };
-        assert_eq!(order(&server), ["a", "b", "a", "a", "a", "a", "a", "a#1"]);
+        assert_eq!(order(&server), ["a", "b", "a", "a", "a", "a", "a", "a 1"]);
         server.lock().gpu.queue.pop_front();
-        assert_eq!(begin("a#1", Some(1)), Err(Reason::ClientFull));
-        assert_eq!(begin("a#2", Some(1)), Ok(()));
+        assert_eq!(begin("a 1", Some(1)), Err(Reason::ClientFull));
+        assert_eq!(begin("a 2", Some(1)), Ok(()));
     }
 
     #[test]

@@ -211,9 +211,10 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
 
 /// A session restored from its record.
 fn session_of(server: &Server, mut saved: Saved, account: Account) -> Session {
-    // An earlier version did not save whose a lease is.
-    if let (None, Some(lease)) = (&saved.limits.owner, saved.lease) {
-        saved.limits.owner = server.lock().leases.0.get(&lease).map(|lease| lease.account.clone());
+    // Earlier versions did not save whose a lease is, and called the accounts of leases otherwise.
+    if let Some(lease) = saved.lease.and_then(|lease| server.lock().leases.0.get(&lease).cloned()) {
+        saved.limits.principal = lease.account();
+        saved.limits.owner = Some(lease.account);
     }
     let names = [&saved.limits.principal, &saved.client, &saved.program].map(String::as_str);
     let key = server.lock().settled.enter_for(saved.limits.owner(), names, Instant::now());

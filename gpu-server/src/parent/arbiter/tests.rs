@@ -13,9 +13,9 @@ const QUICK: u64 = 50;
 /// Work is fenced at most this often, unless the worker waits or sleeps.
 const FENCE_EVERY: u64 = 100 * US;
 
-/// Here, a lease of `a` is called `a#1`.
+/// Here, a lease of `a` is called `a 1`.
 fn owner(principal: &str) -> &str {
-    principal.split('#').next().unwrap_or(principal)
+    principal.split(' ').next().unwrap_or(principal)
 }
 
 /// A kernel that was given to a device.
@@ -326,19 +326,19 @@ fn a_principal_gets_its_share_once_however_many_sessions_it_has() {
 
 #[test]
 fn a_client_gets_its_share_once_however_many_leases_it_has() {
-    let leases = ["a#1", "a#2", "a#3", "a#4"];
+    let leases = ["a 1", "a 2", "a 3", "a 4"];
     let mut programs: Vec<Program> =
         (0..).zip(leases).map(|(worker, name)| Program::new(worker, name, MS)).collect();
     programs.push(Program::new(9, "b", MS));
     simulate(&mut programs, 10_000 * MS);
     assert_shares(&programs, &[12.5, 12.5, 12.5, 12.5, 50.0]);
     // What one lease does not use goes to the client's others.
-    let mut programs = [Program::new(1, "a#1", MS), Program::new(2, "a#2", MS), Program::new(3, "b", MS)];
+    let mut programs = [Program::new(1, "a 1", MS), Program::new(2, "a 2", MS), Program::new(3, "b", MS)];
     programs[1].works = 0..0;
     simulate(&mut programs, 10_000 * MS);
     assert_shares(&programs, &[50.0, 0.0, 50.0]);
     // Leases may have a part of their client's weight each.
-    let mut programs = [Program::new(1, "a#1", MS), Program::new(2, "a#2", MS), Program::new(3, "b", MS)];
+    let mut programs = [Program::new(1, "a 1", MS), Program::new(2, "a 2", MS), Program::new(3, "b", MS)];
     (programs[0].weight, programs[1].weight) = (75, 25);
     simulate(&mut programs, 10_000 * MS);
     assert_shares(&programs, &[37.5, 12.5, 50.0]);

@@ -114,8 +114,9 @@ pub(in crate::parent) fn at_most(one: u64, other: u64) -> u64 {
     }
 }
 
+/// The account of a lease's sessions. No client's name contains a space, so none is the same.
 pub(in crate::parent) fn account(of: &str, id: LeaseId) -> String {
-    format!("{of}/{id}")
+    format!("{of} {id}")
 }
 
 /// All leases.
