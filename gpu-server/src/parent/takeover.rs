@@ -400,3 +400,72 @@ pub(crate) fn takes_over(format: u32) -> anyhow::Result<()> {
     );
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{from_value, json};
+
+    use super::*;
+    use crate::config::Serve;
+    use crate::worker_protocol::FromWorker;
+
+    #[test]
+    fn what_the_oldest_format_saved_is_understood() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let who = json!({ "name": "host1", "key": null, "certificates": null });
+        let lease = json!({
+            "id": 1, "key": [5; 32], "principal": "host1", "holder": who, "account": "group:g",
+            "name": "a job", "devices": [0], "exclusive": true, "memory": 0, "weight": 100,
+            "lasts": { "secs": 60, "nanos": 0 }, "granted": 1, "renewed": 1
+        });
+        let daemon = json!({
+            "format": OLDEST, "serving": ["cuda", ["a GPU"]], "ill": [], "counts": [1, 0, 0, 0, 1],
+            "leases": [lease], "ended": []
+        });
+        server.lock().restore(from_value(daemon).unwrap());
+        let none = json!({ "device_memory": 0, "pinned_memory": 0 });
+        let limits = json!({
+            "principal": "group:g/00000001", "devices": [0], "device_count": 0, "exclusive": true,
+            "session": none, "total": none, "sessions": null, "weight": 100, "priority": 0,
+            "kernel_seconds": 0, "swappable": true, "grace_seconds": null
+        });
+        let process = json!({
+            "process": { "pid": 8, "started": 1 }, "guard": null, "isolation": "Root", "user": null, "group": null
+        });
+        let session = json!({
+            "format": OLDEST, "daemons": 0, "process": process, "kind": "gpu", "client": "host1",
+            "program": "a test", "pid": 9, "transport": "tcp", "peer": "10.0.0.9:4711", "since": 1,
+            "parked": null, "counters": crate::worker_protocol::Counters::default(), "limits": limits,
+            "lease": 1, "devices": [0], "token": [7; 16], "secret": [6; 32], "principal": who,
+            "encrypted": true, "data_connections": [4, 4], "attempt": 0, "resumed": 0, "overrun": false,
+            "ended": false, "lost": false, "opened": [[[3; 16], 2]]
+        });
+        let (account, _terms) = Account::open(&server.bell).unwrap();
+        let session = session_of(&server, from_value(session).unwrap(), account);
+        assert_eq!(session.limits.principal, "group:g 00000001");
+        assert_eq!(session.limits.owner(), "group:g");
+        assert_eq!((session.opened, session.principal.name.as_str()), (vec![([3; 16], 2)], "host1"));
+    }
+
+    #[test]
+    fn a_worker_of_the_oldest_format_is_understood() {
+        for what in ["Charge", "Discharge"] {
+            let message = json!({ what: { "request": 1, "resource": { "device": 0 }, "bytes": 9 } });
+            let (FromWorker::Charge { shared, .. } | FromWorker::Discharge { shared, .. }) =
+                from_value(message).unwrap()
+            else {
+                panic!("{what} is something else")
+            };
+            assert_eq!(shared, None);
+        }
+    }
+
+    #[test]
+    fn formats_that_nobody_understands_are_not_taken_over() {
+        for wrong in [OLDEST - 1, FORMAT + 1] {
+            let refused = takes_over(wrong).unwrap_err().to_string();
+            assert!(refused.contains(&format!("of format {wrong}")), "{refused}");
+        }
+        (OLDEST..=FORMAT).for_each(|format| takes_over(format).unwrap());
+    }
+}
