@@ -311,7 +311,11 @@ fn a_machine_joins_a_server_and_runs_programs_there_until_it_is_revoked() -> Res
 
     let refusal = vector_add(&["--insecure"])?;
     ensure!(refusal.stderr.contains("leave --insecure out"), "{refusal:?}");
+    // The machine may not have heard that it joined, and show its token again. Nobody else may.
     let again = rgpuctl(&words[1..])?;
+    ensure!(again.status == Some(0) && again.stdout.contains("\"host1\""), "{again:?}");
+    let stranger = path("stranger");
+    let again = rgpuctl(&[&words[1..3], &["--identity", &stranger]].concat())?;
     ensure!(again.status != Some(0) && again.stderr.contains("was used already"), "{again:?}");
     let listed = rgpuctl(&["clients", "--socket", &admin])?;
     ensure!(listed.stdout.contains("host1"), "{listed:?}");
