@@ -235,6 +235,12 @@ pub fn insecure_name(address: IpAddr) -> String {
     format!("insecure:{}", address.to_canonical())
 }
 
+/// What a principal is called now. Earlier versions wrote the addresses of clients without TLS otherwise.
+pub fn current_name(name: &str) -> String {
+    let address = name.strip_prefix("insecure:").and_then(|text| text.trim_matches(['[', ']']).parse().ok());
+    address.map_or_else(|| name.to_owned(), insecure_name)
+}
+
 impl Policy {
     /// Reads the rules. `shared`: the devices that the server shares; empty: all.
     pub fn read(path: &Path, shared: &[u32]) -> Result<Policy, options::Error> {

@@ -306,14 +306,18 @@ impl Listener {
                 let (stream, peer) = listener.accept()?;
                 // Messages here are short, and somebody waits for them.
                 stream.set_nodelay(true)?;
-                // A socket for both kinds of addresses reports an IPv4 client as an IPv6 address.
-                let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+                let peer = canonical(peer);
                 let source = Source::of(peer.ip());
                 let socket = Socket::Tcp(stream);
                 Ok(Arrival { socket, source, peer: peer.to_string(), until, phase: Phase::First })
             }
         }
     }
+}
+
+/// A client's address. A socket for both kinds of addresses reports an IPv4 one as an IPv6 address.
+pub(super) fn canonical(peer: SocketAddr) -> SocketAddr {
+    SocketAddr::new(peer.ip().to_canonical(), peer.port())
 }
 
 /// Connections that are limited together: their source, and whether something has come on them.

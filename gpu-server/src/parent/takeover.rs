@@ -36,6 +36,7 @@ use serde::Deserialize;
 use self::kept::{PARTS, Saved, SavedDaemon, name, parse_share};
 use super::accounts::account::Account;
 use super::host::host_name;
+use super::listen::canonical;
 use super::record::{Record, Succession};
 use super::session::{Leaving, Session};
 use super::state::{Server, State};
@@ -44,6 +45,7 @@ use super::workers::{Managed, Stage, Worker};
 use super::{ends, leases};
 use crate::config::Backend;
 use crate::cuda_ipc::origin;
+use crate::policy::current_name;
 use crate::shared_event;
 use crate::worker_protocol::{FORMAT, Kind, OLDEST, Shared, ToWorker, Token};
 
@@ -211,13 +213,15 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
 
 /// A session restored from its record.
 fn session_of(server: &Server, mut saved: Saved, account: Account) -> Session {
-    // Earlier versions did not save whose a lease is, and called the accounts of leases otherwise.
+    // Earlier versions called clients and the accounts of leases otherwise and did not save whose a lease is.
+    saved.limits.principal = current_name(&saved.limits.principal);
     if let Some(lease) = saved.lease.and_then(|lease| server.lock().leases.0.get(&lease).cloned()) {
         saved.limits.principal = lease.account();
         saved.limits.owner = Some(lease.account);
     }
     let names = [&saved.limits.principal, &saved.client, &saved.program].map(String::as_str);
     let key = server.lock().settled.enter_for(saved.limits.owner(), names, Instant::now());
+    let peer = saved.peer.parse().map(|peer| canonical(peer).to_string());
     let transport = ["local", "tcp", "verbs"].into_iter().find(|name| *name == saved.transport);
     Session {
         kind: saved.kind,
@@ -225,7 +229,7 @@ fn session_of(server: &Server, mut saved: Saved, account: Account) -> Session {
         program: saved.program,
         pid: saved.pid,
         transport: transport.unwrap_or("tcp"),
-        peer: saved.peer,
+        peer: peer.unwrap_or(saved.peer),
         since: clock::from_ns(saved.since),
         counters: saved.counters,
         key,
@@ -399,4 +403,108 @@ pub(crate) fn takes_over(format: u32) -> anyhow::Result<()> {
         "this version cannot go on with the running server's sessions (they are of format {format}, and this version's is {FORMAT}): let them finish with rgpuctl drain, and start the server again"
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, from_value, json};
+
+    use super::*;
+    use crate::config::Serve;
+    use crate::worker_protocol::{Counters, FromWorker};
+
+    const KEY: [u8; 32] = [5; 32];
+    const OPENED: (Token, u16) = ([3; 16], 2);
+
+    /// What a daemon of the oldest format has saved of a principal.
+    fn saved_principal(name: &str) -> Value {
+        json!({ "name": name, "key": null, "certificates": null })
+    }
+
+    /// The same of a lease.
+    fn saved_lease(principal: &str, account: &str) -> Value {
+        json!({
+            "id": 1, "key": KEY, "principal": principal, "holder": saved_principal(principal),
+            "account": account, "name": "a job", "devices": [0], "exclusive": true, "memory": 0, "weight": 100,
+            "lasts": { "secs": 60, "nanos": 0 }, "granted": 1, "renewed": 1
+        })
+    }
+
+    /// The same of itself.
+    fn saved_daemon(lease: Value) -> SavedDaemon {
+        let saved = json!({
+            "format": OLDEST, "serving": ["cuda", ["a GPU"]], "ill": [], "counts": [1, 0, 0, 0, 1],
+            "leases": [lease], "ended": []
+        });
+        from_value(saved).unwrap()
+    }
+
+    /// The same of a session, restored. `limits.principal` is an account of `principal`, or of its lease.
+    fn restored(server: &Server, principal: &str, peer: &str, lease: Option<(u32, &str)>) -> Session {
+        let none = json!({ "device_memory": 0, "pinned_memory": 0 });
+        let limits = json!({
+            "principal": lease.map_or(principal, |(_, account)| account), "devices": [0], "device_count": 0,
+            "exclusive": true, "session": none, "total": none, "sessions": null, "weight": 100, "priority": 0,
+            "kernel_seconds": 0, "swappable": true, "grace_seconds": null
+        });
+        let process = json!({
+            "process": { "pid": 8, "started": 1 }, "guard": null, "isolation": "Root", "user": null,
+            "group": null
+        });
+        let saved = json!({
+            "format": OLDEST, "daemons": 0, "process": process, "kind": "gpu", "client": "vm7",
+            "program": "a test", "pid": 9, "transport": "tcp", "peer": peer, "since": 1, "parked": null,
+            "counters": Counters::default(), "limits": limits, "lease": lease.map(|(id, _)| id),
+            "devices": [0], "token": Token::default(), "secret": KEY, "principal": saved_principal(principal),
+            "encrypted": true, "data_connections": [4, 4], "attempt": 0, "resumed": 0, "overrun": false,
+            "ended": false, "lost": false, "opened": [OPENED]
+        });
+        let (account, _terms) = Account::open(&server.bell).unwrap();
+        session_of(server, from_value(saved).unwrap(), account)
+    }
+
+    #[test]
+    fn a_session_and_its_lease_that_the_oldest_format_saved_are_taken_over() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        server.lock().restore(saved_daemon(saved_lease("host1", "group:g")));
+        let session = restored(&server, "host1", "10.0.0.9:4711", Some((1, "group:g/00000001")));
+        assert_eq!((session.principal.name.as_str(), session.limits.owner()), ("host1", "group:g"));
+        assert_eq!(session.limits.principal, "group:g 00000001");
+        assert_eq!(session.opened, [OPENED]);
+    }
+
+    #[test]
+    fn a_client_without_tls_keeps_what_it_had_under_an_earlier_name() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let name = "insecure:10.0.0.9";
+        let lease = saved_lease("insecure:[::ffff:10.0.0.9]", "insecure:[::ffff:10.0.0.9]");
+        server.lock().restore(saved_daemon(lease));
+        let lease = server.lock().leases.find(&KEY, name).cloned().expect("the client's lease");
+        assert_eq!((lease.account.as_str(), lease.holder.unwrap().name.as_str()), (name, name));
+        let session = restored(&server, "insecure:[::ffff:10.0.0.9]", "[::ffff:10.0.0.9]:4711", None);
+        assert_eq!((session.principal.name.as_str(), session.limits.owner()), (name, name));
+        assert_eq!(session.peer, "10.0.0.9:4711");
+    }
+
+    #[test]
+    fn a_worker_of_the_oldest_format_is_understood() {
+        for what in ["Charge", "Discharge"] {
+            let message = json!({ what: { "request": 1, "resource": { "device": 0 }, "bytes": 9 } });
+            let (FromWorker::Charge { shared, .. } | FromWorker::Discharge { shared, .. }) =
+                from_value(message).unwrap()
+            else {
+                panic!("{what} is something else")
+            };
+            assert_eq!(shared, None);
+        }
+    }
+
+    #[test]
+    fn formats_that_nobody_understands_are_not_taken_over() {
+        for wrong in [OLDEST - 1, FORMAT + 1] {
+            let refused = takes_over(wrong).unwrap_err().to_string();
+            assert!(refused.contains(&format!("of format {wrong}")), "{refused}");
+        }
+        (OLDEST..=FORMAT).for_each(|format| takes_over(format).unwrap());
+    }
 }

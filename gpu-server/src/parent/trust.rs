@@ -18,7 +18,7 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Serve;
-use crate::policy::insecure_name;
+use crate::policy::{current_name, insecure_name};
 
 /// A verified client. None of this comes from the client's own claims.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ pub(super) struct SavedPrincipal {
 impl SavedPrincipal {
     pub(super) fn restore(self) -> Principal {
         let certificates = self.certificates.map(|all| all.into_iter().map(CertificateDer::from).collect());
-        Principal { name: self.name, key: self.key, certificates }
+        Principal { name: current_name(&self.name), key: self.key, certificates }
     }
 }
 
@@ -268,6 +268,10 @@ mod tests {
             ("[fe80::1%3]:4711", "insecure:fe80::1"),
         ] {
             assert_eq!(Principal::of_address(peer).name, name);
+            // As earlier versions called it.
+            let (host, _) = peer.rsplit_once(':').unwrap();
+            let saved = SavedPrincipal { name: format!("insecure:{host}"), key: None, certificates: None };
+            assert!(host.contains('%') || saved.restore().name == name, "{host}");
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::limits::Limits;
 use crate::parent::control::Refused;
 use crate::parent::refusals::Reason;
 use crate::parent::trust::Principal;
-use crate::policy::Grant;
+use crate::policy::{Grant, current_name};
 
 /// The message for a lease that doesn't exist or belongs to another client, without telling which.
 pub(in crate::parent) const UNKNOWN: &str =
@@ -126,7 +126,12 @@ pub(in crate::parent) struct Leases(pub(in crate::parent) BTreeMap<LeaseId, Leas
 impl Leases {
     /// The leases of a previous daemon.
     pub(in crate::parent) fn restore(leases: Vec<Lease>) -> Leases {
-        Leases(leases.into_iter().map(|lease| (lease.id, lease)).collect())
+        let current = |lease: Lease| Lease {
+            principal: current_name(&lease.principal),
+            account: current_name(&lease.account),
+            ..lease
+        };
+        Leases(leases.into_iter().map(|lease| (lease.id, current(lease))).collect())
     }
 
     pub(in crate::parent) fn all(&self) -> impl Iterator<Item = &Lease> {
