@@ -193,6 +193,10 @@ fn rules_are_checked_before_a_server_starts() {
 
 #[test]
 fn rules_for_an_address_hold_at_a_socket_for_all_addresses() {
+    if std::net::TcpListener::bind("[::1]:0").is_err() {
+        eprintln!("proves nothing: this machine has no IPv6");
+        return;
+    }
     let (_folder, _, flag) = rules("[[client]]\nname = \"insecure:127.0.0.1\"\nallow = false\n");
     let folder = std::sync::Arc::new(tempfile::tempdir().unwrap());
     let port = free_port();
