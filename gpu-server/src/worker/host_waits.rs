@@ -219,7 +219,8 @@ struct Ends {
     /// Commands that name nothing, and those that destroy a stream, with what it was: another stream may get
     /// its ID before they are executed.
     others: BTreeMap<u64, Option<Made>>,
-    /// In session order. Such a command need not come after all the others here.
+    /// In session order. The reset of a device comes after that device's commands only, so those of others
+    /// stay here.
     session: Option<u64>,
 }
 
