@@ -46,7 +46,8 @@ impl Kind {
 }
 
 /// Version of the messages between the daemon and its workers and of what daemons keep for their successors.
-/// 5: events that a session opens are added to its record.
+/// 5: events that a session opens are added to its record; charges of imported memory name its token; limits
+/// say whose a lease is.
 pub const FORMAT: u32 = 5;
 /// The oldest version whose sessions a daemon takes over.
 pub const OLDEST: u32 = 4;

@@ -400,7 +400,7 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
 pub(crate) fn takes_over(format: u32) -> anyhow::Result<()> {
     anyhow::ensure!(
         (OLDEST..=FORMAT).contains(&format),
-        "this version cannot go on with the running server's sessions (they are of format {format}, and this version's is {FORMAT}): let them finish with rgpuctl drain, and start the server again"
+        "this version cannot go on with the running server's sessions (they are of format {format}, and this version understands {OLDEST} to {FORMAT}): let them finish with rgpuctl drain, and start the server again"
     );
     Ok(())
 }
