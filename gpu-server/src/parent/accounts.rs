@@ -7,6 +7,7 @@
 pub(super) mod account;
 pub(super) mod imports;
 
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::Ordering;
 
 use self::account::Account;
@@ -113,18 +114,24 @@ impl State {
     /// Memory is no longer shared under these tokens, or a session has freed it: if others still have it, it
     /// counts for one of them.
     pub(super) fn settle_imports(&mut self, tokens: impl IntoIterator<Item = Token>) {
-        for token in tokens {
-            let all = self.sessions.values().filter_map(|session| session.account.imports.get(&token));
-            if self.shares.has(&token) || all.clone().any(|import| !import.elsewhere) || all.count() == 0 {
-                continue;
-            }
-            let has_it = |session: &&mut Session| session.account.imports.get(&token).is_some();
-            if let Some(session) = self.sessions.values_mut().find(has_it) {
-                session.account.imports.pay(&token);
-                let principal = session.limits.principal.clone();
-                self.publish(&principal);
+        // There may be thousands, and everybody waits for this.
+        let mut left: HashSet<Token> = tokens.into_iter().filter(|token| !self.shares.has(token)).collect();
+        for imports in self.sessions.values().map(|session| &session.account.imports) {
+            for token in imports.among(&left) {
+                if imports.get(&token).is_some_and(|import| !import.elsewhere) {
+                    left.remove(&token);
+                }
             }
         }
+        let mut principals = BTreeSet::new();
+        for session in self.sessions.values_mut() {
+            for token in session.account.imports.among(&left) {
+                session.account.imports.pay(&token);
+                principals.insert(session.limits.principal.clone());
+                left.remove(&token);
+            }
+        }
+        principals.iter().for_each(|principal| self.publish(principal));
     }
 
     /// Tells a principal's workers what it holds on each device.

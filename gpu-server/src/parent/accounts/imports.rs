@@ -5,7 +5,7 @@
 //! All of them are granted it. Which of that counts for another session is in the daemon's memory only. Its
 //! successor counts it for each of them, which is too much, but never too little.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::cuda_ipc::MAX_OF_SESSION;
 use crate::worker_protocol::Token;
@@ -62,6 +62,15 @@ impl Imports {
     /// What is known of this memory.
     pub(in crate::parent) fn get(&self, token: &Token) -> Option<&Import> {
         self.all.get(token)
+    }
+
+    /// The memory of these that the session has.
+    pub(in crate::parent) fn among(&self, tokens: &HashSet<Token>) -> Vec<Token> {
+        if tokens.len() < self.all.len() {
+            tokens.iter().filter(|token| self.all.contains_key(*token)).copied().collect()
+        } else {
+            self.all.keys().filter(|token| tokens.contains(*token)).copied().collect()
+        }
     }
 
     /// All of it.
