@@ -76,8 +76,8 @@ impl State {
     fn import(&self, worker: u32, token: &Token, resource: Resource, bytes: u64) -> Option<Import> {
         let (owner, device, size) = self.shares.memory(token, &self.origin_of(worker)?)?;
         let is_it = resource == Resource::Device(device) && bytes == size;
-        // A worker that lies shares no more than it was granted.
-        let owned = self.sessions.get(&owner)?.account.record.granted(resource);
+        // A token covers no more than counts for whoever shares it.
+        let owned = self.sessions.get(&owner)?.account.counted(device);
         let new = self.sessions.get(&worker)?.account.imports.may_add(token);
         (is_it && bytes <= owned && new).then_some(Import { device, bytes, elsewhere: true })
     }
@@ -282,6 +282,12 @@ mod tests {
         ] {
             assert!(!granted(&state.charge(2, 1, resource, bytes, Some(token))), "{resource} {bytes}");
         }
+        // Nor does what the other session has only imported itself.
+        assert!(granted(&state.charge(2, 1, DEVICE, 60, Some(token))));
+        let (what, origin) = (Shared::Memory { device: 1, size: 60 }, state.origin_of(2).unwrap());
+        let again = state.shares.add(2, origin, what, None).unwrap().unwrap();
+        assert!(!granted(&state.charge(1, 2, DEVICE, 60, Some(again))));
+        state.discharge(2, 2, DEVICE, 60, Some(token));
         state.sessions.get_mut(&2).unwrap().client = "another".into();
         assert!(!granted(&state.charge(2, 1, DEVICE, 60, Some(token))));
     }
