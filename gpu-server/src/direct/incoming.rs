@@ -275,7 +275,7 @@ impl Incoming {
         let mut state = lock(&self.state);
         if state.moved.is_some_and(|moved| moved.elapsed() >= IDLE) && !state.awaited.is_empty() {
             tracing::info!(
-                "a copy from another server is given up: it has stopped, and others need the device's memory"
+                "a copy from another server is given up: nothing of it has come for a while, and others need the device's memory"
             );
             state.awaited.clear();
         }
