@@ -413,6 +413,9 @@ mod tests {
     use crate::config::Serve;
     use crate::worker_protocol::{Counters, FromWorker};
 
+    const KEY: [u8; 32] = [5; 32];
+    const OPENED: (Token, u16) = ([3; 16], 2);
+
     /// What a daemon of the oldest format has saved of a principal.
     fn saved_principal(name: &str) -> Value {
         json!({ "name": name, "key": null, "certificates": null })
@@ -421,7 +424,7 @@ mod tests {
     /// The same of a lease.
     fn saved_lease(principal: &str, account: &str) -> Value {
         json!({
-            "id": 1, "key": [5; 32], "principal": principal, "holder": saved_principal(principal),
+            "id": 1, "key": KEY, "principal": principal, "holder": saved_principal(principal),
             "account": account, "name": "a job", "devices": [0], "exclusive": true, "memory": 0, "weight": 100,
             "lasts": { "secs": 60, "nanos": 0 }, "granted": 1, "renewed": 1
         })
@@ -452,9 +455,9 @@ mod tests {
             "format": OLDEST, "daemons": 0, "process": process, "kind": "gpu", "client": "vm7",
             "program": "a test", "pid": 9, "transport": "tcp", "peer": peer, "since": 1, "parked": null,
             "counters": Counters::default(), "limits": limits, "lease": lease.map(|(id, _)| id),
-            "devices": [0], "token": [7; 16], "secret": [6; 32], "principal": saved_principal(principal),
+            "devices": [0], "token": Token::default(), "secret": KEY, "principal": saved_principal(principal),
             "encrypted": true, "data_connections": [4, 4], "attempt": 0, "resumed": 0, "overrun": false,
-            "ended": false, "lost": false, "opened": [[[3; 16], 2]]
+            "ended": false, "lost": false, "opened": [OPENED]
         });
         let (account, _terms) = Account::open(&server.bell).unwrap();
         session_of(server, from_value(saved).unwrap(), account)
@@ -467,7 +470,7 @@ mod tests {
         let session = restored(&server, "host1", "10.0.0.9:4711", Some((1, "group:g/00000001")));
         assert_eq!((session.principal.name.as_str(), session.limits.owner()), ("host1", "group:g"));
         assert_eq!(session.limits.principal, "group:g 00000001");
-        assert_eq!(session.opened, [([3; 16], 2)]);
+        assert_eq!(session.opened, [OPENED]);
     }
 
     #[test]
@@ -476,7 +479,7 @@ mod tests {
         let name = "insecure:10.0.0.9";
         let lease = saved_lease("insecure:[::ffff:10.0.0.9]", "insecure:[::ffff:10.0.0.9]");
         server.lock().restore(saved_daemon(lease));
-        let lease = server.lock().leases.find(&[5; 32], name).cloned().expect("the client's lease");
+        let lease = server.lock().leases.find(&KEY, name).cloned().expect("the client's lease");
         assert_eq!((lease.account.as_str(), lease.holder.unwrap().name.as_str()), (name, name));
         let session = restored(&server, "insecure:[::ffff:10.0.0.9]", "[::ffff:10.0.0.9]:4711", None);
         assert_eq!((session.principal.name.as_str(), session.limits.owner()), (name, name));
