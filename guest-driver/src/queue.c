@@ -130,19 +130,21 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
 		/* The next reply makes room and calls this again. */
 		if (ret && !list_empty(&dev->in_flight) && !virtqueue_is_broken(dev->controlq))
 			break;
-		if (ret) {
+		if (ret)
 			list_del_init(&request->node);
-			rgpu_request_fail(request, -ENODEV);
-		} else {
+		else
 			list_move_tail(&request->node, &dev->in_flight);
-			added = true;
-		}
 		if (user) {
 			user->in_flight += !ret;
 			/* The next one is another user's. */
 			list_del_init(&user->turn);
 			rgpu_user_turn(dev, user);
 		}
+		/* Last, since the channel, and its user with it, may be gone at once. */
+		if (ret)
+			rgpu_request_fail(request, -ENODEV);
+		else
+			added = true;
 	}
 	if (added)
 		virtqueue_kick(dev->controlq);
