@@ -219,7 +219,7 @@ struct Ends {
     /// Commands that name nothing, and those that destroy a stream, with what it was: another stream may get
     /// its ID before they are executed.
     others: BTreeMap<u64, Option<Made>>,
-    /// In session order. Such a command need not come after all the others here.
+    /// In session order. A reset comes after the commands of its device only, so the others stay.
     session: Option<u64>,
 }
 
