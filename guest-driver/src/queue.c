@@ -3,10 +3,10 @@
  * The virtqueues: requests and replies, events, the doorbell.
  *
  * A request that does not fit into the control queue waits in a list until
- * replies make room, so submitting neither blocks nor fails. A user gets a part of
- * the queue, so that requests which the device does not answer for long leave room
- * for those of other users; DESTROY_CHANNEL is not counted and goes first. A work item passes
- * errors to the request's finish(), just like replies.
+ * replies make room, so submitting neither blocks nor fails. A user gets a part
+ * of the queue, so that requests which the device does not answer for long leave
+ * room for those of other users; DESTROY_CHANNEL is not counted and goes first.
+ * A work item passes errors to the request's finish(), just like replies.
  */
 #include <linux/slab.h>
 #include <linux/virtio_config.h>
@@ -89,12 +89,16 @@ static void rgpu_request_fail(struct rgpu_request *request, int error)
 	queue_work(rgpu_workqueue, &request->work);
 }
 
+/* A channel's destroy is set once, before the first request for it. */
 static bool rgpu_request_is_destroy(const struct rgpu_request *request)
 {
 	return request == request->chan->destroy;
 }
 
-/* Has a user take part in turns, or not, after a change. Needs ctrl_lock. */
+/*
+ * Adds the user to dev->turns if it may send another request, else removes it.
+ * Needs ctrl_lock.
+ */
 static void rgpu_user_turn(struct rgpu_device *dev, struct rgpu_user *user)
 {
 	unsigned int share = max(dev->max_descriptors / 4, 1U);
