@@ -3,10 +3,10 @@
  * The virtqueues: requests and replies, events, the doorbell.
  *
  * A request that does not fit into the control queue waits in a list until
- * replies make room, so submitting neither blocks nor fails. A user gets a part of
- * the queue, so that requests which the device does not answer for long leave room
- * for those of other users; DESTROY_CHANNEL is not counted and goes first. A work item passes
- * errors to the request's finish(), just like replies.
+ * replies make room, so submitting neither blocks nor fails. A user gets a part
+ * of the queue, so that requests which the device does not answer for long leave
+ * room for those of other users; DESTROY_CHANNEL is not counted and goes first.
+ * A work item passes errors to the request's finish(), just like replies.
  */
 #include <linux/slab.h>
 #include <linux/virtio_config.h>
@@ -89,12 +89,16 @@ static void rgpu_request_fail(struct rgpu_request *request, int error)
 	queue_work(rgpu_workqueue, &request->work);
 }
 
+/* A channel's destroy is set once, before the first request for it. */
 static bool rgpu_request_is_destroy(const struct rgpu_request *request)
 {
 	return request == request->chan->destroy;
 }
 
-/* Has a user take part in turns, or not, after a change. Needs ctrl_lock. */
+/*
+ * Adds the user to dev->turns if it may send another request, else removes it.
+ * Needs ctrl_lock.
+ */
 static void rgpu_user_turn(struct rgpu_device *dev, struct rgpu_user *user)
 {
 	unsigned int share = max(dev->max_descriptors / 4, 1U);
@@ -130,19 +134,21 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
 		/* The next reply makes room and calls this again. */
 		if (ret && !list_empty(&dev->in_flight) && !virtqueue_is_broken(dev->controlq))
 			break;
-		if (ret) {
+		if (ret)
 			list_del_init(&request->node);
-			rgpu_request_fail(request, -ENODEV);
-		} else {
+		else
 			list_move_tail(&request->node, &dev->in_flight);
-			added = true;
-		}
 		if (user) {
 			user->in_flight += !ret;
 			/* The next one is another user's. */
 			list_del_init(&user->turn);
 			rgpu_user_turn(dev, user);
 		}
+		/* Last, since the channel, and its user with it, may be gone at once. */
+		if (ret)
+			rgpu_request_fail(request, -ENODEV);
+		else
+			added = true;
 	}
 	if (added)
 		virtqueue_kick(dev->controlq);

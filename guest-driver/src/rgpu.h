@@ -17,8 +17,8 @@
  *
  * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then
  * rgpu_device.event_lock (with the xarray's own lock inside), or
- * rgpu_device.users_lock and rgpu_device.ctrl_lock. mmap() is called with mmap_lock held and therefore never takes
- * rgpu_channel.lock.
+ * rgpu_device.users_lock and rgpu_device.ctrl_lock. mmap() is called with
+ * mmap_lock held and therefore never takes rgpu_channel.lock.
  */
 #ifndef _RGPU_H
 #define _RGPU_H
@@ -68,7 +68,8 @@ struct rgpu_user;
  * @channels: channels that the device may know, by id; each entry holds a
  *	reference
  * @next_id: where to look for the next free id
- * @closing: number of @channels with a DESTROY_CHANNEL in flight, or released
+ * @closing: number of @channels with a DESTROY_CHANNEL in flight, or answered,
+ *	but with an id that is not free yet
  * @freed: counts freed ids; with @id_freed, for a CONNECT that needs one
  * @id_freed: woken whenever @freed or @closing changes
  * @stopped: woken when the device stops, for poll()

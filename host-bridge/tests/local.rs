@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use nix::poll::PollFd;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use protocol::Status;
@@ -322,10 +322,15 @@ fn taken_over(config: &SessionConfig, lost: Box<dyn FnOnce(&str) + Send>) -> (Se
 #[test]
 fn a_worker_that_has_paused_for_one_process_must_pause_again_for_the_next() {
     let (rests, may_rest) = std::sync::mpsc::channel();
+    let (lets_go, may_let_go) = std::sync::mpsc::channel();
     let (config, worker, _folder) = worker_that(move |succession| {
         // The process to which this is said ends before it reads that.
         send_frame(succession.as_fd(), frame::PAUSED, &[], &[]).unwrap();
         let next = successor(&succession);
+        // As one does whose GPU still works for a command that came before.
+        may_let_go.recv().unwrap();
+        let said = poll(&mut [PollFd::new(succession.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO);
+        assert_eq!(said, Ok(0), "it is asked before it has said that it is taken over");
         send_frame(next.as_fd(), frame::TAKEN_OVER, &[], &[]).unwrap();
         let pause = recv_frame(succession.as_fd(), &mut Vec::new(), &mut Vec::new());
         assert_eq!(pause.unwrap(), Some(frame::PAUSE));
@@ -335,6 +340,8 @@ fn a_worker_that_has_paused_for_one_process_must_pause_again_for_the_next() {
     });
     let (first, second) = taken_over(&config, Box::new(|_| {}));
     second.pause();
+    assert!(!second.is_paused(Duration::from_millis(10)), "it is not taken over yet");
+    lets_go.send(()).unwrap();
     assert!(!second.is_paused(Duration::from_millis(10)), "it still uses the memory");
     rests.send(()).unwrap();
     assert!(second.is_paused(PATIENCE));

@@ -137,6 +137,8 @@ struct State {
     asked: Option<String>,
     /// Gets the regions that the session had under another process.
     inherits: Option<(Sender<Vec<InheritedRegion>>, usize)>,
+    /// The worker is told to pause once it has said that this process has taken it over.
+    pauses: bool,
     /// The worker's socket is closed: nothing touches the client's memory.
     over: bool,
 }
@@ -147,10 +149,6 @@ impl State {
         self.inherits.is_some()
     }
 }
-
-/// How long a worker may take to say that it is taken over before the client is stopped anyway. The session
-/// then ends.
-const TAKEN_OVER_WITHIN: Duration = Duration::from_secs(2);
 
 /// A session with a worker of this host.
 pub(super) struct Local {
@@ -328,6 +326,15 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Has the worker pause. It may have paused for a process before this one, which did not read that. When
+    /// it says that it is taken over, it has said all of that. Needs the state's lock.
+    fn say_pause(&self) {
+        for worker in self.succession.iter().map(AsFd::as_fd) {
+            forget_said(worker);
+            say(worker, frame::PAUSE);
+        }
+    }
+
     /// The thread: passes wake-ups and acknowledgements on until the worker's socket is closed.
     fn watch(&self) {
         let why = self.listen();
@@ -391,7 +398,13 @@ impl Shared {
                 },
                 Ok(Some(frame::ALIVE)) => {}
                 Ok(Some(frame::TAKEN_OVER)) => {
-                    let taken = self.lock().inherits.take();
+                    let taken = {
+                        let mut state = self.lock();
+                        if std::mem::take(&mut state.pauses) {
+                            self.say_pause();
+                        }
+                        state.inherits.take()
+                    };
                     self.changed.notify_all();
                     let told = taken.ok_or("it says what regions there are without being asked");
                     let told = told.and_then(|(inherits, most)| Ok((inherits, inherited(&body, most)?)));
@@ -465,23 +478,31 @@ impl Transport for Local {
     }
 
     fn pause(&self) {
-        let Some(worker) = &self.shared.succession else { return };
-        // It may have paused for a process before this one, which did not read that. When it says that it is
-        // taken over, it has said all of that.
-        let state = self.shared.lock();
-        let comes = |state: &mut State| state.is_being_taken_over() && !state.over;
-        drop(self.shared.changed.wait_timeout_while(state, TAKEN_OVER_WITHIN, comes));
-        forget_said(worker.as_fd());
-        say(worker.as_fd(), frame::PAUSE);
+        let mut state = self.shared.lock();
+        if state.is_being_taken_over() {
+            state.pauses = true;
+        } else {
+            self.shared.say_pause();
+        }
     }
 
     fn is_paused(&self, patience: Duration) -> bool {
-        let worker = self.shared.succession.as_ref().filter(|_| !self.shared.lock().is_being_taken_over());
-        worker.is_some_and(|worker| hears_paused(worker.as_fd(), patience))
+        let Some(worker) = &self.shared.succession else { return false };
+        let deadline = Instant::now() + patience;
+        let state = self.shared.lock();
+        let comes = |state: &mut State| state.is_being_taken_over();
+        let wait = self.shared.changed.wait_timeout_while(state, patience, comes);
+        let (state, waited) = wait.unwrap_or_else(PoisonError::into_inner);
+        drop(state);
+        let left = deadline.saturating_duration_since(Instant::now());
+        !waited.timed_out() && hears_paused(worker.as_fd(), left)
     }
 
     fn go_on(&self) -> io::Result<()> {
-        self.shared.succession.iter().for_each(|worker| say(worker.as_fd(), frame::CONTINUE));
+        let mut state = self.shared.lock();
+        if !std::mem::take(&mut state.pauses) {
+            self.shared.succession.iter().for_each(|worker| say(worker.as_fd(), frame::CONTINUE));
+        }
         Ok(())
     }
 

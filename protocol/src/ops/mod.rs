@@ -73,9 +73,10 @@ pub enum Order {
     /// Changes a function or an instantiated graph that it names. Comes after earlier commands that use or
     /// change that object and before later ones, and after earlier [`Order::Session`] commands.
     Object,
-    /// Creates, changes or destroys something that other commands name. Comes after every earlier command. A
-    /// server lets every later one wait for [`PrimaryReset`](context::PrimaryReset), and none for the others:
-    /// until a client has their answer, it uses nothing that they destroy, and reuses none of its numbers.
+    /// Creates, changes or destroys something that other commands name. Comes after every earlier command, or
+    /// after those of its device if it is [`PrimaryReset`](context::PrimaryReset). A server lets every later
+    /// one wait for `PrimaryReset`, and none for the others: until a client has their answer, it uses nothing
+    /// that they destroy, and reuses none of its numbers.
     Session,
     /// Comes after every earlier command (of a context or device, if it is about the work of one). Later
     /// commands need not wait for it, since it changes nothing that they name: it waits, or it destroys

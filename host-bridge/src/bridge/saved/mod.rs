@@ -220,7 +220,8 @@ pub(super) fn say(worker: BorrowedFd<'_>, kind: u32) {
 /// Forgets what a worker has said so far, and nobody has read.
 pub(super) fn forget_said(worker: BorrowedFd<'_>) {
     let (mut header, mut fds) = (FrameHeader { kind: 0, len: 0 }, Vec::new());
-    // As much as it says for a few processes that did not listen. One that says more is not believed.
+    // As much as it says for a few processes that did not listen. One that says more harms only its own
+    // client.
     for _ in 0..64 {
         let said = poll(&mut [PollFd::new(worker, PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(1);
         if !said || !recv_some(worker, header.as_mut_bytes(), &mut fds).is_ok_and(|bytes| bytes > 0) {

@@ -76,10 +76,7 @@ impl Device {
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
         let epoch = job.epoch;
-        let (before, others) = {
-            let mut unanswered = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
-            (unanswered.remove(&channel), unanswered.len())
-        };
+        let before = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).remove(&channel);
         // The predecessor has counted it.
         let counted = before.is_some();
         if let Some(leftover) = before {
@@ -95,6 +92,7 @@ impl Device {
             // Their number counts, not their ids: the driver gives those up to the limit that it has read,
             // which may have been another one.
             let most = self.config.limits.max_channels;
+            let others = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).len();
             let count = channels.len() + others;
             if count >= most as usize && !counted {
                 return Err(no_resources(format!(

@@ -3,9 +3,10 @@
 //!
 //! [`control`] defines valid requests, and [`channels`](super::channels) executes them.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use protocol::device::{Answer, CONTROL_QUEUE, Response};
@@ -19,11 +20,11 @@ use super::Device;
 use crate::refusal::{Refusal, invalid, no_resources};
 use crate::vm::control::{self, FIXED, Order};
 use crate::vm::gate::Inside;
-use crate::vm::queue::Vring;
+use crate::vm::queue::{QUEUE_SIZE, Vring};
 use crate::vm::recovery;
 
 /// Maximum number of requests in progress. Each has a thread, except those that release memory and find none:
-/// they wait for one.
+/// they wait for one, at most as many as a queue has descriptors.
 pub(super) const MAX_JOBS: usize = 256;
 /// Maximum bytes of extents in requests in progress.
 const MAX_JOB_BYTES: usize = 64 << 20;
@@ -169,7 +170,8 @@ impl Device {
         };
         match result {
             Ok(()) => {}
-            Err((work, _)) if work.releases() => self.defer(work),
+            // A driver has no more requests than the queue has descriptors.
+            Err((work, _)) if work.releases() && self.deferred().len() < QUEUE_SIZE => self.defer(work),
             Err((Work { epoch, head, answer, bytes, .. }, why)) => {
                 self.jobs.fetch_sub(1, Ordering::Relaxed);
                 self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -202,6 +204,11 @@ impl Device {
         job.answer(result);
     }
 
+    /// The requests that wait for a thread.
+    fn deferred(&self) -> MutexGuard<'_, VecDeque<Work>> {
+        self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Keeps a request that releases memory until a thread has time for it. A refusal would help nobody: the
     /// driver could only ask again.
     fn defer(&self, work: Work) {
@@ -212,14 +219,14 @@ impl Device {
             self.count_end(&session);
             session.close("the program has ended its session", Duration::ZERO);
         }
-        self.deferred.lock().unwrap_or_else(PoisonError::into_inner).push_back(work);
+        self.deferred().push_back(work);
         // The thread lives as long as the device.
         let _ = self.reserve.send(());
     }
 
     /// Executes the requests that wait for a thread.
     pub(super) fn run_deferred(&self) {
-        let next = || self.deferred.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+        let next = || self.deferred().pop_front();
         while let Some(work) = next() {
             self.run(work);
         }
@@ -355,6 +362,7 @@ fn copy_out(
 mod tests {
     use super::*;
     use crate::vm::fuzzing::with_channel_after_reset;
+    use test_kit::until;
 
     #[test]
     fn a_request_to_destroy_a_channel_is_never_refused_for_lack_of_threads() {
@@ -363,11 +371,32 @@ mod tests {
             let order = Ok(Order::Destroy { channel: 0 });
             let fetched = Fetched { head: 0, again: false, answer: Vec::new(), order, bytes: 0 };
             device.start_job(fetched, device.gate.epoch());
-            // Until it is answered.
-            while device.jobs.load(Ordering::Relaxed) > MAX_JOBS {
-                std::thread::yield_now();
-            }
+            until("it is answered", || device.jobs.load(Ordering::Relaxed) == MAX_JOBS);
             assert!(device.channels().is_empty(), "it is still there");
+            device.jobs.fetch_sub(MAX_JOBS, Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn no_more_requests_wait_for_a_thread_than_a_queue_has_descriptors() {
+        with_channel_after_reset(|device, _| {
+            device.jobs.fetch_add(MAX_JOBS, Ordering::Relaxed);
+            let start = || {
+                let order = Ok(Order::Unregister { channel: 0, region: 1 });
+                let fetched = Fetched { head: 0, again: false, answer: Vec::new(), order, bytes: 0 };
+                device.start_job(fetched, device.gate.epoch());
+            };
+            let jobs = || device.jobs.load(Ordering::Relaxed) - MAX_JOBS;
+            // The thread that executes those that wait has one, and does not come further.
+            let channels = device.channels();
+            start();
+            until("it has a thread", || device.deferred().is_empty());
+            (0..QUEUE_SIZE).for_each(|_| start());
+            assert_eq!(jobs(), 1 + QUEUE_SIZE);
+            start();
+            assert_eq!(jobs(), 1 + QUEUE_SIZE, "it waits as well");
+            drop(channels);
+            until("all others are answered", || jobs() == 0);
             device.jobs.fetch_sub(MAX_JOBS, Ordering::Relaxed);
         });
     }
