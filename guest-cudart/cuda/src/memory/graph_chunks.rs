@@ -122,6 +122,12 @@ impl Segment {
         Ok(Arc::new(Segment { address, size, device, context, used: Mutex::default() }))
     }
 
+    /// A segment whose addresses are not reserved.
+    #[cfg(test)]
+    pub fn for_tests(context: &'static Context, address: u64, size: u64) -> Arc<Segment> {
+        Arc::new(Segment { address, size, device: context.device, context, used: Mutex::default() })
+    }
+
     pub fn has(&self, address: u64) -> bool {
         address.wrapping_sub(self.address) < self.size
     }
