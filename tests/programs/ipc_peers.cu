@@ -73,6 +73,12 @@ static int other(int socket) {
         CHECK(cudaIpcCloseMemHandle(data));
         CHECK(cudaSetDevice(1));
         CHECK(cudaDeviceSynchronize());
+        // An error of the device that uses it is no error of the one that closes it.
+        CHECK(cudaIpcOpenMemHandle((void **)&data, handle, cudaIpcMemLazyEnablePeerAccess));
+        turn<<<1, 256>>>(nullptr, 256);
+        REQUIRE(cudaDeviceSynchronize() != cudaSuccess, "a kernel wrote at address 0");
+        CHECK(cudaSetDevice(0));
+        CHECK(cudaIpcCloseMemHandle(data));
     }
     REQUIRE(write(socket, "ok", 2) == 2, "the first process is gone");
     return 0;

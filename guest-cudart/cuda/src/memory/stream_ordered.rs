@@ -259,17 +259,21 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
-/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it. Only
-/// errors of the current context are returned. Those of others are left to the calls that concern them.
+/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
 pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
-    let current = context::current()?;
-    for device in &driver.devices {
-        let primary = device.primary;
-        let is_other = !std::ptr::eq(primary, current);
-        if is_other && primary.is_alive() && primary.is_busy() && !primary.is_given_up() {
-            wait(primary, Context::quiesce)?;
-        }
+    settle(driver.devices.iter().map(|device| device.primary), context::current()?)
+}
+
+/// Waits for all work of contexts and of the current one. Only errors of the current one are returned. Those
+/// of others are left to the calls that concern them.
+pub(crate) fn settle(
+    contexts: impl IntoIterator<Item = &'static Context>,
+    current: &'static Context,
+) -> Result {
+    let others = contexts.into_iter().filter(|context| !std::ptr::eq(*context, current));
+    for other in others.filter(|other| other.is_alive() && other.is_busy() && !other.is_given_up()) {
+        wait(other, Context::quiesce)?;
     }
     if current.is_busy() { synchronize(current) } else { Ok(()) }
 }
