@@ -69,20 +69,23 @@ pub(crate) fn alloc(
 /// Allocates. If there is no room, completes what is being given back, pending frees of streams, and frees
 /// what graphs keep, and tries again after each.
 fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
-    let returned = || driver.devices.get(device as usize).is_some_and(wait_for_returned);
-    let mut allocated = allocate();
-    if allocated == Err(Status::OUT_OF_MEMORY) && returned() {
-        allocated = allocate();
-    }
+    let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+    let allocated = or_returned(device, &allocate);
     if allocated == Err(Status::OUT_OF_MEMORY)
-        && wait_for_leaving(driver, device) | graph_chunks::trim(driver, device)
+        && wait_for_leaving(driver, device.ordinal) | graph_chunks::trim(driver, device.ordinal)
     {
-        allocated = allocate();
-        if allocated == Err(Status::OUT_OF_MEMORY) && returned() {
-            allocated = allocate();
-        }
+        return or_returned(device, allocate);
     }
     allocated
+}
+
+/// Asks for memory of a device. If there is none, completes what is being given back, if there is any, and
+/// asks again. The caller holds no lock that a thread may need before it lets a stream go on.
+pub(crate) fn or_returned<T>(device: &Device, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
+    match ask() {
+        Err(Status::OUT_OF_MEMORY) if wait_for_returned(device) => ask(),
+        asked => asked,
+    }
 }
 
 /// Waits until the server has taken the chunks that a device gives back. It takes them when the device's
