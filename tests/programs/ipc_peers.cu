@@ -1,4 +1,5 @@
 // Memory of device 0 that another process opens by its handle for kernels of device 1, and of both devices.
+// The word `busy` is for rgpu only: CUDA's manual does not say that closing waits.
 #define PROGRAM "ipc_peers"
 #include "other_process.h"
 
@@ -62,7 +63,7 @@ static int other(int socket) {
         }
     }
     if (getenv("BUSY")) {
-        // Closed by another device while a kernel uses it. CUDA's manual does not say that this waits.
+        // Closed by another device while a kernel uses it.
         unsigned *data;
         CHECK(cudaSetDevice(1));
         CHECK(cudaIpcOpenMemHandle((void **)&data, handle, cudaIpcMemLazyEnablePeerAccess));
