@@ -77,6 +77,10 @@ pub(super) fn all<O: Opener>(
 
 /// Closes the sessions with servers that do not come before the one that another session waits for.
 fn let_go<O: Opener>(opener: &O, held: &Mutex<Vec<Option<O::Session>>>, waited_for: &str) {
+    // A server without a name has no place in the order.
+    if waited_for.is_empty() {
+        return;
+    }
     for session in lock(held).iter_mut() {
         let Some(name) = session.as_ref().map(|session| opener.name(session)) else { continue };
         if name.as_deref().is_none_or(|name| name >= waited_for) {
@@ -201,6 +205,8 @@ mod tests {
         let (opened, patience) = (Default::default(), Duration::ZERO);
         let program = Program { servers: servers.to_vec(), opened, patience };
         let kept = || lock(&held).iter().map(Option::is_some).collect::<Vec<_>>();
+        let_go(&program, &held, "");
+        assert_eq!(kept(), [true, true]);
         let_go(&program, &held, "c");
         assert_eq!(kept(), [true, true]);
         let_go(&program, &held, "b");
