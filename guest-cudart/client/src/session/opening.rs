@@ -81,14 +81,18 @@ fn let_go<O: Opener>(opener: &O, held: &Mutex<Vec<Option<O::Session>>>, waited_f
     if waited_for.is_empty() {
         return;
     }
-    for session in lock(held).iter_mut() {
-        let Some(name) = session.as_ref().map(|session| opener.name(session)) else { continue };
-        if name.as_deref().is_none_or(|name| name >= waited_for) {
+    // Servers may take long to answer, and other threads store sessions meanwhile.
+    let taken: Vec<_> = lock(held).iter_mut().map(Option::take).collect();
+    for (number, session) in (0..).zip(taken) {
+        let Some(session) = session else { continue };
+        let name = opener.name(&session);
+        if name.as_deref().is_some_and(|name| name < waited_for) {
+            lock(held)[number] = Some(session);
+        } else {
             log::info(format_args!(
                 "lets go of the session with {} while it waits for {waited_for}",
                 name.as_deref().unwrap_or("a server that does not answer")
             ));
-            *session = None;
         }
     }
 }
