@@ -243,7 +243,7 @@ impl<T> DeviceMemory<T> {
                 return other;
             }
         }
-        if self.trim(0, backing) == 0 && wanted == exact {
+        if !self.trim(0, backing) && wanted == exact {
             return Err(Status::OUT_OF_MEMORY);
         }
         self.grow_by(exact, backing)
@@ -329,13 +329,13 @@ impl<T> DeviceMemory<T> {
 
     /// Gives chunks without allocations back until at most `keep` bytes of them are left, without waiting for
     /// the answers ([`take_leaving`](Self::take_leaving)). What cannot be given back now stays available.
-    /// Returns how many bytes are given back. No pending work may use them.
-    pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> u64 {
+    /// Returns whether the server may have more room than before. No pending work may use the chunks.
+    pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> bool {
         // No stream delays the answers for chunks that were requested early.
         while keep == 0 && !self.ahead.is_empty() {
             self.take_ahead();
         }
-        let mut gone = self.take_answers();
+        let mut any = self.take_answers();
         while self.empty > keep
             && let Some((address, size)) = self.largest_empty()
         {
@@ -343,13 +343,13 @@ impl<T> DeviceMemory<T> {
             self.chunks.remove(&address);
             self.free.remove(address, size);
             self.empty -= size;
-            gone += size;
+            any = true;
             match answer {
                 Some(growing) => self.leaving.push(Ahead { address, size, growing }),
                 None => self.is_returned(address, size),
             }
         }
-        gone
+        any
     }
 
     /// The chunks that are being given back and whose answers have not come. Whoever takes them waits for the
@@ -370,14 +370,14 @@ impl<T> DeviceMemory<T> {
         }
     }
 
-    /// Takes the answers that have come for chunks that are being given back. Returns how many bytes were.
-    fn take_answers(&mut self) -> u64 {
-        let (before, resets) = (self.leaving.iter().map(|chunk| chunk.size).sum::<u64>(), self.resets);
+    /// Takes the answers that have come for chunks that are being given back. Returns false if none have.
+    fn take_answers(&mut self) -> bool {
+        let (before, resets) = (self.leaving.len(), self.resets);
         let answered: Vec<Ahead> = self.leaving.extract_if(.., |chunk| chunk.growing.is_answered()).collect();
         for chunk in answered {
             self.returned(Leaving { chunk, resets }.answer());
         }
-        before - self.leaving.iter().map(|chunk| chunk.size).sum::<u64>()
+        before != self.leaving.len()
     }
 
     /// The chunk without allocations that has the most bytes: few calls are needed to give these back.

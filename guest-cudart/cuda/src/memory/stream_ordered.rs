@@ -36,6 +36,8 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
     wait(context, Context::synchronize)?
 }
 
+/// Waits for work of a context with `until_done`, and then does what such a wait makes possible: see
+/// [`synchronize`].
 fn wait<T>(context: &'static Context, until_done: impl FnOnce(&'static Context) -> T) -> Result<T> {
     let driver = driver()?;
     let busy = context.is_busy();
