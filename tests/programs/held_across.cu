@@ -221,11 +221,13 @@ static void free_memory() {
         CHECK(cudaStreamSynchronize(beside));
     }
     // Soon after the frees are known to be reached.
-    for (int i = 0; i < 12000 && after != before + 2 * large; i++) {
+    // The amount is not exact: other programs may use the device, and CUDA gives whole blocks back.
+    const size_t least = before + 2 * large - (size_t(32) << 20);
+    for (int i = 0; i < 12000 && after < least; i++) {
         CHECK(cudaMemGetInfo(&after, &total));
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
-    expect_value("what was freed", (long long)(2 * large), (long long)(after - before));
+    expect_value("what was freed is free", 1, after >= least);
     CHECK(cudaMallocAsync(&more, large, beside));
     steps++;
     CHECK(cudaMemcpy2DAsync(there, 40, here, 40, 40, BYTES / 40, cudaMemcpyDefault, away));

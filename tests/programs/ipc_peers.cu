@@ -1,4 +1,5 @@
 // Memory of device 0 that another process opens by its handle for kernels of device 1, and of both devices.
+// The word `busy` is for rgpu only: CUDA's manual does not say that closing waits.
 #define PROGRAM "ipc_peers"
 #include "other_process.h"
 
@@ -62,7 +63,7 @@ static int other(int socket) {
         }
     }
     if (getenv("BUSY")) {
-        // Closed by another device while a kernel uses it. CUDA's manual does not say that this waits.
+        // Closed by another device while a kernel uses it.
         unsigned *data;
         CHECK(cudaSetDevice(1));
         CHECK(cudaIpcOpenMemHandle((void **)&data, handle, cudaIpcMemLazyEnablePeerAccess));
@@ -73,6 +74,12 @@ static int other(int socket) {
         CHECK(cudaIpcCloseMemHandle(data));
         CHECK(cudaSetDevice(1));
         CHECK(cudaDeviceSynchronize());
+        // An error of the device that uses it is no error of the one that closes it.
+        CHECK(cudaIpcOpenMemHandle((void **)&data, handle, cudaIpcMemLazyEnablePeerAccess));
+        turn<<<1, 256>>>(nullptr, 256);
+        REQUIRE(cudaDeviceSynchronize() != cudaSuccess, "a kernel wrote at address 0");
+        CHECK(cudaSetDevice(0));
+        CHECK(cudaIpcCloseMemHandle(data));
     }
     REQUIRE(write(socket, "ok", 2) == 2, "the first process is gone");
     return 0;

@@ -2,7 +2,7 @@
 
 /// The version and host of this `rgpu-server`, for display.
 pub fn server_name() -> String {
-    format!("rgpu-server {} on {}", env!("CARGO_PKG_VERSION"), host_name())
+    protocol::ops::device::describe_server(env!("CARGO_PKG_VERSION"), &host_name())
 }
 
 /// The name of this machine.

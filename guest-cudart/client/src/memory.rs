@@ -59,8 +59,7 @@ pub trait Backing {
     }
     /// `MemShrink`.
     fn shrink(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
-    /// `MemShrink` without waiting for the answer. `None`: the memory is already given back. An error if that
-    /// is not possible now.
+    /// `MemShrink` without waiting for the answer. `None`: the memory is already given back.
     fn shrink_ahead(&self, device: u32, address: u64, size: u64) -> Result<Option<Box<dyn Growing>>, Status> {
         self.shrink(device, address, size).map(|()| None)
     }
@@ -94,10 +93,10 @@ pub struct DeviceMemory<T> {
     /// The chunks that were requested early, in this order, and how many there should be.
     ahead: VecDeque<Ahead>,
     depth: usize,
-    /// The chunks that are being given back, in this order. The server answers when streams of the device
+    /// The chunks that are being given back. The server answers when streams of the device
     /// have reached what was before, so only whoever needs the memory waits for it. Their addresses are not
     /// used until then.
-    leaving: VecDeque<Ahead>,
+    leaving: Vec<Ahead>,
     /// How often everything was dropped.
     resets: u64,
     /// Size of the chunk that was needed last.
@@ -171,7 +170,7 @@ impl<T> DeviceMemory<T> {
             empty: 0,
             ahead: VecDeque::new(),
             depth: 1,
-            leaving: VecDeque::new(),
+            leaving: Vec::new(),
             resets: 0,
             last: 0,
             full: false,
@@ -244,7 +243,7 @@ impl<T> DeviceMemory<T> {
                 return other;
             }
         }
-        if self.trim(0, backing) == 0 && wanted == exact {
+        if !self.trim(0, backing) && wanted == exact {
             return Err(Status::OUT_OF_MEMORY);
         }
         self.grow_by(exact, backing)
@@ -330,13 +329,13 @@ impl<T> DeviceMemory<T> {
 
     /// Gives chunks without allocations back until at most `keep` bytes of them are left, without waiting for
     /// the answers ([`take_leaving`](Self::take_leaving)). What cannot be given back now stays available.
-    /// Returns how many bytes are given back. No pending work may use them.
-    pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> u64 {
+    /// Returns whether the server may have more room than before. No pending work may use the chunks.
+    pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> bool {
         // No stream delays the answers for chunks that were requested early.
         while keep == 0 && !self.ahead.is_empty() {
             self.take_ahead();
         }
-        let mut gone = self.take_answers();
+        let mut any = self.take_answers();
         while self.empty > keep
             && let Some((address, size)) = self.largest_empty()
         {
@@ -344,13 +343,13 @@ impl<T> DeviceMemory<T> {
             self.chunks.remove(&address);
             self.free.remove(address, size);
             self.empty -= size;
-            gone += size;
+            any = true;
             match answer {
-                Some(growing) => self.leaving.push_back(Ahead { address, size, growing }),
+                Some(growing) => self.leaving.push(Ahead { address, size, growing }),
                 None => self.is_returned(address, size),
             }
         }
-        gone
+        any
     }
 
     /// The chunks that are being given back and whose answers have not come. Whoever takes them waits for the
@@ -371,13 +370,14 @@ impl<T> DeviceMemory<T> {
         }
     }
 
-    /// Takes the answers that have come for chunks that are being given back. Returns how many bytes were.
-    fn take_answers(&mut self) -> u64 {
-        let (before, resets) = (self.leaving.iter().map(|chunk| chunk.size).sum::<u64>(), self.resets);
-        while let Some(chunk) = self.leaving.pop_front_if(|chunk| chunk.growing.is_answered()) {
+    /// Takes the answers that have come for chunks that are being given back. Returns false if none have.
+    fn take_answers(&mut self) -> bool {
+        let (before, resets) = (self.leaving.len(), self.resets);
+        let answered: Vec<Ahead> = self.leaving.extract_if(.., |chunk| chunk.growing.is_answered()).collect();
+        for chunk in answered {
             self.returned(Leaving { chunk, resets }.answer());
         }
-        before - self.leaving.iter().map(|chunk| chunk.size).sum::<u64>()
+        before != self.leaving.len()
     }
 
     /// The chunk without allocations that has the most bytes: few calls are needed to give these back.
@@ -602,8 +602,22 @@ mod tests {
         assert!(memory.alloc(SIZE + (100 << 20), (), &fake).is_ok());
         // A chunk that cannot be given back stays.
         memory.free(third, &fake).unwrap();
-        memory.leaving.back_mut().unwrap().growing = Box::new(Answered(Err(Status::UNKNOWN)));
+        memory.leaving.last_mut().unwrap().growing = Box::new(Answered(Err(Status::UNKNOWN)));
         assert_eq!((memory.free_bytes(), memory.chunks().len()), (SIZE, 2));
+    }
+
+    #[test]
+    fn a_chunk_that_is_given_back_does_not_wait_for_an_earlier_one() {
+        let fake = Fake::new(1 << 30);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let both = [300_u64 << 20, 350 << 20].map(|size| memory.alloc(size, (), &fake).unwrap());
+        fake.hold(true);
+        for address in both {
+            memory.free(address, &fake).unwrap();
+        }
+        memory.leaving[0].growing = Box::new(Returning(Arc::new(AtomicBool::new(true))));
+        fake.hold(false);
+        assert_eq!((memory.free_bytes(), memory.leaving.len()), (300 << 20, 1));
     }
 
     #[test]

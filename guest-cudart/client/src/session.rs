@@ -39,7 +39,7 @@ use protocol::channel::{
 use protocol::handle::ContextId;
 use protocol::link::wish;
 use protocol::ops::context::DeviceOutput;
-use protocol::ops::device::SessionInfo;
+use protocol::ops::device::{SessionInfo, host_of};
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
 use protocol::version::OURS;
@@ -216,8 +216,7 @@ impl Opener for All {
                 described
             }
         };
-        // "rgpu-server 1.0 on HOST".
-        Some(described.rsplit_once(" on ").map_or(described.as_str(), |(_, host)| host).to_owned())
+        Some(host_of(&described).to_owned())
     }
 }
 

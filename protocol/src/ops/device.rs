@@ -13,6 +13,16 @@ crate::wire_struct! {
     }
 }
 
+/// How a server of this release on the machine `host` describes itself in a [`SessionInfoReply`].
+pub fn describe_server(release: &str, host: &str) -> String {
+    format!("rgpu-server {release} on {host}")
+}
+
+/// The machine of a server that describes itself so. Of any other description, all of it.
+pub fn host_of(described: &str) -> &str {
+    described.rsplit_once(" on ").map_or(described, |(_, host)| host)
+}
+
 /// `CUdevice_P2PAttribute`s of CUDA 13.
 pub const PEER_ATTRIBUTES: usize = 5;
 /// `CUatomicOperation`s of CUDA 13.
@@ -32,7 +42,7 @@ ops! {
         driver_version: u32,
         /// `cuda` or `software`.
         backend: String,
-        /// The server's release and host name, for display.
+        /// The server's release and host name: see [`describe_server`].
         server: String,
         /// Whether commands may name [`HostIn::Late`](crate::data::HostIn) data.
         reads_late: bool,
@@ -97,4 +107,15 @@ ops! {
         /// different windows. Empty: window *n* for ordinal *n*.
         windows: Vec<u32>,
     } -> SelectDevicesReply {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_host_of_a_description_is_the_one_that_it_was_made_of() {
+        assert_eq!(host_of(&describe_server("1.0", "gpu1.example")), "gpu1.example");
+        assert_eq!(host_of("something else"), "something else");
+    }
 }

@@ -30,6 +30,12 @@ pub(super) trait Opener: Sync {
 
     /// The name that a session's server has for itself, if the server answers.
     fn name(&self, session: &Self::Session) -> Option<String>;
+
+    /// How long a session keeps the process's others while it waits. Another while each time.
+    fn patience(&self) -> Duration {
+        // Its keys are random.
+        PATIENCE + PATIENCE.mul_f64((RandomState::new().hash_one(()) >> 11) as f64 / (1u64 << 53) as f64)
+    }
 }
 
 /// The sessions with `count` servers, by number, of which the first is open already. All others are opened at
@@ -45,7 +51,7 @@ pub(super) fn all<O: Opener>(
     while sessions.iter().any(Option::is_none) {
         let missing: Vec<usize> = (0..count).filter(|number| sessions[*number].is_none()).collect();
         let held = Mutex::new(sessions);
-        let patience = patience();
+        let patience = opener.patience();
         let open = |number: usize| -> Result<(), PortError> {
             let session = opener.open(number, &|server, waited| {
                 if waited >= patience {
@@ -71,21 +77,24 @@ pub(super) fn all<O: Opener>(
 
 /// Closes the sessions with servers that do not come before the one that another session waits for.
 fn let_go<O: Opener>(opener: &O, held: &Mutex<Vec<Option<O::Session>>>, waited_for: &str) {
-    for session in lock(held).iter_mut() {
-        let Some(name) = session.as_ref().map(|session| opener.name(session)) else { continue };
-        if name.as_deref().is_none_or(|name| name >= waited_for) {
+    // A server without a name has no place in the order.
+    if waited_for.is_empty() {
+        return;
+    }
+    // Servers may take long to answer, and other threads store sessions meanwhile.
+    let taken: Vec<_> = lock(held).iter_mut().map(Option::take).collect();
+    for (number, session) in (0..).zip(taken) {
+        let Some(session) = session else { continue };
+        let name = opener.name(&session);
+        if name.as_deref().is_some_and(|name| name < waited_for) {
+            lock(held)[number] = Some(session);
+        } else {
             log::info(format_args!(
                 "lets go of the session with {} while it waits for {waited_for}",
                 name.as_deref().unwrap_or("a server that does not answer")
             ));
-            *session = None;
         }
     }
-}
-
-fn patience() -> Duration {
-    // Its keys are random.
-    PATIENCE + PATIENCE.mul_f64((RandomState::new().hash_one(()) >> 11) as f64 / (1u64 << 53) as f64)
 }
 
 #[cfg(test)]
@@ -112,7 +121,9 @@ mod tests {
 
     struct Program {
         servers: Vec<Arc<Server>>,
-        opened: AtomicUsize,
+        /// How often it has opened a session with each of them.
+        opened: [AtomicUsize; 3],
+        patience: Duration,
     }
 
     impl Opener for Program {
@@ -123,34 +134,39 @@ mod tests {
             let mut taken = lock(&server.taken);
             while *taken {
                 drop(taken);
-                waits(server.name, 2 * PATIENCE);
+                waits(server.name, PATIENCE);
                 taken = lock(&server.taken);
                 if *taken {
                     taken = server.left.wait_timeout(taken, Duration::from_millis(1)).unwrap().0;
                 }
             }
             *taken = true;
-            self.opened.fetch_add(1, Ordering::Relaxed);
+            self.opened[number].fetch_add(1, Ordering::Relaxed);
             Ok(Session(server.clone()))
         }
 
         fn name(&self, session: &Session) -> Option<String> {
             Some(session.0.name.to_owned())
         }
+
+        fn patience(&self) -> Duration {
+            self.patience
+        }
     }
 
-    /// Two programs, each of which has the first one of its servers when they open the others. Returns how
-    /// many sessions each opened.
-    fn both_open(names: [&'static str; 3], orders: [[usize; 3]; 2]) -> [usize; 2] {
+    /// Two programs, each of which has the first one of its servers when they open the others. They name the
+    /// servers in the same order, but begin with different ones. Returns how often each program opened a
+    /// session with each server.
+    fn both_open(names: [&'static str; 3], patience: [Duration; 2]) -> [[usize; 3]; 2] {
+        let orders = [[0, 1, 2], [1, 2, 0]];
         let servers =
             names.map(|name| Arc::new(Server { name, taken: Mutex::new(false), left: Condvar::new() }));
         let barrier = Barrier::new(2);
         std::thread::scope(|scope| {
-            let started = orders.map(|order| {
-                let program = Program {
-                    servers: order.map(|at| servers[at].clone()).into(),
-                    opened: AtomicUsize::new(0),
-                };
+            let started = [0, 1].map(|program| {
+                let (order, patience) = (orders[program], patience[program]);
+                let servers = order.map(|at| servers[at].clone()).into();
+                let program = Program { servers, opened: Default::default(), patience };
                 let barrier = &barrier;
                 scope.spawn(move || {
                     let first = program.open(0, &|_, _| ()).unwrap();
@@ -158,7 +174,8 @@ mod tests {
                     let sessions = all(&program, first, order.len()).unwrap();
                     let found = sessions.iter().map(|session| Arc::as_ptr(&session.0));
                     assert!(found.eq(program.servers.iter().map(Arc::as_ptr)), "in the order asked for");
-                    program.opened.into_inner()
+                    let opened = program.opened.map(AtomicUsize::into_inner);
+                    [0, 1, 2].map(|server| opened[order.iter().position(|at| *at == server).unwrap()])
                 })
             });
             started.map(|program| program.join().unwrap())
@@ -168,10 +185,18 @@ mod tests {
     #[test]
     fn programs_with_sessions_that_the_other_one_needs_both_get_all() {
         for _ in 0..20 {
-            let [first, second] = both_open(["a", "b", "c"], [[0, 1, 2], [1, 2, 0]]);
-            assert!(first >= 3 && second >= 3);
-            // Servers of one machine have no order.
-            both_open(["a"; 3], [[0, 1, 2], [1, 2, 0]]);
+            for opened in both_open(["a", "b", "c"], [Duration::ZERO; 2]) {
+                // Nobody lets go of the first one, so there are as many rounds at most as there are servers.
+                assert!(opened[0] == 1 && opened.iter().all(|times| *times <= 3), "{opened:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn of_programs_with_sessions_on_one_machine_the_one_with_more_patience_gets_all() {
+        for _ in 0..20 {
+            let [_, patient] = both_open(["a"; 3], [Duration::ZERO, Duration::MAX]);
+            assert_eq!(patient, [1; 3]);
         }
     }
 
@@ -181,8 +206,11 @@ mod tests {
             ["a", "b"].map(|name| Arc::new(Server { name, taken: Mutex::new(true), left: Condvar::new() }));
         let sessions: Vec<_> = servers.iter().map(|server| Some(Session(server.clone()))).collect();
         let held = Mutex::new(sessions);
-        let program = Program { servers: servers.to_vec(), opened: AtomicUsize::new(0) };
+        let (opened, patience) = (Default::default(), Duration::ZERO);
+        let program = Program { servers: servers.to_vec(), opened, patience };
         let kept = || lock(&held).iter().map(Option::is_some).collect::<Vec<_>>();
+        let_go(&program, &held, "");
+        assert_eq!(kept(), [true, true]);
         let_go(&program, &held, "c");
         assert_eq!(kept(), [true, true]);
         let_go(&program, &held, "b");

@@ -19,14 +19,14 @@ fn create(to: Out<usize>, desc: &Array3DDescriptor) -> Result {
     let (_, context) = context::ready()?;
     let shape = array::shape(context, desc, false)?;
     let id = array::new_id();
-    context.session().call(&ArrayCreate {
-        context: context.id,
-        array: id,
-        shape: shape.clone(),
-        levels: 0,
-    })?;
+    make(context, &ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels: 0 })?;
     let made = ARRAYS.insert(Arc::new(Array { id, context, shape, level_of: None }));
     to.put(made.ok_or(Status::OUT_OF_MEMORY)?)
+}
+
+fn make(context: &Context, array: &ArrayCreate) -> Result {
+    let device = driver::device(context.device as i32)?;
+    stream_ordered::or_returned(device, || context.session().call(array).map(drop))
 }
 
 pub(crate) fn requirements(
@@ -106,7 +106,7 @@ api! {
         // The number of levels is limited by how often the size can be halved.
         let levels = levels.clamp(1, shape.most_levels());
         let id = array::new_id();
-        context.session().call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
+        make(context, &ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
         let made = MIPMAPPED.insert(Arc::new(Mipmapped { id, context, shape, levels, told: Mutex::default() }));
         array.put(made.ok_or(Status::OUT_OF_MEMORY)?)
     }

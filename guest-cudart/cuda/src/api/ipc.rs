@@ -132,13 +132,7 @@ api! {
             *times -= 1;
             return Ok(());
         }
-        stream_ordered::synchronize(context)?;
-        let users = virtual_memory::users_of_opened(driver, dptr)?;
-        for user in users {
-            if user.is_alive() && user.is_busy() {
-                stream_ordered::synchronize(user)?;
-            }
-        }
+        stream_ordered::settle(virtual_memory::users_of_opened(driver, dptr)?, context)?;
         virtual_memory::close(driver, dptr)?;
         opened.remove(&name);
         Ok(())

@@ -68,7 +68,8 @@ api! {
         if exportable && device.attribute(attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
-        handle.put(virtual_memory::make(driver, device.ordinal, size, prop.handle_types)? as u64)
+        let make = || virtual_memory::make(driver, device.ordinal, size, prop.handle_types);
+        handle.put(stream_ordered::or_returned(device, make)? as u64)
     }
 
     fn cuMemRelease(handle: u64) {

@@ -148,10 +148,11 @@ pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
 #[inline]
 pub(crate) fn check_near(driver: &Driver, near: &'static Server, address: u64, len: u64) -> Result<Found> {
     if virtual_memory::is_here(address) {
-        return match graph_memory::found(address, len) {
-            Some(found) => Ok(found),
-            None if graph_memory::found(address, 1).is_some() => Err(Status::INVALID_VALUE),
+        return match graph_memory::found(address, 1) {
             None => virtual_memory::check(driver, address, len),
+            Some(found) if len <= found.base + found.size - address => Ok(found),
+            // An earlier one may extend further.
+            Some(_) => graph_memory::found(address, len).ok_or(Status::INVALID_VALUE),
         };
     }
     let found = match find_near(driver, near, address) {

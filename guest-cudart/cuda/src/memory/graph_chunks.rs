@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::abi::result::Result;
 use crate::memory::graph_memory::GraphMemory;
-use crate::memory::virtual_memory;
+use crate::memory::{stream_ordered, virtual_memory};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences;
@@ -120,6 +120,12 @@ impl Segment {
         lock(&POOL).collect(driver);
         let (address, size) = virtual_memory::reserve(driver, size)?;
         Ok(Arc::new(Segment { address, size, device, context, used: Mutex::default() }))
+    }
+
+    /// A segment whose addresses are not reserved.
+    #[cfg(test)]
+    pub fn for_tests(context: &'static Context, address: u64, size: u64) -> Arc<Segment> {
+        Arc::new(Segment { address, size, device: context.device, context, used: Mutex::default() })
     }
 
     pub fn has(&self, address: u64) -> bool {
@@ -274,11 +280,23 @@ pub(crate) fn back(
     segments: &[Arc<Segment>],
     stream: &Arc<Stream>,
 ) -> Result<(Launching, bool)> {
-    let mut pool = lock(&POOL);
     let (mut taken, mut moved) = (BTreeSet::new(), false);
-    for segment in segments {
-        moved |= pool.back(driver, segment, stream, &mut taken)?;
-    }
+    let mut back_all = || -> Result<Launching> {
+        let mut pool = lock(&POOL);
+        taken.clear();
+        for segment in segments {
+            moved |= pool.back(driver, segment, stream, &mut taken)?;
+        }
+        Ok(pool)
+    };
+    let returned = |segment: &Arc<Segment>| {
+        driver.devices.get(segment.device as usize).is_some_and(stream_ordered::wait_for_returned)
+    };
+    let pool = match back_all() {
+        // Waits without the lock, which a thread may need before it lets a stream go on.
+        Err(Status::OUT_OF_MEMORY) if segments.iter().any(returned) => back_all()?,
+        backed => backed?,
+    };
     for id in taken {
         let Some(chunk) = pool.chunks.get(&id) else { continue };
         for (last, _) in chunk.used.open().filter(|(last, _)| !Arc::ptr_eq(last, stream)) {

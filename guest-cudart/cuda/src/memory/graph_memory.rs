@@ -153,10 +153,21 @@ pub(crate) fn find(address: u64) -> Option<Arc<GraphMemory>> {
 /// The graph memory that contains a range: the latest of those that begin nearest to it.
 pub(crate) fn at(address: u64, len: u64) -> Option<Arc<GraphMemory>> {
     let end = address.checked_add(len)?;
+    // Dropped after the lock: each may be the last reference by then, and dropping that one locks, too.
+    let mut seen = Vec::new();
     let all = lock(&ALL);
-    let earlier = all.range(..=(address, u64::MAX)).rev().filter_map(|(_, memory)| memory.upgrade());
-    let mut here = earlier.take_while(|memory| memory.segment.has(address));
-    here.find(|memory| end <= memory.address + memory.size)
+    for memory in all.range(..=(address, u64::MAX)).rev().filter_map(|(_, memory)| memory.upgrade()) {
+        let is_of_segment = memory.segment.has(address);
+        let contains = end <= memory.address + memory.size;
+        seen.push(memory);
+        if !is_of_segment {
+            return None;
+        }
+        if contains {
+            return seen.pop();
+        }
+    }
+    None
 }
 
 /// The same, as [`Found`].
@@ -192,7 +203,45 @@ pub(crate) fn freed(address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use client::handle::ContextId;
     use proptest::prelude::*;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use crate::process::driver::Server;
+
+    #[test]
+    fn memory_may_go_while_another_thread_looks_for_memory_behind_it() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let segment = Segment::for_tests(context, 1 << 50, 4 * ALIGN);
+        let make = move || {
+            let (address, buffer, segment) = (segment.address, unique_id(), segment.clone());
+            let (freed_by, live) = (OnceLock::new(), AtomicBool::new(false));
+            let made = Arc::new(GraphMemory { address, size: ALIGN, segment, buffer, freed_by, live });
+            lock(&ALL).insert((address, buffer), Arc::downgrade(&made));
+            made
+        };
+        let (ended, is_ended) = mpsc::channel();
+        let looks = std::thread::spawn(move || {
+            let kept = make();
+            let goes = std::thread::spawn(move || {
+                for turn in 0..200_000 {
+                    let made = make();
+                    // Dropped at any point of the other thread's search.
+                    (0..turn % 100).for_each(|_| std::hint::spin_loop());
+                    drop(made);
+                }
+            });
+            while !goes.is_finished() {
+                assert!(at(kept.address, 2 * ALIGN).is_none());
+            }
+            assert_eq!(at(kept.address, ALIGN).map(|found| found.buffer), Some(kept.buffer));
+            ended.send(()).unwrap();
+        });
+        // Threads that wait for themselves never end.
+        is_ended.recv_timeout(Duration::from_secs(120)).unwrap();
+        looks.join().unwrap();
+    }
 
     proptest! {
         #[test]

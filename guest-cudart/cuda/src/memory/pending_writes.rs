@@ -54,7 +54,7 @@ pub(crate) fn writes(stream: &Arc<Stream>, seq: Seq, at: usize, len: usize) {
     }
     let mut writes = lock(&WRITES);
     if writes.len() >= MANY && writes.len().is_power_of_two() {
-        writes.retain(|write| !write.stream.has_passed(write.seq));
+        writes.retain(|write| is_pending(&write.stream, write.seq));
     }
     // A stream's writes to one place are done when the last one is.
     writes.retain(|write| !(Arc::ptr_eq(&write.stream, stream) && write.at == at && write.len == len));
@@ -65,7 +65,7 @@ pub(crate) fn writes(stream: &Arc<Stream>, seq: Seq, at: usize, len: usize) {
 pub(crate) fn calls(stream: &Arc<Stream>, seq: Seq) {
     let mut calls = lock(&CALLS);
     if calls.len() >= MANY && calls.len().is_power_of_two() {
-        calls.retain(|(stream, seq)| !stream.has_passed(*seq));
+        calls.retain(|(stream, seq)| is_pending(stream, *seq));
     }
     calls.retain(|(other, _)| !Arc::ptr_eq(other, stream));
     calls.push((stream.clone(), seq));
@@ -75,7 +75,7 @@ pub(crate) fn calls(stream: &Arc<Stream>, seq: Seq) {
 /// and other bytes before it.
 pub(crate) fn holds(stream: &Arc<Stream>, seq: Seq) {
     let mut holds = lock(&HOLDS);
-    holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && !other.has_passed(*seq));
+    holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && is_pending(other, *seq));
     holds.push((stream.clone(), seq));
 }
 
@@ -179,7 +179,7 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
         writes.map(|write| (write.stream.clone(), write.seq)).collect()
     };
     for (stream, _) in &writing {
-        // As above.
+        // If its server is lost by now, it is not waited for.
         let _ = stream.mark();
     }
     let last: Vec<_> = driver
@@ -236,11 +236,13 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
     !calls_and_holds().is_empty() || written()
 }
 
-/// The host functions that may not have returned, and the waits that may not have ended.
+/// The host functions that may not have returned, and the waits that may not have ended. Those that are over
+/// are removed: a lost server's would otherwise be looked at before every copy.
 pub(crate) fn calls_and_holds() -> Vec<(Arc<Stream>, Seq)> {
-    let (calls, holds) = (lock(&CALLS), lock(&HOLDS));
-    let calls = calls.iter().filter(|(other, seq)| !other.called.has_reached(*seq));
-    calls.chain(holds.iter()).filter(|(other, seq)| is_pending(other, *seq)).cloned().collect()
+    let (mut calls, mut holds) = (lock(&CALLS), lock(&HOLDS));
+    calls.retain(|(other, seq)| !other.called.has_reached(*seq) && is_pending(other, *seq));
+    holds.retain(|(other, seq)| is_pending(other, *seq));
+    calls.iter().chain(holds.iter()).cloned().collect()
 }
 
 #[cfg(test)]
@@ -285,6 +287,7 @@ mod tests {
         assert!(is_held());
         lost.server.lose();
         assert!(!is_held());
+        assert!(lock(&HOLDS).iter().all(|(held, _)| !Arc::ptr_eq(held, &gone)), "it is looked at again");
         assert_eq!(released(&driver, &stream), Ok(()));
         assert_eq!(settle_all(&driver, at, len), Ok(()));
     }

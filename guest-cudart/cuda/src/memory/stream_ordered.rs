@@ -36,6 +36,8 @@ pub(crate) fn synchronize(context: &'static Context) -> Result {
     wait(context, Context::synchronize)?
 }
 
+/// Waits for work of a context with `until_done`, and then does what such a wait makes possible: see
+/// [`synchronize`].
 fn wait<T>(context: &'static Context, until_done: impl FnOnce(&'static Context) -> T) -> Result<T> {
     let driver = driver()?;
     let busy = context.is_busy();
@@ -69,20 +71,23 @@ pub(crate) fn alloc(
 /// Allocates. If there is no room, completes what is being given back, pending frees of streams, and frees
 /// what graphs keep, and tries again after each.
 fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
-    let returned = || driver.devices.get(device as usize).is_some_and(wait_for_returned);
-    let mut allocated = allocate();
-    if allocated == Err(Status::OUT_OF_MEMORY) && returned() {
-        allocated = allocate();
-    }
+    let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+    let allocated = or_returned(device, &allocate);
     if allocated == Err(Status::OUT_OF_MEMORY)
-        && wait_for_leaving(driver, device) | graph_chunks::trim(driver, device)
+        && wait_for_leaving(driver, device.ordinal) | graph_chunks::trim(driver, device.ordinal)
     {
-        allocated = allocate();
-        if allocated == Err(Status::OUT_OF_MEMORY) && returned() {
-            allocated = allocate();
-        }
+        return or_returned(device, allocate);
     }
     allocated
+}
+
+/// Asks for memory of a device. If there is none, completes what is being given back, if there is any, and
+/// asks again. The caller holds no lock that a thread may need before it lets a stream go on.
+pub(crate) fn or_returned<T>(device: &Device, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
+    match ask() {
+        Err(Status::OUT_OF_MEMORY) if wait_for_returned(device) => ask(),
+        asked => asked,
+    }
 }
 
 /// Waits until the server has taken the chunks that a device gives back. It takes them when the device's
@@ -259,17 +264,21 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
-/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it. Only
-/// errors of the current context are returned. Those of others are left to the calls that concern them.
+/// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
 pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
-    let current = context::current()?;
-    for device in &driver.devices {
-        let primary = device.primary;
-        let is_other = !std::ptr::eq(primary, current);
-        if is_other && primary.is_alive() && primary.is_busy() && !primary.is_given_up() {
-            wait(primary, Context::quiesce)?;
-        }
+    settle(driver.devices.iter().map(|device| device.primary), context::current()?)
+}
+
+/// Waits for all work of contexts and of the current one. Only errors of the current one are returned. Those
+/// of others are left to the calls that concern them.
+pub(crate) fn settle(
+    contexts: impl IntoIterator<Item = &'static Context>,
+    current: &'static Context,
+) -> Result {
+    let others = contexts.into_iter().filter(|context| !std::ptr::eq(*context, current));
+    for other in others.filter(|other| other.is_alive() && other.is_busy() && !other.is_given_up()) {
+        wait(other, Context::quiesce)?;
     }
     if current.is_busy() { synchronize(current) } else { Ok(()) }
 }

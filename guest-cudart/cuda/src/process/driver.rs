@@ -1,5 +1,6 @@
 //! The process's servers and their devices, set up by `cuInit`.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, RwLock};
@@ -15,10 +16,9 @@ use client::memory::{Backing, DeviceMemory, Growing};
 use client::ops::device::{
     DeviceInfo, DeviceInfoReply, PeerInfo, PeerInfoReply, SelectDevices, SessionInfo, SessionInfoReply,
 };
-use client::ops::memory::{MemGrow, MemShrink, is_managed};
+use client::ops::memory::{MemGrow, MemGrowReply, MemShrink, MemShrinkReply, is_managed};
 use client::servers::distinct_domain;
 use client::session::{self, Ahead, Pending, Session};
-use client::wire::Wire;
 use client::{Status, lock, log};
 
 /// Everything that exists once in a process.
@@ -331,22 +331,63 @@ impl Device {
     }
 }
 
-/// A request about device memory, without waiting for the reply.
-struct OnTheWay<R>(Ahead<'static, R>);
+/// A `MemGrow`, without waiting for the reply.
+struct Grow(Ahead<'static, MemGrowReply>);
 
-impl<R> std::fmt::Debug for OnTheWay<R> {
+impl std::fmt::Debug for Grow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "OnTheWay({:?})", self.0.seq())
+        write!(f, "Grow({:?})", self.0.seq())
     }
 }
 
-impl<R: for<'r> Wire<'r> + Send + 'static> Growing for OnTheWay<R> {
+impl Growing for Grow {
     fn is_answered(&self) -> bool {
         self.0.is_done()
     }
 
     fn answer(self: Box<Self>) -> Result {
         self.0.take().map(drop)
+    }
+}
+
+/// A `MemShrink`, without waiting for the reply. While reply slots are scarce, because many threads wait for
+/// replies, it is not submitted: a later question for the answer does that, or whoever waits for the answer.
+struct Shrink {
+    session: &'static Session,
+    op: MemShrink,
+    ahead: OnceCell<Ahead<'static, MemShrinkReply>>,
+}
+
+impl Shrink {
+    /// Submits it if that was not possible before and is now.
+    fn submit(&self) -> Result {
+        if self.ahead.get().is_none()
+            && let Some(ahead) = self.session.submit_ahead(&self.op)?
+        {
+            self.ahead.get_or_init(|| ahead);
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Shrink {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Shrink({:?}, {:?})", self.op, self.ahead.get().map(Ahead::seq))
+    }
+}
+
+impl Growing for Shrink {
+    fn is_answered(&self) -> bool {
+        // Without a session, whoever waits for the answer gets the error.
+        let _ = self.submit();
+        self.ahead.get().is_some_and(Ahead::is_done)
+    }
+
+    fn answer(self: Box<Self>) -> Result {
+        match self.ahead.into_inner() {
+            Some(ahead) => ahead.take().map(drop),
+            None => self.session.call(&self.op).map(drop),
+        }
     }
 }
 
@@ -363,7 +404,7 @@ impl Backing for Device {
             return None;
         }
         let ahead = session.submit_ahead(&MemGrow { device: self.number, address, size }).ok()??;
-        Some(Box::new(OnTheWay(ahead)))
+        Some(Box::new(Grow(ahead)))
     }
 
     fn shrink(&self, _ordinal: u32, address: u64, size: u64) -> Result {
@@ -371,9 +412,10 @@ impl Backing for Device {
     }
 
     fn shrink_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Result<Option<Box<dyn Growing>>> {
-        let shrink = MemShrink { device: self.number, address, size };
-        let ahead = self.server.session.submit_ahead(&shrink)?.ok_or(Status::NOT_READY)?;
-        Ok(Some(Box::new(OnTheWay(ahead))))
+        let op = MemShrink { device: self.number, address, size };
+        let shrink = Shrink { session: self.server.session, op, ahead: OnceCell::new() };
+        shrink.submit()?;
+        Ok(Some(Box::new(shrink)))
     }
 }
 
@@ -399,6 +441,7 @@ mod unused {
     use std::path::Path;
     use std::time::Duration;
 
+    use super::{Growing, MemShrink, OnceCell, Shrink};
     use client::channel::{Geometry, Header};
     use client::port::mapping::Mapping;
     use client::port::{Pinned, Port, PortError};
@@ -469,6 +512,21 @@ mod unused {
         // SAFETY: as in `connect`.
         let header = unsafe { &*session.port().channel().base().cast::<Header>() };
         header.set_lost("a test");
+    }
+
+    #[test]
+    fn memory_is_given_back_also_while_reply_slots_are_scarce() {
+        let session = session();
+        let op = MemShrink { device: 0, address: 0, size: 1 };
+        let (before, mut waits) = (session.last_seq(), Vec::new());
+        while session.has_free_slot() {
+            waits.push(session.slot().unwrap());
+        }
+        let shrink = Shrink { session, op, ahead: OnceCell::new() };
+        assert_eq!(shrink.submit(), Ok(()));
+        assert!(!shrink.is_answered() && session.last_seq() == before, "it is not submitted");
+        waits.clear();
+        assert!(!shrink.is_answered() && session.last_seq() != before, "it is submitted");
     }
 
     #[test]
