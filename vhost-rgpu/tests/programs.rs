@@ -218,6 +218,24 @@ fn a_device_process_is_replaced_however_many_regions_and_programs_it_has() {
     assert_eq!(daemon.number("sessions_lost"), 0);
 }
 
+#[test]
+fn programs_that_come_faster_than_their_device_process_reads_are_all_served() {
+    let server = TcpServer::start();
+    let limits = ["--max-channels", "1000", "--max-channels-per-user", "1000"];
+    let daemon = Daemon::start(&[&["--server", &server.config.server.to_string()], &limits[..]].concat());
+    let first = Program::start(&daemon);
+    let stopped = Pid::from_raw(process(&daemon));
+    kill(stopped, Signal::SIGSTOP).unwrap();
+    let others: Vec<_> = (0..MANY).map(|_| NativeClient::connect(&daemon.native()).unwrap()).collect();
+    kill(stopped, Signal::SIGCONT).unwrap();
+    let (file, _) = own();
+    for other in &others {
+        assert_eq!(other.ask(register(0), &[&file]).unwrap().0, Answer::Invalid, "it has no channel");
+    }
+    assert_eq!(first.ask(register(0), &[&file]), (Answer::Ok, String::new()));
+    assert_eq!(daemon.number("device_processes_restarted"), 0);
+}
+
 fn upgrade(daemon: Daemon) -> Daemon {
     daemon.upgrade();
     daemon

@@ -133,8 +133,9 @@ struct User {
     kept: Arc<Kept<Programs>>,
     /// By number. A later client has a higher one.
     clients: BTreeMap<u64, Client>,
-    /// Whether the process has ended and another one is being started.
-    replacing: bool,
+    /// Whether a thread starts another process for the clients, or introduces them to it. It does that for
+    /// those that come meanwhile, too.
+    introducing: bool,
     /// Number of processes that have failed in a row.
     failures: u32,
     /// When the last client left, if there are none.
@@ -299,10 +300,16 @@ impl Server {
         };
         // If the process has ended, the client is passed to the next one.
         user.keep(number, &client);
-        if let (false, Some(process)) = (user.replacing, user.process.clone())
-            && let Err(e) = client.introduce(&process, number)
-            && !is_gone(&e)
-        {
+        let introduced = match user.process.clone().filter(|_| !user.introducing) {
+            Some(process) => client.introduce(&process, number).or_else(|e| match e.kind() {
+                // Clients come faster than it reads.
+                io::ErrorKind::WouldBlock => self.introduce_later(uid, user, process, number),
+                _ if is_gone(&e) => Ok(()),
+                _ => Err(e),
+            }),
+            None => Ok(()),
+        };
+        if let Err(e) = introduced {
             user.forget(number);
             let (cause, why) = failed("the user's device process does not answer", e);
             return Err((cause, why, Some(socket)));
@@ -367,7 +374,7 @@ impl Server {
 
 impl User {
     fn new(kept: Arc<Kept<Programs>>) -> User {
-        User { process: None, kept, clients: BTreeMap::new(), replacing: false, failures: 0, idle: None }
+        User { process: None, kept, clients: BTreeMap::new(), introducing: false, failures: 0, idle: None }
     }
 
     fn is_served_by(&self, process: &Arc<Process>) -> bool {
@@ -494,11 +501,11 @@ impl Owner for Server {
         let mut state = self.lock();
         let user = state.users.iter_mut().find(|(_, user)| user.is_served_by(process));
         let Some((uid, user)) = user else { return };
-        if user.replacing {
+        if user.introducing {
             return;
         }
         let uid = *uid;
-        user.replacing = true;
+        user.introducing = true;
         let Some(me) = self.me.upgrade() else { return };
         let old = process.clone();
         let replace = move || me.replace(uid, old);
@@ -531,7 +538,7 @@ impl Server {
                 }
             };
             state.next = state.next.max(clients.keys().next_back().map_or(0, |last| last + 1));
-            state.users.insert(uid, User { clients, replacing: true, ..User::new(kept.clone()) });
+            state.users.insert(uid, User { clients, introducing: true, ..User::new(kept.clone()) });
             drop(state);
             let server = self.clone();
             let serve = move || {
@@ -612,7 +619,7 @@ impl Server {
             // What it stores from now on belongs to its user.
             user.process = Some(process.clone());
             drop(state);
-            match restored.and_then(|()| self.introduce_all(uid, &process)) {
+            match restored.and_then(|()| self.introduce_all(uid, &process, 0)) {
                 Ok(true) => {
                     self.own.restarts.fetch_add(1, Ordering::Relaxed);
                     return self.succession.save(&self.own);
@@ -627,10 +634,29 @@ impl Server {
         }
     }
 
-    /// Introduces a user's clients to a new device process, which serves them from then on. False: it does
-    /// not serve this user any more.
-    fn introduce_all(&self, uid: u32, process: &Arc<Process>) -> io::Result<bool> {
-        let mut next = 0;
+    /// Has a thread introduce a user's clients, from this one on, as fast as their device process reads.
+    fn introduce_later(
+        &self,
+        uid: u32,
+        user: &mut User,
+        process: Arc<Process>,
+        first: u64,
+    ) -> io::Result<()> {
+        let me = self.me.upgrade().ok_or(io::ErrorKind::BrokenPipe)?;
+        let introduce = move || {
+            if let Err(e) = me.introduce_all(uid, &process, first) {
+                tracing::debug!("{}: telling device process {}: {e}", process.name, process.pid);
+                me.replace(uid, process);
+            }
+        };
+        start_thread("introduce", introduce)?;
+        user.introducing = true;
+        Ok(())
+    }
+
+    /// Introduces a user's clients, from the number `next` on, to a device process, which serves them from
+    /// then on. False: it does not serve this user any more.
+    fn introduce_all(&self, uid: u32, process: &Arc<Process>, mut next: u64) -> io::Result<bool> {
         loop {
             // Without the lock: others go on meanwhile, and more clients may come.
             process.wait_for_room()?;
@@ -645,7 +671,7 @@ impl Server {
             if process.is_over() {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
-            user.replacing = false;
+            user.introducing = false;
             let clients = user.clients.len();
             tracing::info!(
                 "{}: device process {} serves its {clients} clients now",
