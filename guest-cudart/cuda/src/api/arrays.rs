@@ -6,7 +6,7 @@ use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{Array3DDescriptor, ArrayDescriptor, Requirements};
 use crate::memory::array::{self, ARRAYS, Array, End, MIPMAPPED, Mipmapped};
-use crate::memory::stream_ordered;
+use crate::memory::{device_memory, stream_ordered};
 use crate::process::context::{self, Context};
 use crate::process::driver::{self, driver};
 use crate::work::copy::{Copier, Mode};
@@ -26,7 +26,7 @@ fn create(to: Out<usize>, desc: &Array3DDescriptor) -> Result {
 
 fn make(context: &Context, array: &ArrayCreate) -> Result {
     let device = driver::device(context.device as i32)?;
-    stream_ordered::or_returned(device, || context.session().call(array).map(drop))
+    device_memory::or_returned(device, || context.session().call(array).map(drop))
 }
 
 pub(crate) fn requirements(

@@ -114,7 +114,7 @@ api! {
         device.server.session.append(&MemFree { address: dptr })?;
         memory.free(dptr, device);
         drop(memory);
-        stream_ordered::wait_for_returned(device);
+        device_memory::wait_for_returned(device);
         pool::gone(found.pool, found.size);
         Ok(())
     }

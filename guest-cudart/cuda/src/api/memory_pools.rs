@@ -7,6 +7,7 @@ use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
 use crate::abi::result::Result;
 use crate::abi::types::{MemAccessDesc, MemLocation, MemPoolProps};
 use crate::graph::recording;
+use crate::memory::device_memory;
 use crate::memory::host_pool;
 use crate::memory::managed::advice::{self, Place};
 use crate::memory::pool::{
@@ -242,7 +243,7 @@ api! {
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         device.server.session.check()?;
         lock(&device.memory).trim(keep as u64, device);
-        stream_ordered::wait_for_returned(device);
+        device_memory::wait_for_returned(device);
         Ok(())
     }
 

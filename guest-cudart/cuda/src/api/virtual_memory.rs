@@ -8,7 +8,7 @@ use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
 use crate::abi::result::Result;
 use crate::abi::types::{AccessDesc, AllocationProp, MemLocation};
 use crate::memory::virtual_memory::{self, DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
-use crate::memory::{host_memory, shared_descriptor, stream_ordered};
+use crate::memory::{device_memory, host_memory, shared_descriptor, stream_ordered};
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, driver};
 use client::Status;
@@ -69,7 +69,7 @@ api! {
             return Err(Status::NOT_SUPPORTED);
         }
         let make = || virtual_memory::make(driver, device.ordinal, size, prop.handle_types);
-        handle.put(stream_ordered::or_returned(device, make)? as u64)
+        handle.put(device_memory::or_returned(device, make)? as u64)
     }
 
     fn cuMemRelease(handle: u64) {

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::driver::{Device, Driver, Tag};
+use client::channel::MAX_DEVICES;
 use client::memory::{Backing, DeviceMemory};
 use client::ops::memory::{WINDOW_SIZE, window};
 use client::{Status, lock};
@@ -34,6 +35,36 @@ impl Found {
 pub(crate) fn device_of(driver: &Driver, address: u64) -> Option<&Device> {
     let ordinal = address.checked_sub(window(0))? / WINDOW_SIZE;
     driver.devices.get(usize::try_from(ordinal).ok()?)
+}
+
+/// Asks for memory of a device. If there is none, completes what is being given back, if there is any, and
+/// asks again. The caller holds no lock that a thread may need before it lets a stream go on.
+pub(crate) fn or_returned<T>(device: &Device, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
+    match ask() {
+        Err(Status::OUT_OF_MEMORY) if wait_for_returned(device) => ask(),
+        asked => asked,
+    }
+}
+
+/// Waits until the server has taken the chunks that a device gives back. It takes them when the device's
+/// streams have reached what was before. Such a stream may wait for a copy between servers, and the copy for
+/// the lock on the device's memory, so this waits without it. Returns false if there were none.
+pub(crate) fn wait_for_returned(device: &Device) -> bool {
+    /// By device. Whoever finds nothing to wait for has waited for those who wait for it.
+    static WAITING: [Mutex<()>; MAX_DEVICES as usize] = [const { Mutex::new(()) }; MAX_DEVICES as usize];
+    let Some(waiting) = WAITING.get(device.ordinal as usize) else { return false };
+    let (alone, others) = match waiting.try_lock() {
+        Ok(alone) => (alone, false),
+        Err(_) => (lock(waiting), true),
+    };
+    let leaving = lock(&device.memory).take_leaving();
+    let any = others || !leaving.is_empty();
+    for chunk in leaving {
+        let returned = chunk.answer();
+        lock(&device.memory).returned(returned);
+    }
+    drop(alone);
+    any
 }
 
 /// Places an allocation in one part of a device's memory. Does not wait for frees that are pending on

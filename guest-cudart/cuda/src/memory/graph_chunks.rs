@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::abi::result::Result;
 use crate::memory::graph_memory::GraphMemory;
-use crate::memory::{stream_ordered, virtual_memory};
+use crate::memory::{device_memory, virtual_memory};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences;
@@ -290,7 +290,7 @@ pub(crate) fn back(
         Ok(pool)
     };
     let returned = |segment: &Arc<Segment>| {
-        driver.devices.get(segment.device as usize).is_some_and(stream_ordered::wait_for_returned)
+        driver.devices.get(segment.device as usize).is_some_and(device_memory::wait_for_returned)
     };
     let pool = match back_all() {
         // Waits without the lock, which a thread may need before it lets a stream go on.

@@ -14,7 +14,6 @@ use crate::process::driver::{Device, Driver, Tag, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
-use client::channel::MAX_DEVICES;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::seq::Seq;
 use client::{Status, lock};
@@ -72,43 +71,13 @@ pub(crate) fn alloc(
 /// what graphs keep, and tries again after each.
 fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
     let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
-    let allocated = or_returned(device, &allocate);
+    let allocated = device_memory::or_returned(device, &allocate);
     if allocated == Err(Status::OUT_OF_MEMORY)
         && wait_for_leaving(driver, device.ordinal) | graph_chunks::trim(driver, device.ordinal)
     {
-        return or_returned(device, allocate);
+        return device_memory::or_returned(device, allocate);
     }
     allocated
-}
-
-/// Asks for memory of a device. If there is none, completes what is being given back, if there is any, and
-/// asks again. The caller holds no lock that a thread may need before it lets a stream go on.
-pub(crate) fn or_returned<T>(device: &Device, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
-    match ask() {
-        Err(Status::OUT_OF_MEMORY) if wait_for_returned(device) => ask(),
-        asked => asked,
-    }
-}
-
-/// Waits until the server has taken the chunks that a device gives back. It takes them when the device's
-/// streams have reached what was before. Such a stream may wait for a copy between servers, and the copy for
-/// the lock on the device's memory, so this waits without it. Returns false if there were none.
-pub(crate) fn wait_for_returned(device: &Device) -> bool {
-    /// By device. Whoever finds nothing to wait for has waited for those who wait for it.
-    static WAITING: [Mutex<()>; MAX_DEVICES as usize] = [const { Mutex::new(()) }; MAX_DEVICES as usize];
-    let Some(waiting) = WAITING.get(device.ordinal as usize) else { return false };
-    let (alone, others) = match waiting.try_lock() {
-        Ok(alone) => (alone, false),
-        Err(_) => (lock(waiting), true),
-    };
-    let leaving = lock(&device.memory).take_leaving();
-    let any = others || !leaving.is_empty();
-    for chunk in leaving {
-        let returned = chunk.answer();
-        lock(&device.memory).returned(returned);
-    }
-    drop(alone);
-    any
 }
 
 /// Allocates managed memory on a context's device, from a pool or none (0).
