@@ -443,7 +443,7 @@ mod tests {
         limit: u64,
         backed: RefCell<BTreeMap<u64, u64>>,
         far: bool,
-        /// Whether what is to be given back waits for streams.
+        /// Whether streams delay what is given back.
         held: Arc<AtomicBool>,
         owed: RefCell<Vec<(u64, u64)>>,
         /// Requests that were waited for.

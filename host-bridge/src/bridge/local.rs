@@ -137,7 +137,7 @@ struct State {
     asked: Option<String>,
     /// Gets the regions that the session had under another process.
     inherits: Option<(Sender<Vec<InheritedRegion>>, usize)>,
-    /// The worker is told to pause once it has said that this process has taken it over.
+    /// The worker is to pause. It is told when it has confirmed that this process has taken it over.
     pauses: bool,
     /// The worker's socket is closed: nothing touches the client's memory.
     over: bool,

@@ -6,8 +6,8 @@
 //! go of its sessions with servers that come later in this order, and opens them again when the wait is over.
 //! It does so only after a while, because most waits are short and are not for devices.
 //!
-//! Servers of the same name, on one machine, have no order. Their sessions let go of each other, each time
-//! after another while, so that one of two programs gets both.
+//! Servers on one machine have the same name, and so no order. With them, each program lets go of the other
+//! session after a random time, so that sooner or later one of two programs gets both.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Mutex;
@@ -31,7 +31,7 @@ pub(super) trait Opener: Sync {
     /// The name that a session's server has for itself, if the server answers.
     fn name(&self, session: &Self::Session) -> Option<String>;
 
-    /// How long a session keeps the process's others while it waits. Another while each time.
+    /// How long a session keeps the process's others while it waits: a random time, chosen anew each time.
     fn patience(&self) -> Duration {
         // Its keys are random.
         PATIENCE + PATIENCE.mul_f64((RandomState::new().hash_one(()) >> 11) as f64 / (1u64 << 53) as f64)
@@ -47,7 +47,7 @@ pub(super) fn all<O: Opener>(
 ) -> Result<Vec<O::Session>, PortError> {
     let mut sessions: Vec<Option<O::Session>> = std::iter::once(Some(first)).collect();
     sessions.resize_with(count, || None);
-    // The session of the first name in a round is never let go, so there are few rounds.
+    // The session whose server has the first name stays in each round, so there are few rounds.
     while sessions.iter().any(Option::is_none) {
         let missing: Vec<usize> = (0..count).filter(|number| sessions[*number].is_none()).collect();
         let held = Mutex::new(sessions);

@@ -98,7 +98,8 @@ pub(crate) fn used(server: &'static Server) {
     for context in context::busy().filter(|context| !std::ptr::eq(context.server, server)) {
         // A lost server does nothing.
         let Ok(mut marks) = stream_table::marks(context) else { continue };
-        // What waits for the program may do so until the copy is over.
+        // What waits for the program may do so until the copy is over. Asked after the marks, so that nothing
+        // that holds one of them is missed.
         let waiting = pending_writes::calls_and_holds();
         marks.retain(|(stream, _)| !waiting.iter().any(|(other, seq)| stream.may_be_behind(other, *seq)));
         context.server.fences.are_behind(marks);

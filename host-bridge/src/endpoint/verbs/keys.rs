@@ -7,9 +7,9 @@
 //!
 //! - No command that has come waits for data in the memory.
 //! - The bridge knows that. It sends at most [`COMMANDS_AHEAD`] bytes of records until it is told that some
-//!   were taken, and acts on frames in their order. So when that many have come behind a command's
-//!   `DATA_SENT`, what comes now was sent when the bridge had the data. Every write for the command counts
-//!   at the bridge by then and is not repeated over another link.
+//!   were taken, and acts on frames in their order. So when that many bytes have come after a command's
+//!   `DATA_SENT`, the bridge had the data when it sent the last of them. By then it has counted every write
+//!   for the command, and none is repeated over another link.
 
 use std::collections::{HashMap, HashSet};
 
