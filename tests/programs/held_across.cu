@@ -303,29 +303,36 @@ static void reset() {
     }
 }
 
-// Copies to two other servers, one of which does not answer until the other copy is done.
+// Copies to two other servers, one of which does not answer until the other copy is done. The copies through the program
+// use several pieces of its memory, most of which that server does not know before.
 static void stalled() {
-    int *here = on_device(0, N, 7), *there = on_device(1, N, 0), *stalling = on_device(2, N, 0);
+    const int n = 1 << 20;
+    const size_t bytes = n * sizeof(int);
+    int *here = on_device(0, n, 7), *there = on_device(1, n, 0), *stalling = on_device(2, n, 0);
     cudaStream_t streams[2];
     CHECK(cudaSetDevice(0));
     for (cudaStream_t &stream : streams) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    auto copy = [&] {
-        CHECK(cudaMemcpyPeerAsync(stalling, 2, here, 0, BYTES, streams[0]));
-        CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, BYTES, streams[1]));
-        CHECK(cudaStreamSynchronize(streams[1]));
-    };
-    copy();
+    CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, bytes, streams[1]));
+    CHECK(cudaStreamSynchronize(streams[1]));
+    CHECK(cudaMemcpyPeerAsync(stalling, 2, here, 0, BYTES, streams[0]));
     CHECK(cudaStreamSynchronize(streams[0]));
+    for (int device : {1, 2}) {
+        CHECK(cudaSetDevice(device));
+        CHECK(cudaMemset(device == 1 ? there : stalling, 0, bytes));
+    }
+    CHECK(cudaSetDevice(0));
     steps++;
     printf("READY\n");
     fflush(stdout);
     getchar();
-    copy();
+    CHECK(cudaMemcpyPeerAsync(stalling, 2, here, 0, bytes, streams[0]));
+    CHECK(cudaMemcpyPeerAsync(there, 1, here, 0, bytes, streams[1]));
+    CHECK(cudaStreamSynchronize(streams[1]));
     steps++;
     printf("COPIED\n");
     fflush(stdout);
     CHECK(cudaStreamSynchronize(streams[0]));
-    expect_value("both copies", 1, holds(there, N, 7) && holds(stalling, N, 7));
+    expect_value("both copies", 1, holds(there, n, 7) && holds(stalling, n, 7));
 }
 
 int main(int argc, char **argv) {

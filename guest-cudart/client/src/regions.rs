@@ -3,9 +3,13 @@
 //! A process with several servers has a session with each, and each session has its own ID for a region. The
 //! session with which the region was created has it from the start, the others from the first copy that names
 //! the region.
+//!
+//! While a server is asked to register memory, the table is not locked: a server that does not answer must
+//! not stop work on others.
 
 use std::collections::BTreeMap;
-use std::sync::{PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::log;
 use crate::port::{Pinned, PortError};
@@ -17,15 +21,17 @@ use protocol::data::{HostRange, Place};
 pub struct Region<T> {
     /// Size in bytes, as the program requested.
     pub size: usize,
-    /// Its ID in each session that was asked to register it. `None` if that port cannot register it: it is
-    /// then recorded as pinned, but copied like pageable memory.
+    /// Its ID in each session that has answered. `None` if that port cannot register it: it is then recorded
+    /// as pinned, but copied like pageable memory.
     ids: Vec<(&'static Session, Option<u32>)>,
     /// The owner's data.
     pub tag: T,
     /// Set if the host has the bytes elsewhere, so that they cannot be copied in place.
     elsewhere: bool,
     /// The memory itself, if it was allocated here.
-    memory: Option<Pinned>,
+    memory: Option<Arc<Pinned>>,
+    /// Tells it from earlier ones at its address.
+    number: u64,
 }
 
 impl<T> Region<T> {
@@ -34,29 +40,10 @@ impl<T> Region<T> {
         self.memory.is_some()
     }
 
-    /// Its ID in a session. The outer `None`: the session was not asked to register it.
+    /// Its ID in a session. The outer `None`: the session has not registered it.
     #[inline]
     fn id(&self, session: &Session) -> Option<Option<u32>> {
         self.ids.iter().find(|(other, _)| std::ptr::eq(*other, session)).map(|(_, id)| *id)
-    }
-
-    /// Registers it in another session.
-    fn register_with(&mut self, session: &'static Session, base: usize) {
-        if self.id(session).is_some() {
-            return;
-        }
-        let id = match &self.memory {
-            Some(pinned) => Some(session.port().pin_shared(pinned)),
-            None => session.port().pin(base, self.size),
-        };
-        let id = id.transpose().unwrap_or_else(|error| {
-            log::warn(format_args!(
-                "pinned memory at {base:#x} is copied like pageable memory with one of the servers: {}",
-                error.line()
-            ));
-            None
-        });
-        self.ids.push((session, id));
     }
 }
 
@@ -64,6 +51,8 @@ impl<T> Region<T> {
 #[derive(Debug)]
 pub struct Regions<T> {
     map: RwLock<BTreeMap<usize, Region<T>>>,
+    /// The next region's number.
+    next: AtomicU64,
 }
 
 /// Why memory could not be registered.
@@ -83,7 +72,19 @@ fn page() -> usize {
 impl<T: Clone> Regions<T> {
     /// Creates an empty set.
     pub const fn new() -> Self {
-        Regions { map: RwLock::new(BTreeMap::new()) }
+        Regions { map: RwLock::new(BTreeMap::new()), next: AtomicU64::new(0) }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, BTreeMap<usize, Region<T>>> {
+        self.map.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, BTreeMap<usize, Region<T>>> {
+        self.map.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Allocates pinned memory and returns its address: `at`, or one of the port's choice.
@@ -105,8 +106,9 @@ impl<T: Clone> Regions<T> {
         let pinned = port.pin_new(rounded, at)?;
         let address = pinned.mapping.base() as usize;
         let ids = vec![(session, Some(pinned.region))];
-        let region = Region { size, ids, tag, elsewhere: false, memory: Some(pinned) };
-        self.map.write().unwrap_or_else(PoisonError::into_inner).insert(address, region);
+        let memory = Some(Arc::new(pinned));
+        let region = Region { size, ids, tag, elsewhere: false, memory, number: self.number() };
+        self.write().insert(address, region);
         Ok(address)
     }
 
@@ -118,13 +120,35 @@ impl<T: Clone> Regions<T> {
         size: usize,
         tag: T,
     ) -> Result<(), RegisterError> {
-        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
-        let end = address.saturating_add(size);
-        if map.range(..end).next_back().is_some_and(|(base, region)| base + region.size > address) {
-            return Err(RegisterError::Already);
+        let _registering = session.registering();
+        let number = self.number();
+        {
+            let mut map = self.write();
+            let end = address.saturating_add(size);
+            if map.range(..end).next_back().is_some_and(|(base, region)| base + region.size > address) {
+                return Err(RegisterError::Already);
+            }
+            // Nobody else registers a part of it meanwhile. Whoever needs its ID waits for `registering`.
+            let region = Region { size, ids: Vec::new(), tag, elsewhere: false, memory: None, number };
+            map.insert(address, region);
         }
-        let id = session.port().pin(address, size).transpose().map_err(RegisterError::Port)?;
-        map.insert(address, Region { size, ids: vec![(session, id)], tag, elsewhere: false, memory: None });
+        let id = session.port().pin(address, size).transpose();
+        let mut map = self.write();
+        let ours = map.get_mut(&address).filter(|region| region.number == number);
+        match (id, ours) {
+            (Ok(id), Some(region)) => region.ids.push((session, id)),
+            (Err(error), ours) => {
+                if ours.is_some() {
+                    map.remove(&address);
+                }
+                return Err(RegisterError::Port(error));
+            }
+            (Ok(id), None) => {
+                // Another thread has unregistered it.
+                drop(map);
+                id.into_iter().for_each(|id| session.port().unpin(id));
+            }
+        }
         Ok(())
     }
 
@@ -133,7 +157,7 @@ impl<T: Clone> Regions<T> {
     /// none. No pending work may use it.
     pub fn remove(&self, address: usize, allocated: bool) -> Option<T> {
         let region = {
-            let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
+            let mut map = self.write();
             if map.get(&address).is_none_or(|region| region.is_allocated() != allocated) {
                 return None;
             }
@@ -149,7 +173,7 @@ impl<T: Clone> Regions<T> {
 
     /// Whether [`remove`](Self::remove) would succeed.
     pub fn begins_at(&self, address: usize, allocated: bool) -> bool {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.read();
         map.get(&address).is_some_and(|region| region.is_allocated() == allocated)
     }
 
@@ -170,15 +194,14 @@ impl<T: Clone> Regions<T> {
     }
 
     fn of(&self, address: usize, which: impl Fn(&Region<T>) -> bool) -> Option<(usize, usize, T)> {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.read();
         let (base, region) = map.range(..=address).next_back()?;
         (address - base < region.size && which(region)).then(|| (*base, region.size, region.tag.clone()))
     }
 
     /// Sets whether the host has the bytes of the memory at `address` elsewhere.
     pub fn set_elsewhere(&self, address: usize, elsewhere: bool) {
-        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(region) = map.get_mut(&address) {
+        if let Some(region) = self.write().get_mut(&address) {
             region.elsewhere = elsewhere;
         }
     }
@@ -187,7 +210,7 @@ impl<T: Clone> Regions<T> {
     /// that the host knows.
     #[inline]
     pub fn range(&self, session: &'static Session, address: usize, len: usize) -> Option<HostRange> {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.read();
         let (base, region) = map.range(..=address).next_back().filter(|(_, region)| !region.elsewhere)?;
         let (base, offset) = (*base, address - base);
         if offset.checked_add(len)? > region.size {
@@ -206,15 +229,79 @@ impl<T: Clone> Regions<T> {
     /// The ID of the region at `base` in a session that did not know the region before.
     #[cold]
     fn register_with(&self, session: &'static Session, base: usize) -> Option<u32> {
-        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
-        let region = map.get_mut(&base)?;
-        region.register_with(session, base);
-        region.id(session).flatten()
+        let _registering = session.registering();
+        let (number, size, memory) = {
+            let map = self.read();
+            let region = map.get(&base)?;
+            match region.id(session) {
+                // Another thread has asked meanwhile.
+                Some(id) => return id,
+                None => (region.number, region.size, region.memory.clone()),
+            }
+        };
+        let id = match &memory {
+            Some(pinned) => Some(session.port().pin_shared(pinned)),
+            None => session.port().pin(base, size),
+        };
+        let id = id.transpose().unwrap_or_else(|error| {
+            log::warn(format_args!(
+                "pinned memory at {base:#x} is copied like pageable memory with one of the servers: {}",
+                error.line()
+            ));
+            None
+        });
+        if let Some(region) = self.write().get_mut(&base).filter(|region| region.number == number) {
+            region.ids.push((session, id));
+            return id;
+        }
+        // Another thread has removed it.
+        id.into_iter().for_each(|id| session.port().unpin(id));
+        None
     }
 }
 
 impl<T: Clone> Default for Regions<T> {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::channel::Geometry;
+    use crate::port;
+    use crate::session::Purpose;
+    use protocol::device::{Answer, Response};
+    use test_kit::eventually;
+    use test_kit::native_host::{NativeHost, Next};
+
+    #[test]
+    fn a_server_that_does_not_answer_stops_no_use_of_memory_with_others() {
+        port::several();
+        let hosts = [(); 2].map(|()| NativeHost::start(Response::new(Answer::Ok, ""), |_, _, _| Next::GoOn));
+        let [first, second] = [0, 1].map(|index| {
+            let geometry = Geometry::with_arena(1 << 20);
+            let port = port::at_socket(&hosts[index].socket, geometry.size).unwrap();
+            Session::over(port, geometry, Purpose::Compute).unwrap()
+        });
+        let regions = Regions::new();
+        let [asked, other] = [(); 2].map(|()| regions.alloc(first, 4096, None, ()).unwrap());
+        std::thread::scope(|scope| {
+            let silent = hosts[1].regions.lock().unwrap();
+            let asking = [(); 2].map(|()| scope.spawn(|| regions.range(second, asked, 4096)));
+            eventually(|| hosts[1].requests() == 1);
+            // If this waited, so would the test.
+            let own = vec![0_u8; 4096];
+            regions.register(first, own.as_ptr() as usize, 4096, ()).unwrap();
+            assert!(regions.range(first, asked, 4096).is_some() && regions.find(other).is_some());
+            assert!(regions.remove(other, true).is_some());
+            drop(silent);
+            let ranges = asking.map(|thread| thread.join().unwrap().expect("a range"));
+            assert_eq!(ranges[0].place, ranges[1].place, "the server is asked once");
+        });
+        assert_eq!(hosts[1].requests(), 1);
+        assert!(regions.remove(asked, true).is_some());
+        assert!(hosts[1].regions.lock().unwrap().registered.is_empty());
     }
 }

@@ -17,7 +17,7 @@ mod opening;
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use self::opening::Opener;
@@ -63,6 +63,8 @@ pub struct Session {
     slots: ReplySlots,
     poll: Poll,
     arena: Arena,
+    /// Held while the host is asked to register or map memory that it may know already.
+    registering: Mutex<()>,
     /// The shortest time in microseconds in which a command was answered; `u32::MAX` before the first.
     fastest: AtomicU32,
     /// Set when the host side has disappeared without publishing a loss.
@@ -321,6 +323,7 @@ impl Session {
             slots: ReplySlots::new(slots),
             poll: Poll::from_environment(),
             arena,
+            registering: Mutex::new(()),
             fastest: AtomicU32::new(u32::MAX),
             dead: AtomicBool::new(false),
             since: Instant::now(),
@@ -345,6 +348,11 @@ impl Session {
     /// The port, for pinned memory.
     pub fn port(&self) -> &dyn Port {
         &*self.port
+    }
+
+    /// Locks out other threads that would register or map the same memory.
+    pub fn registering(&self) -> MutexGuard<'_, ()> {
+        lock(&self.registering)
     }
 
     /// The staging arena.

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -119,8 +120,9 @@ impl Regions {
 pub struct NativeHost {
     /// The socket.
     pub socket: PathBuf,
-    /// What the client has registered now.
+    /// What the client has registered now. While it is locked, requests are not answered.
     pub regions: Arc<Mutex<Regions>>,
+    requests: Arc<AtomicU64>,
     _folder: tempfile::TempDir,
     thread: Option<JoinHandle<()>>,
 }
@@ -148,13 +150,21 @@ impl NativeHost {
         bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
         listen(&listener, Backlog::new(4).unwrap()).unwrap();
         let regions = Arc::new(Mutex::new(Regions { registered: BTreeMap::new(), most: u64::MAX }));
-        let of_thread = regions.clone();
+        let requests = Arc::<AtomicU64>::default();
+        let of_thread = (regions.clone(), requests.clone());
         let thread = std::thread::spawn(move || {
             let connection = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC).unwrap();
             // SAFETY: `accept4` has just made this descriptor; nothing else owns it.
             serve(&unsafe { OwnedFd::from_raw_fd(connection) }, speaks, &answer, &of_thread, each);
         });
-        NativeHost { socket: path, regions, _folder: folder, thread: Some(thread) }
+        NativeHost { socket: path, regions, requests, _folder: folder, thread: Some(thread) }
+    }
+}
+
+impl NativeHost {
+    /// How many requests have come, besides the one for a channel.
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::SeqCst)
     }
 }
 
@@ -184,7 +194,7 @@ fn serve(
     connection: &OwnedFd,
     speaks: Speaks<'static>,
     answer: &Response,
-    regions: &Mutex<Regions>,
+    (regions, requests): &(Arc<Mutex<Regions>>, Arc<AtomicU64>),
     mut each: impl FnMut(&Host, Record, &[u8]) -> Next,
 ) {
     let (request, file) = receive(connection).expect("a request");
@@ -230,6 +240,7 @@ fn serve(
         let _ = doorbell.read();
         if closed_or_asked {
             let Some((request, _)) = receive(connection) else { return };
+            requests.fetch_add(1, Ordering::SeqCst);
             let answer = regions.lock().unwrap().take(&request);
             send_packet(connection, Response::new(answer, "").as_bytes(), &[]).unwrap();
         }

@@ -163,15 +163,16 @@ pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: u
 
 /// Lets kernels reach the piece that begins at `base`.
 pub(crate) fn map(context: &'static Context, base: usize, size: usize) -> Result {
-    let mut mapped = lock(&MAPPED);
-    let on_server = |other: &&Context| std::ptr::eq(other.server, context.server);
-    if mapped.get(&base).is_some_and(|contexts| contexts.iter().any(on_server)) {
-        return Ok(());
-    }
     // Without a region the server does not know the memory at all.
     let range = REGIONS.range(context.session(), base, size).ok_or(Status::NOT_SUPPORTED)?;
+    // The table is not locked while the server is asked: it may not answer, and others need the table.
+    let _registering = context.session().registering();
+    let on_server = |other: &&Context| std::ptr::eq(other.server, context.server);
+    if lock(&MAPPED).get(&base).is_some_and(|contexts| contexts.iter().any(on_server)) {
+        return Ok(());
+    }
     context.session().call(&HostMap { context: context.id, address: base as u64, memory: HostOut(range) })?;
-    mapped.entry(base).or_default().push(context);
+    lock(&MAPPED).entry(base).or_default().push(context);
     Ok(())
 }
 
@@ -193,7 +194,8 @@ pub(crate) fn offer(driver: &Driver, context: &'static Context, base: usize, siz
 pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
     with_unreached(|unreached| unreached.remove(&base));
     mirror::release(driver, base as u64, keep);
-    for context in lock(&MAPPED).remove(&base).unwrap_or_default() {
+    let mapped = lock(&MAPPED).remove(&base);
+    for context in mapped.unwrap_or_default() {
         // After the session is lost nothing is mapped.
         let _ = context.session().append(&HostUnmap { context: context.id, address: base as u64 });
     }
