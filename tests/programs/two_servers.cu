@@ -839,8 +839,41 @@ __global__ void count_wrong(const unsigned *data, size_t n, unsigned seed, int *
     }
 }
 
-// Copies in both directions at once, made and checked by kernels: of their bytes the host needs none. The number of bytes is printed.
-static int direct(bool forever) {
+// Words of a box whose rows are `pitch` words apart and have `width` words that were filled, and otherwise zero.
+__global__ void count_wrong_rows(const unsigned *data, size_t n, unsigned seed, unsigned width, unsigned pitch, int *wrong) {
+    for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        unsigned expected = i % pitch < width ? seed + unsigned(i) * 2654435761u : 0;
+        if (data[i] != expected) atomicAdd(wrong, 1);
+    }
+}
+
+// A copy of rows with gaps, in one slice and in several, so large that it takes several connections.
+static void large_boxes(unsigned *source, unsigned *target, int *wrong[2], unsigned seed) {
+    const unsigned blocks = 32, threads = 64, width = 1020, pitch = 1024;
+    for (unsigned depth : {1u, 3u}) {
+        const unsigned height = 4500 / depth;
+        const size_t n = size_t(pitch) * height * depth;
+        set_device(0);
+        fill<<<blocks, threads>>>(source, n, seed);
+        set_device(1);
+        CHECK(cudaMemset(target, 0, n * sizeof(unsigned)));
+        CHECK(cudaMemset(wrong[1], 0, sizeof(int)));
+        cudaMemcpy3DPeerParms copy = {};
+        copy.srcDevice = 0;
+        copy.srcPtr = make_cudaPitchedPtr(source, pitch * sizeof(unsigned), pitch * sizeof(unsigned), height);
+        copy.dstDevice = 1;
+        copy.dstPtr = make_cudaPitchedPtr(target, pitch * sizeof(unsigned), pitch * sizeof(unsigned), height);
+        copy.extent = make_cudaExtent(width * sizeof(unsigned), height, depth);
+        CHECK(cudaMemcpy3DPeer(&copy));
+        int count = 0;
+        count_wrong_rows<<<blocks, threads>>>(target, n, seed, width, pitch, wrong[1]);
+        CHECK(cudaMemcpy(&count, wrong[1], sizeof count, cudaMemcpyDeviceToHost));
+        expect_value("wrong words of a box", 0, count);
+    }
+}
+
+// Copies in both directions at once, made and checked by kernels: of their bytes the host needs none. The number of bytes is printed. `forever`: of these sizes, again and again, until the test ends the program.
+static int direct(const std::vector<size_t> &forever) {
     const size_t most = size_t(64) << 20;
     const unsigned blocks = 32, threads = 64;
     unsigned *source[2], *target[2];
@@ -856,7 +889,7 @@ static int direct(bool forever) {
     size_t copied = 0;
     unsigned seed = 1;
     std::vector<size_t> sizes = {4, 1000, (128 << 10) + 4, 1 << 20, (5 << 20) + 20, most};
-    if (forever) sizes = {4, size_t(3) << 20};
+    if (!forever.empty()) sizes = forever;
     do {
         for (size_t bytes : sizes) {
             size_t n = bytes / sizeof(unsigned);
@@ -886,11 +919,12 @@ static int direct(bool forever) {
             seed += 2;
             if (mismatches) break;
         }
-        if (forever) {
+        if (forever.size() > 2) large_boxes(source[0], target[1], wrong, seed);
+        if (!forever.empty()) {
             printf("COPIED\n");
             fflush(stdout);
         }
-    } while (forever && !mismatches);
+    } while (!forever.empty() && !mismatches);
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%zu bytes each way", copied);
 }
 
@@ -930,8 +964,9 @@ int main(int argc, char **argv) {
     if (options.word == "pinned") return pinned_of_both(1 << 10);
     if (options.word == "much_pinned") return pinned_of_both(1 << 19);
     if (options.word == "lost") return lost();
-    if (options.word == "direct") return direct(false);
-    if (options.word == "copies") return direct(true);
+    if (options.word == "direct") return direct({});
+    if (options.word == "copies") return direct({4, size_t(3) << 20});
+    if (options.word == "large") return direct({4, size_t(3) << 20, (size_t(17) << 20) + 20});
     devices();
     management();
     sequences(0, 1);

@@ -385,24 +385,25 @@ fn a_copy_between_servers_needs_one_question_whatever_its_size() -> Result<()> {
     const FEW: u64 = 2;
     const MANY: u64 = 42;
     let rigs = connected("pool-questions", &[Transport::Tcp])?;
-    let round_trips = |count: u64, bytes: u64, depth: &str| -> Result<u64> {
+    let exchanges = |count: u64, bytes: u64, depth: &str| -> Result<u64> {
         let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
         command.arg(format!("{count}x{bytes}")).env("RGPU_STATS", "1").env("RGPU_DIRECT_DEPTH", depth);
         let outcome = programs::run(&mut command, programs::LIMIT)?;
         outcome.verdict(PROGRAM)?;
-        stats(&outcome.stderr, "round_trips")
+        // Round trips at the same time are one exchange.
+        stats(&outcome.stderr, "exchanges")
     };
     for bytes in [4, 256 << 10, 3 << 20, 40 << 20] {
         let each = |depth| -> Result<u64> {
-            Ok(round_trips(MANY, bytes, depth)?.saturating_sub(round_trips(FEW, bytes, depth)?))
+            Ok(exchanges(MANY, bytes, depth)?.saturating_sub(exchanges(FEW, bytes, depth)?))
         };
         // How many others a program needs depends a little on how busy the machine is.
         let (asked, copies) = (each("")?, MANY - FEW);
-        ensure!(asked < copies * 3 / 2, "{bytes} bytes: {asked} round trips of {copies} copies");
+        ensure!(asked < copies * 3 / 2, "{bytes} bytes: {asked} exchanges of {copies} copies");
     }
     // A program that asks for each piece needs more, and so would notice that this counts something.
-    let asked = round_trips(MANY, 3 << 20, "1")? - round_trips(FEW, 3 << 20, "1")?;
-    ensure!(asked > 10 * (MANY - FEW), "{asked} round trips");
+    let asked = exchanges(MANY, 3 << 20, "1")? - exchanges(FEW, 3 << 20, "1")?;
+    ensure!(asked > 10 * (MANY - FEW), "{asked} exchanges");
     Ok(())
 }
 
@@ -592,6 +593,45 @@ fn if_a_connection_between_servers_breaks_copies_go_through_the_client_until_the
                 ensure!(client > 3 << 20, "{client} bytes passed through the client");
                 Ok(())
             })?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn large_copies_take_several_connections() -> Result<()> {
+    // One for each 2 MiB of a copy, and at most four.
+    const LANES: usize = 4;
+    for (transport, from) in [(Transport::Tcp, 0), (Transport::Tcp, 1), (Transport::Local, 0)] {
+        let mut rigs = connected("pool-lanes", &[transport])?;
+        let mut command = with_servers(&servers(&rigs, [transport, transport]), PROGRAM)?;
+        command.arg("large").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut program = command.spawn()?;
+        let mut copied = || -> Result<()> {
+            let said = line(&mut program)?;
+            ensure!(said == "COPIED\n", "the copies have ended: {said:?}");
+            Ok(())
+        };
+        let mut has_opened = |least: usize| {
+            eventually(|| {
+                copied()?;
+                let log = rigs[from].server.log_text();
+                let opened = log.matches("a direct connection to another server is open").count();
+                ensure!(opened >= least, "{opened} connections were opened:\n{log}");
+                Ok(())
+            })
+        };
+        has_opened(LANES)?;
+        if transport == Transport::Tcp {
+            // If one of them breaks, all are opened again, and no copy has a wrong byte.
+            let streams = connections(worker(&rigs[from])?, rigs[1 - from].port)?;
+            streams.last().context("there is no connection")?.shutdown(Shutdown::Both)?;
+            has_opened(2 * LANES)?;
+        }
+        program.kill()?;
+        program.wait()?;
+        for rig in &mut rigs {
+            rig.check_healthy()?;
         }
     }
     Ok(())

@@ -13,10 +13,13 @@
 //! (`DirectSend`, `DirectLand`), and at most [`WINDOW`] are in transit: a piece is landed once the receiving
 //! server reports its arrival.
 //!
-//! If there is no connection, or it fails, the copy goes through this process.
+//! One connection does not fill a fast link. So a large copy is cut into boxes, and each takes a connection
+//! of its own, a [`Lane`]. A pair of servers gets more than the first one when the first large copy comes.
+//!
+//! If there is no connection, or one fails, the copy goes through this process.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
@@ -32,10 +35,22 @@ use client::ops::direct::{
     DirectArrival, DirectClose, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectReceiveAll, DirectSend,
     DirectSendAll, MAX_PIECE,
 };
+use client::session::Pending;
 use client::{Status, lock, log};
 
 /// Pieces of a copy that were sent and not yet reported as arrived. The servers have room for twice as many.
 const WINDOW: usize = 8;
+
+/// Maximum number of lanes from one server to another.
+const LANES: usize = 4;
+/// Bytes of a copy for each lane, at least.
+const LANE: usize = 2 << 20;
+/// Maximum number of lanes of this process besides the first ones of all pairs. Sessions have a limit, and
+/// NCCL's messages need connections, too.
+const MOST_MORE: usize = 24;
+
+/// Their number now.
+static MORE: AtomicUsize = AtomicUsize::new(0);
 
 /// How long a connection that has failed is not opened again: the first time, and at most.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -73,11 +88,31 @@ impl Connection {
 }
 
 struct Open {
-    direct: u32,
+    /// At least one.
+    lanes: Vec<Lane>,
+    /// How many lanes there may be. It is less while a thread opens others, and once there can be no more.
+    most: usize,
     /// How long it is not opened again if it fails.
     pause: Duration,
+}
+
+/// A connection of the two workers.
+struct Lane {
+    direct: u32,
     /// The number of the last piece.
     last: u64,
+}
+
+impl Open {
+    fn new(direct: u32, pause: Duration) -> Open {
+        Open { lanes: vec![Lane { direct, last: 0 }], most: KNOBS.lanes, pause }
+    }
+
+    /// Closes all lanes.
+    fn close(&self, from: &Server, to: &Server) {
+        self.lanes.iter().for_each(|lane| close(lane.direct, from, to));
+        MORE.fetch_sub(self.lanes.len() - 1, Ordering::Relaxed);
+    }
 }
 
 /// The servers on which the program has had a context.
@@ -129,7 +164,7 @@ fn ensure(shared: &Shared, connection: &mut Connection, from: &'static Server, t
     match *connection {
         Connection::New => {
             *connection = match open(from, to) {
-                Ok(direct) => Connection::Open(Open { direct, last: 0, pause: FIRST_PAUSE }),
+                Ok(direct) => Connection::Open(Open::new(direct, FIRST_PAUSE)),
                 Err(why) => {
                     let (from, to) = (from.session.index(), to.session.index());
                     log::info(format_args!(
@@ -145,7 +180,7 @@ fn ensure(shared: &Shared, connection: &mut Connection, from: &'static Server, t
             let reopen = move || {
                 let opened = open(from, to);
                 *lock(&shared) = match opened {
-                    Ok(direct) => Connection::Open(Open { direct, last: 0, pause }),
+                    Ok(direct) => Connection::Open(Open::new(direct, pause)),
                     Err(_) => Connection::failed(pause),
                 };
             };
@@ -154,6 +189,38 @@ fn ensure(shared: &Shared, connection: &mut Connection, from: &'static Server, t
         }
         _ => {}
     }
+}
+
+/// Opens as many lanes as there may be, in a thread. Copies use those that there are.
+fn widen(shared: &Shared, open: &mut Open, from: &'static Server, to: &'static Server) {
+    let (first, had) = (open.lanes[0].direct, open.lanes.len());
+    let wanted = std::mem::replace(&mut open.most, had);
+    let shared = Arc::clone(shared);
+    let add_all = move || {
+        for _ in had..wanted {
+            if MORE.fetch_add(1, Ordering::Relaxed) >= MOST_MORE {
+                MORE.fetch_sub(1, Ordering::Relaxed);
+                return;
+            }
+            let opened = self::open(from, to);
+            let mut connection = lock(&shared);
+            match (&mut *connection, opened) {
+                (Connection::Open(open), Ok(direct)) if open.lanes[0].direct == first => {
+                    open.lanes.push(Lane { direct, last: 0 });
+                    open.most = open.lanes.len();
+                }
+                // The others have failed meanwhile, or this one is not possible.
+                (_, opened) => {
+                    drop(connection);
+                    MORE.fetch_sub(1, Ordering::Relaxed);
+                    opened.into_iter().for_each(|direct| close(direct, from, to));
+                    return;
+                }
+            }
+        }
+    };
+    // Without the thread, there is one.
+    let _ = std::thread::Builder::new().name("rgpu-direct".into()).spawn(add_all);
 }
 
 /// A number for a connection, from or to any server, that no other one of this process has.
@@ -210,9 +277,14 @@ pub(crate) fn carry(
         && ![written, read].into_iter().any(managed::is_here)
         && [dst, src].into_iter().all(|end| are_apart(&end.place, split.extent));
     let carried = if by_themselves {
-        carry_at_once(open, (to, dst), (from, src), split)
+        let lanes = (split.bytes() / LANE).clamp(1, open.most);
+        if lanes > open.lanes.len() {
+            widen(&shared, open, src.context.server, dst.context.server);
+        }
+        let lanes = lanes.min(open.lanes.len());
+        carry_at_once(&mut open.lanes[..lanes], (to, dst), (from, src), split)
     } else {
-        carry_over(open, (to, dst), (from, src), (written, write_len), &split.parts)
+        carry_over(&mut open.lanes[0], (to, dst), (from, src), (written, write_len), &split.parts)
     };
     if let Err(status) = carried {
         log::warn(format_args!(
@@ -220,8 +292,8 @@ pub(crate) fn carry(
             src.context.server.session.index(),
             dst.context.server.session.index(),
         ));
-        let (direct, pause) = (open.direct, open.pause);
-        close(direct, src.context.server, dst.context.server);
+        let pause = open.pause;
+        open.close(src.context.server, dst.context.server);
         let can_close = [from, to].into_iter().all(|end| end.session().knows::<DirectClose>());
         // A server keeps what it cannot close.
         *connection = if can_close { Connection::failed(pause) } else { Connection::None };
@@ -240,20 +312,69 @@ pub(crate) fn carry(
     Ok(true)
 }
 
-/// Copies without this process in between.
+/// Copies without this process in between, over these lanes.
 fn carry_at_once(
-    open: &mut Open,
+    lanes: &mut [Lane],
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
     split: &Split,
 ) -> Result {
-    let (direct, first, extent) = (open.direct, open.last + 1, split.extent);
-    let piece = whole_rows(piece_of(split.bytes()) as u64, extent[0]);
-    open.last += (split.bytes() as u64).div_ceil(piece);
-    let send = DirectSendAll { stream: from.id, direct, first, piece, src: src.place.clone(), extent };
-    from.session().append(&send)?;
-    let receive = DirectReceiveAll { stream: to.id, direct, first, piece, dst: dst.place.clone(), extent };
-    to.session().call(&receive).map(drop)
+    let boxes = boxes(split.extent, lanes.len() as u64);
+    let mut receives = Vec::new();
+    for (lane, ([x, y, z], extent)) in lanes.iter_mut().zip(boxes) {
+        let (direct, first) = (lane.direct, lane.last + 1);
+        let bytes = extent.iter().product::<u64>();
+        let piece = whole_rows(piece_of(bytes as usize) as u64, extent[0]);
+        lane.last += bytes.div_ceil(piece);
+        let at = |place: &Pitched| {
+            let address = place.address + x + y * place.pitch + z * place.slice;
+            Pitched { address, ..place.clone() }
+        };
+        let send = DirectSendAll { stream: from.id, direct, first, piece, src: at(&src.place), extent };
+        from.session().append(&send)?;
+        receives.push(DirectReceiveAll { stream: to.id, direct, first, piece, dst: at(&dst.place), extent });
+    }
+    // All are waited for, also after an error, so that nothing is written any more then.
+    let (mut pending, mut received) = (Vec::new(), Ok(()));
+    let mut wait = |pending: &mut Vec<Pending<'_, _>>| {
+        for answer in pending.drain(..) {
+            received = received.and(answer.wait().map(drop));
+        }
+    };
+    for receive in &receives {
+        if !pending.is_empty() && !to.session().has_free_slot() {
+            wait(&mut pending);
+        }
+        match to.session().submit(receive) {
+            Ok(answer) => pending.push(answer),
+            // The session is lost.
+            Err(status) => {
+                wait(&mut pending);
+                return Err(status);
+            }
+        }
+    }
+    wait(&mut pending);
+    received
+}
+
+/// Cuts a box into at most `most`, whose places in it and extents these are: whole slices, or rows of a
+/// single slice, or parts of a single row.
+fn boxes([width, height, depth]: [u64; 3], most: u64) -> impl Iterator<Item = ([u64; 3], [u64; 3])> {
+    let (dimension, least) = match (height, depth) {
+        (1, 1) => (0, MAX_PIECE),
+        (_, 1) => (1, 1),
+        _ => (2, 1),
+    };
+    let extent = [width, height, depth];
+    let all = extent[dimension];
+    let step = all.div_ceil(most).next_multiple_of(least);
+    (0..all.div_ceil(step)).map(move |number| {
+        let (mut place, mut extent) = ([0; 3], extent);
+        place[dimension] = number * step;
+        extent[dimension] = step.min(all - number * step);
+        (place, extent)
+    })
 }
 
 /// Whether the rows of a box are one behind the other, as servers want those of a whole copy. Single rows may
@@ -270,7 +391,7 @@ fn whole_rows(piece: u64, row: u64) -> u64 {
 
 /// Copies piece by piece, as this process says.
 fn carry_over(
-    Open { direct, last, .. }: &mut Open,
+    Lane { direct, last }: &mut Lane,
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
     (written, write_len): (u64, u64),
@@ -320,6 +441,8 @@ struct Knobs {
     depth: Option<usize>,
     /// `RGPU_DIRECT_LEAST`: shorter copies pass through this process.
     least: usize,
+    /// `RGPU_DIRECT_LANES`: at most so many connections from one server to another.
+    lanes: usize,
 }
 
 static KNOBS: LazyLock<Knobs> = LazyLock::new(|| Knobs::of(|name| std::env::var(name).ok()));
@@ -338,6 +461,7 @@ impl Knobs {
             piece: number("RGPU_DIRECT_PIECE", 4 << 10, MAX_PIECE as usize),
             depth: number("RGPU_DIRECT_DEPTH", 1, WINDOW),
             least: number("RGPU_DIRECT_LEAST", 0, usize::MAX).unwrap_or(0),
+            lanes: number("RGPU_DIRECT_LANES", 1, LANES).unwrap_or(LANES),
         }
     }
 }
@@ -352,6 +476,28 @@ mod tests {
             [(100, 7, 98), (100, 100, 100), (100, 101, 100), (100, 1, 100), (100, 60, 60)]
         {
             assert_eq!(whole_rows(piece, row), expected, "{piece} {row}");
+        }
+    }
+
+    #[test]
+    fn boxes_are_cut_completely_into_no_more_than_asked_for() {
+        let all = |extent, most| boxes(extent, most).collect::<Vec<_>>();
+        let row = 5 * MAX_PIECE + 20;
+        assert_eq!(
+            all([row, 1, 1], 4),
+            [
+                ([0, 0, 0], [2 * MAX_PIECE, 1, 1]),
+                ([2 * MAX_PIECE, 0, 0], [2 * MAX_PIECE, 1, 1]),
+                ([4 * MAX_PIECE, 0, 0], [MAX_PIECE + 20, 1, 1]),
+            ]
+        );
+        assert_eq!(
+            all([9, 7, 1], 3),
+            [([0, 0, 0], [9, 3, 1]), ([0, 3, 0], [9, 3, 1]), ([0, 6, 0], [9, 1, 1])]
+        );
+        assert_eq!(all([9, 7, 2], 3), [([0, 0, 0], [9, 7, 1]), ([0, 0, 1], [9, 7, 1])]);
+        for extent in [[row, 1, 1], [4, 1, 1], [9, 7, 1], [9, 7, 2], [1, 1, 9]] {
+            assert_eq!(all(extent, 1), [([0; 3], extent)]);
         }
     }
 
@@ -376,7 +522,7 @@ mod tests {
             let all =
                 [("RGPU_DIRECT_PIECE", piece), ("RGPU_DIRECT_DEPTH", depth), ("RGPU_DIRECT_LEAST", least)];
             let all: BTreeMap<&str, String> = all.map(|(name, value)| (name, value.to_owned())).into();
-            let Knobs { piece, depth, least } = Knobs::of(|name| all.get(name).cloned());
+            let Knobs { piece, depth, least, .. } = Knobs::of(|name| all.get(name).cloned());
             (piece, depth, least)
         };
         assert_eq!(of("", "", ""), (None, None, 0));
