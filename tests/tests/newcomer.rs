@@ -1,6 +1,7 @@
-//! Follows `docs/quickstart-trial.md` in a new Debian 12 with systemd: every command, in the page's order, as
-//! a newcomer would. Prints how long each took. It compiles everything and boots a guest, which takes 15 to
-//! 20 minutes on two processors, so this part runs only on request.
+//! Follows `docs/quickstart-trial.md`, and the README's "Try it", each in a new Debian 12 with systemd: every
+//! command, in the page's order, as a newcomer would. Prints how long each took. The page compiles everything
+//! and boots a guest, which takes 15 to 20 minutes on two processors; the README runs all tests, too. So this
+//! part runs only on request.
 //!
 //! The machine is a container of systemd-nspawn, at this machine's speed. It shares this machine's network
 //! and its settings for reaching package registries. Two things are replaced, because not every machine
@@ -58,6 +59,12 @@ fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
         (wanted, None) => wanted == Some(true),
     });
     lines.collect()
+}
+
+/// The part of a page below this heading, up to the next one.
+fn section<'a>(page: &'a str, heading: &str) -> Option<&'a str> {
+    let below = page.split_once(&format!("\n## {heading}\n"))?.1;
+    Some(below.split("\n## ").next().unwrap_or(below))
 }
 
 /// The commands in lines of shell: a backslash continues a line, and a here-document belongs to its command.
@@ -216,12 +223,12 @@ fn mark(line: &str) -> Option<(&str, f64)> {
     Some((what, time.parse().ok()?))
 }
 
-#[test]
-fn the_quick_start_on_one_machine_is_right_to_the_letter() -> Result<()> {
+/// Runs the commands of a page in a new machine of this name.
+fn follow(name: &str, page: &str) -> Result<()> {
     ensure!(nix::unistd::geteuid().is_root(), "this test takes root: it boots a machine");
-    let page = fs::read_to_string(tree::root().join("docs/quickstart-trial.md"))?;
-    let commands = commands(&blocks(&page, "sh"));
-    let root = tree::target().join("newcomer");
+    let commands = commands(&blocks(page, "sh"));
+    ensure!(!commands.is_empty(), "the page has no commands");
+    let root = tree::target().join(name);
     machine(&root)?;
     fs::write(root.join("root/commands"), script(&commands))?;
 
@@ -259,7 +266,7 @@ fn the_quick_start_on_one_machine_is_right_to_the_letter() -> Result<()> {
         }
     }
     // What the page shows was printed.
-    for line in blocks(&page, "text") {
+    for line in blocks(page, "text") {
         for part in line.split('…').map(str::trim) {
             ensure!(transcript.contains(part), "the page shows {part:?}, which was not printed");
         }
@@ -267,11 +274,30 @@ fn the_quick_start_on_one_machine_is_right_to_the_letter() -> Result<()> {
     fs::remove_dir_all(&root).with_context(|| format!("cannot remove {}", root.display()))
 }
 
+/// A page of the source tree.
+fn page(name: &str) -> Result<String> {
+    let path = tree::root().join(name);
+    fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+#[test]
+fn the_quick_start_on_one_machine_is_right_to_the_letter() -> Result<()> {
+    follow("newcomer", &page("docs/quickstart-trial.md")?)
+}
+
+#[test]
+fn the_readmes_commands_work_on_a_fresh_machine() -> Result<()> {
+    let page = page("README.md")?;
+    follow("newcomer-readme", section(&page, "Try it").context("the README has no such section")?)
+}
+
 #[test]
 fn commands_are_taken_from_a_page_as_a_shell_would() {
     let page = "text\n```sh\na\nb \\\n  c\n\ncat > f <<END\nd\n\nEND\ne\n```\n```text\nf\n```\n";
     assert_eq!(commands(&blocks(page, "sh")), ["a", "b \\\n  c", "cat > f <<END\nd\n\nEND", "e"]);
     assert_eq!(blocks(page, "text"), ["f"]);
+    assert_eq!(section("# a\n\n## b\nc\n## d\ne\n", "b"), Some("c"));
+    assert_eq!(section("# a\n\n## b\nc\n", "c"), None);
     assert_eq!(row("a | b \\\n  c"), "a \\| b");
     assert_eq!(row("a      # why"), "a");
 }
