@@ -320,6 +320,12 @@ pub struct WorkerOptions {
     /// is
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
     pub direct_verbs: bool,
+    /// With --direct-verbs: the RDMA device reads the memory of copies of up to 200,000 bytes where it is on
+    /// the GPU, as a DMA-buf, instead of in a buffer. It takes the open kernel modules of NVIDIA's driver,
+    /// Linux 5.12 or newer, and an RDMA device that can do it; the log says so, or why not. This has not been
+    /// tried on such hardware
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = clap::ArgAction::Set)]
+    pub direct_device_memory: bool,
     /// Sessions and copies over verbs.
     #[command(flatten)]
     pub rdma: Settings,

@@ -32,6 +32,7 @@ use std::time::{Duration, Instant};
 mod buffers;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+mod in_place;
 mod incoming;
 mod near;
 mod outgoing;
@@ -54,6 +55,8 @@ use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
 
 use self::buffers::{Common, Pool};
+pub use self::in_place::Block;
+use self::in_place::Blocks;
 pub use self::incoming::Incoming;
 use self::incoming::{Expected, Failures};
 pub use self::near::{Memory as PieceMemory, MirrorCarrier, Near, Still};
@@ -86,6 +89,8 @@ pub struct Directs {
     strangers: AtomicUsize,
     /// How connections use verbs. `None`: they use their sockets only.
     verbs: Option<Verbs>,
+    /// Device memory that is sent from where it is.
+    blocks: Blocks,
     bytes: Arc<Common>,
     failures: Arc<Failures>,
     motion: Arc<Motion>,
@@ -112,8 +117,14 @@ struct Offer {
 }
 
 impl Directs {
-    /// The connections of a session whose worker has this key. `rdma`: how they may use verbs.
-    pub fn new(identity: Arc<Identity>, broker: Arc<Broker>, rdma: Option<Settings>) -> Arc<Directs> {
+    /// The connections of a session whose worker has this key. `rdma`: how they may use verbs. `in_place`:
+    /// over verbs, short copies are sent from device memory if that is possible.
+    pub fn new(
+        identity: Arc<Identity>,
+        broker: Arc<Broker>,
+        rdma: Option<Settings>,
+        in_place: bool,
+    ) -> Arc<Directs> {
         let verbs = rdma.map(Verbs::new);
         let (table, strangers, bytes, failures, motion, prepared, boxes) = Default::default();
         Arc::new(Directs {
@@ -122,6 +133,7 @@ impl Directs {
             table,
             strangers,
             verbs,
+            blocks: Blocks::new(in_place),
             bytes,
             failures,
             motion,
@@ -212,6 +224,7 @@ impl Directs {
                     Ok(queue) => ("verbs".to_owned(), Some(queue)),
                     Err(why) => (format!("its socket, because {why}"), None),
                 };
+                queue.iter().for_each(|_| directs.blocks.tell());
                 let outgoing = Outgoing::start(stream, queue, Arc::clone(&directs.bytes));
                 let outgoing = outgoing.map_err(|e| format!("cannot start a thread: {e}"))?;
                 Ok((outgoing, over))
@@ -471,6 +484,7 @@ impl Directs {
                 used.extend(incoming.forget(address, size));
             }
         }
+        self.blocks.forget(address, size);
         // They wait for nothing. On a device that has failed they may not end.
         used.iter().for_each(|copies| copies.wait(COPIED_WITHIN));
     }
@@ -531,11 +545,19 @@ impl Directs {
     /// # Errors
     /// `INVALID_HANDLE` if there is no such connection, `NOT_READY` while memory [is
     /// still](Self::hold_still), `OUT_OF_MEMORY` if too many boxes wait.
-    pub fn send_all(&self, direct: u32, series: Series) -> Result<(), Status> {
+    pub fn send_all(
+        &self,
+        direct: u32,
+        series: Series,
+        granule: u64,
+        give: impl FnOnce(u64, u64) -> Result<Block, Status>,
+    ) -> Result<(), Status> {
         let outgoing = self.outgoing(direct)?;
         let moving = self.motion.begin().ok_or(Status::NOT_READY)?;
         self.boxes.store(true, Ordering::Release);
-        outgoing.send_all(series, moving)
+        let line = outgoing.domain.as_ref().zip(series.line());
+        let found = line.and_then(|(domain, line)| self.blocks.find(domain, line, granule, give));
+        outgoing.send_all(series, moving, found)
     }
 
     /// Receives a box. Otherwise as [`send_all`](Self::send_all), and with errors of
@@ -557,6 +579,7 @@ impl Directs {
     /// a client expects one that has not come. Of a box, it expects them only as long as some come.
     pub fn hold_still(&self) -> Option<Still> {
         let still = self.motion.stop()?;
+        self.blocks.forget_all();
         let table = lock(&self.table);
         table.incoming.values().for_each(|incoming| incoming.give_up_idle());
         (!table.incoming.values().any(|incoming| incoming.expects())).then_some(still)

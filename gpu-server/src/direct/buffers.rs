@@ -12,6 +12,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::ops::direct::{MAX_PIECE, PIECES};
 
+use super::in_place::Found;
+use super::near::{Copying, Moving};
 use crate::driver::gpu::Preparer;
 use crate::lock::lock;
 
@@ -25,6 +27,8 @@ pub(super) struct Common {
     pub(super) all: AtomicU64,
     /// Those of them that went over verbs.
     pub(super) over_verbs: AtomicU64,
+    /// Those of them that were sent from device memory.
+    pub(super) in_place: AtomicU64,
     /// Buffers of closed connections. CUDA would wait for running kernels if they were released, and others
     /// will need them.
     pub(super) spare: Mutex<Vec<Arc<Memory>>>,
@@ -236,6 +240,38 @@ impl Drop for Buffer {
 unsafe impl PieceBuffer for Buffer {
     fn registration(&self) -> Option<&Registration> {
         self.memory.registration.get()
+    }
+}
+
+/// Bytes of a box where they are in device memory, for verbs. See [`Blocks`](super::in_place::Blocks).
+pub(super) struct InPlace {
+    pub(super) found: Found,
+    /// Until the device has read them, their memory is not freed, and does not leave.
+    pub(super) _copying: [Copying; 2],
+    pub(super) _moving: Arc<Moving>,
+}
+
+/// The bytes of a piece that is sent.
+pub(super) enum Source {
+    Buffer(Buffer),
+    InPlace(InPlace),
+}
+
+// SAFETY: for a buffer as above. Device memory stays, with its registration, until `InPlace` is dropped; as
+// for any copy, the program sees to it that nobody writes what it copies.
+unsafe impl PieceBuffer for Source {
+    fn registration(&self) -> Option<&Registration> {
+        match self {
+            Source::Buffer(buffer) => buffer.registration(),
+            Source::InPlace(bytes) => Some(&bytes.found.registration),
+        }
+    }
+
+    fn offset(&self) -> u64 {
+        match self {
+            Source::Buffer(buffer) => buffer.offset(),
+            Source::InPlace(bytes) => bytes.found.offset,
+        }
     }
 }
 

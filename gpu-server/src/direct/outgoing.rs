@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex};
 
 use host_bridge::endpoint::Mapped;
 use host_bridge::stream::Stream;
-use host_bridge::verbs::Pieces;
+use host_bridge::verbs::{Domain, Pieces};
 use protocol::Status;
 use protocol::link::DirectHeader;
 use protocol::ops::direct::MAX_COPIES;
 use zerocopy::IntoBytes;
 
-use super::buffers::{Bell, Buffer, Common, InUse, Pool};
+use super::buffers::{Bell, Buffer, Common, InPlace, InUse, Pool, Source};
+use super::in_place::Found;
 use super::near::{Copies, Moving, Named};
 use super::series::{InMotion, Leaving, Series};
 use super::verbs;
@@ -28,12 +29,14 @@ pub struct Outgoing {
     pub(super) bell: Option<Arc<Bell>>,
     pub(super) named: Named,
     pub(super) copies: Arc<Copies>,
+    /// Where memory must be registered from which pieces are sent, if they go over verbs.
+    pub(super) domain: Option<Arc<Domain>>,
     /// Boxes of which not all pieces have begun, and the memory of all.
     series: Mutex<(VecDeque<Leaving>, InMotion)>,
 }
 
 pub(super) enum Job {
-    Piece(u64, Buffer, usize),
+    Piece(u64, Source, usize),
     /// This piece will not come.
     Nothing(u64),
     /// Something to do that ends with a piece's job.
@@ -41,22 +44,28 @@ pub(super) enum Job {
 }
 
 impl Outgoing {
-    pub(super) fn new(jobs: Sender<Job>, bytes: &Arc<Common>, bell: Option<Arc<Bell>>) -> Outgoing {
+    pub(super) fn new(
+        jobs: Sender<Job>,
+        bytes: &Arc<Common>,
+        bell: Option<Arc<Bell>>,
+        domain: Option<Arc<Domain>>,
+    ) -> Outgoing {
         let (jobs, pool) = (Mutex::new(Some(jobs)), Pool::new(bytes));
         let (named, copies, series) = Default::default();
-        Outgoing { jobs, pool, bell, named, copies, series }
+        Outgoing { jobs, pool, bell, named, copies, domain, series }
     }
 
     /// `queue`: what pieces go over, instead of the socket.
     pub(super) fn start(
         stream: Stream,
-        queue: Option<Pieces<Buffer>>,
+        queue: Option<Pieces<Source>>,
         bytes: Arc<Common>,
     ) -> io::Result<Arc<Outgoing>> {
         let (jobs, due) = channel();
         let due = Jobs { due, last: 0, over: false };
         let bell = queue.is_some().then(Bell::new).transpose()?.map(Arc::new);
-        let outgoing = Arc::new(Outgoing::new(jobs, &bytes, bell.clone()));
+        let domain = queue.as_ref().map(|queue| Arc::clone(queue.domain()));
+        let outgoing = Arc::new(Outgoing::new(jobs, &bytes, bell.clone(), domain));
         let own = Arc::clone(&outgoing);
         std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
             let why = match (queue, bell) {
@@ -95,18 +104,23 @@ impl Outgoing {
         self.push(Job::Run(Box::new(run)));
     }
 
-    /// Sends a box: begins what there are buffers for.
+    /// Sends a box: begins what there are buffers for. `found`: its only row, which needs none.
     ///
     /// # Errors
     /// `OUT_OF_MEMORY` if too many others are not over.
-    pub(super) fn send_all(self: &Arc<Outgoing>, series: Series, moving: Moving) -> Result<(), Status> {
+    pub(super) fn send_all(
+        self: &Arc<Outgoing>,
+        series: Series,
+        moving: Moving,
+        found: Option<Found>,
+    ) -> Result<(), Status> {
         {
             let (all, in_motion) = &mut *lock(&self.series);
             if all.len() >= MAX_COPIES {
                 return Err(Status::OUT_OF_MEMORY);
             }
             in_motion.add(&series);
-            all.push_back(Leaving { series, moving: Arc::new(moving), failed: Arc::default() });
+            all.push_back(Leaving { series, moving: Arc::new(moving), failed: Arc::default(), found });
         }
         self.advance();
         Ok(())
@@ -117,11 +131,19 @@ impl Outgoing {
     fn advance(self: &Arc<Outgoing>) {
         // Stays locked, so that pieces are begun in their order.
         let (all, _) = &mut *lock(&self.series);
-        while let Some(Leaving { series, moving, failed }) = all.front_mut() {
+        while let Some(Leaving { series, moving, failed, found }) = all.front_mut() {
             let Some(next) = series.next().filter(|_| !failed.load(Ordering::Acquire)) else {
                 all.pop_front();
                 continue;
             };
+            if let Some(Found { registration, offset }) = found {
+                let found = Found { registration: Arc::clone(registration), offset: *offset + next.offset };
+                let copying = [self.copies.begin(), series.copies.begin()];
+                let bytes = InPlace { found, _copying: copying, _moving: Arc::clone(moving) };
+                self.push(Job::Piece(next.number, Source::InPlace(bytes), next.len as usize));
+                series.pass();
+                continue;
+            }
             let Some(buffer) = self.pool.try_take() else {
                 if self.pool.may_have_one_later() {
                     return;
@@ -183,7 +205,7 @@ pub(super) struct Jobs {
 }
 
 /// A piece's header, and its bytes if it has any.
-pub(super) type Piece = (DirectHeader, Option<(Buffer, usize)>);
+pub(super) type Piece = (DirectHeader, Option<(Source, usize)>);
 
 impl Jobs {
     /// The next piece, if there is one now.
@@ -207,7 +229,7 @@ impl Jobs {
     /// A job's piece. `None`: it comes too late, or this job ends with another one.
     pub(super) fn judge(&mut self, job: Job) -> Option<Piece> {
         let (number, piece) = match job {
-            Job::Piece(number, buffer, len) => (number, Some((buffer, len))),
+            Job::Piece(number, bytes, len) => (number, Some((bytes, len))),
             Job::Nothing(number) => (number, None),
             Job::Run(run) => {
                 run();
@@ -228,7 +250,10 @@ pub(super) fn send(stream: &Stream, mut jobs: Jobs, bytes: &Common, after: impl 
     while let Ok(job) = jobs.due.recv() {
         if let Some((header, piece)) = jobs.judge(job) {
             stream.write_all(header.as_bytes())?;
-            if let Some((mut buffer, len)) = piece {
+            if let Some((source, len)) = piece {
+                let Source::Buffer(mut buffer) = source else {
+                    return Err(io::Error::other("device memory cannot be sent over a socket"));
+                };
                 stream.write_all(buffer.bytes(len))?;
                 bytes.all.fetch_add(len as u64, Ordering::Relaxed);
             }
@@ -273,7 +298,7 @@ impl Sending {
         if status.is_success()
             && let Some(buffer) = self.buffer.take().and_then(InUse::over)
         {
-            self.outgoing.push(Job::Piece(self.number, buffer, self.len));
+            self.outgoing.push(Job::Piece(self.number, Source::Buffer(buffer), self.len));
             self.len = 0;
             self.number = 0;
         }

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use protocol::Status;
 use protocol::ops::direct::{DirectReceiveAllReply, MAX_PIECE};
 
+use super::in_place::Found;
 use super::near::{Copies, Moving};
 use crate::driver::call::Pending;
 use crate::driver::gpu::Carrier;
@@ -81,6 +82,11 @@ impl Series {
         self.number += 1;
     }
 
+    /// Its address and size, if it is a single row.
+    pub fn line(&self) -> Option<(u64, u64)> {
+        (self.packed == self.span).then_some((self.rows.at, self.span))
+    }
+
     /// Whether it may have bytes in this range.
     pub(super) fn touches(&self, address: u64, size: u64) -> bool {
         overlap((self.rows.at, self.span), (address, size))
@@ -116,6 +122,8 @@ pub(super) struct Leaving {
     pub(super) moving: Arc<Moving>,
     /// A piece could not be read: the other end gives up, too.
     pub(super) failed: Arc<AtomicBool>,
+    /// Where the RDMA device reads it in place.
+    pub(super) found: Option<Found>,
 }
 
 /// A box that is awaited.

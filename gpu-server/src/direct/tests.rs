@@ -36,7 +36,7 @@ impl Directs {
         let bell = std::fs::File::options().write(true).open("/dev/null").expect("a bell");
         let broker = Broker::new(Arc::new(bell.into()));
         broker.close();
-        Directs::new(Arc::clone(&IDENTITY), broker, None)
+        Directs::new(Arc::clone(&IDENTITY), broker, None, true)
     }
 
     /// The same, with prepared connections of this number in both directions, for pieces at any address.
@@ -116,15 +116,20 @@ impl Patient {
     }
 }
 
+/// Sends a box from memory that no other device can use.
+fn send_all(directs: &Directs, direct: u32, series: Series) -> Result<(), Status> {
+    directs.send_all(direct, series, 4096, |_, _| Err(Status::NOT_FOUND))
+}
+
 #[test]
 fn memory_does_not_leave_until_a_box_is_sent() {
     let (directs, [mut theirs, _from]) = Directs::prepared_double(1);
     let patient = Arc::<Patient>::default();
     let series = |first| Series::new(Rows::line(0, 3), 2, first, Arc::<Patient>::clone(&patient)).unwrap();
     let still = directs.hold_still().expect("nothing moves");
-    assert_eq!(directs.send_all(1, series(1)), Err(Status::NOT_READY));
+    assert_eq!(send_all(&directs, 1, series(1)), Err(Status::NOT_READY));
     drop(still);
-    directs.send_all(1, series(1)).unwrap();
+    send_all(&directs, 1, series(1)).unwrap();
     assert!(directs.hold_still().is_none());
     assert_eq!(patient.copies(), 2);
     drop(directs.hold_still().expect("nothing moves"));
@@ -167,7 +172,7 @@ fn memory_is_freed_only_when_no_piece_of_a_box_is_being_copied() {
     let (directs, _peers) = Directs::prepared_double(1);
     let patient = Arc::<Patient>::default();
     let series = Series::new(Rows::line(100, 8), 8, 1, Arc::<Patient>::clone(&patient)).unwrap();
-    directs.send_all(1, series).unwrap();
+    send_all(&directs, 1, series).unwrap();
     // Other memory does not wait.
     directs.forget(108, 8);
     directs.forget(92, 8);
@@ -336,14 +341,15 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     software::outside(Outside::Kept);
     stream.set_nonblocking(true).unwrap();
     let (jobs, due) = channel();
-    let outgoing = Outgoing::new(jobs, &Arc::default(), None);
+    let domain = Some(Arc::clone(queue.domain()));
+    let outgoing = Outgoing::new(jobs, &Arc::default(), None, domain);
     (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0, over: false }))
 }
 
 #[test]
 fn a_piece_that_a_processor_was_to_copy_costs_no_buffer_when_the_connection_is_lost() {
     let (jobs, due) = channel();
-    let outgoing = Arc::new(Outgoing::new(jobs, &Arc::default(), None));
+    let outgoing = Arc::new(Outgoing::new(jobs, &Arc::default(), None, None));
     let copies_later = |number| {
         let mut piece = outgoing.piece(number);
         piece.by_processor = true;
@@ -450,6 +456,77 @@ fn pieces_go_over_verbs_from_one_end_to_the_other() {
     drop((outgoing, incoming, verbs, bytes));
     // The sending end's thread ends by itself.
     soon(until, || (software::objects() == 0).then_some(()));
+}
+
+/// Device memory of which the test knows the bytes, and its address on the device: whole granules of this
+/// size.
+fn device_memory(granule: u64) -> (&'static [u8], u64) {
+    let memory: Vec<u8> = (0..4 * granule).map(|at| (at * 7 / 3) as u8).collect();
+    (memory.leak(), 64 * granule)
+}
+
+#[test]
+fn short_copies_over_verbs_are_sent_from_device_memory() {
+    const GRANULE: u64 = 65_536;
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let (directs, verbs) = (Directs::double(), Verbs::new(Settings::default()));
+    let (_peer, stream, outgoing, mut sender) = sending_over_verbs(&verbs, 8);
+    lock(&directs.table).outgoing.insert(1, Some(Arc::clone(&outgoing)));
+    let (pair, bytes) = (software::pairs()[0], Common::default());
+    let (memory, address) = device_memory(GRANULE);
+    let (mut asked, mut number) = (Vec::new(), 1);
+    // Copied to buffers, one at a time: nothing but the test says when.
+    let patient = Arc::<Patient>::default();
+    let mut send = |rows: Rows| {
+        let series = Series::new(rows, 131_072, number, Arc::<Patient>::clone(&patient)).unwrap();
+        number = series.end();
+        let (before, mut now_asked) = (asked.len(), Vec::new());
+        let give = |at: u64, size: u64| {
+            now_asked.push((at, size));
+            let bytes = &memory[(at - address) as usize..][..size as usize];
+            Ok(Block::Here(std::ptr::NonNull::from(bytes).cast()))
+        };
+        directs.send_all(1, series, GRANULE, give).unwrap();
+        asked.append(&mut now_asked);
+        asked[before..].to_vec()
+    };
+    // Two pieces, in three granules.
+    let line = Rows::line(address + 10, 150_000);
+    assert_eq!(send(line), [(address, 3 * GRANULE)]);
+    assert!(directs.hold_still().is_none(), "memory stays until the device has read it");
+    sender.turn(&stream, &bytes, Instant::now()).unwrap();
+    let sent: Vec<_> = (0..).map_while(|n| software::sent(pair, n)).collect();
+    let content = sent.iter().flat_map(|message| &message.bytes[size_of::<DirectHeader>()..]);
+    assert!(content.eq(&memory[10..][..150_000]), "the bytes of {} pieces", sent.len());
+    while software::complete(pair, 0) {}
+    sender.turn(&stream, &bytes, Instant::now()).unwrap();
+    assert_eq!(bytes.in_place.load(Ordering::Relaxed), 150_000);
+    assert_eq!(lock(&outgoing.pool.state).made, 0, "a buffer was made");
+    // The block is known until memory in it is freed, or all memory may have left.
+    assert_eq!(send(Rows::line(address + GRANULE, 4)), []);
+    directs.forget(address + 3 * GRANULE, 100);
+    assert_eq!(send(Rows::line(address + GRANULE, 4)), []);
+    let mut over = || {
+        while {
+            sender.turn(&stream, &bytes, Instant::now()).unwrap();
+            software::complete(pair, 0)
+        } {}
+        sender.turn(&stream, &bytes, Instant::now()).unwrap();
+    };
+    over();
+    directs.forget(address + 2 * GRANULE, 1);
+    assert_eq!(send(Rows::line(address + GRANULE, 4)), [(address + GRANULE, GRANULE)]);
+    over();
+    drop(directs.hold_still().expect("nothing moves"));
+    assert_eq!(send(Rows::line(address + GRANULE, 4)), [(address + GRANULE, GRANULE)]);
+    over();
+    // Long copies, and those of several rows, are copied to buffers.
+    assert_eq!(send(Rows::line(address, 200_001)), []);
+    let rows = Rows { width: 8, height: 2, pitch: 100, ..Rows::line(address, 8) };
+    assert_eq!(send(rows), []);
+    assert_eq!(patient.copies(), 3);
+    lock(&directs.table).outgoing.clear();
 }
 
 /// Both ends of a connection under TLS: the connecting one first.

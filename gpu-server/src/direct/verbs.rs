@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use host_bridge::stream::Stream;
 use host_bridge::verbs::pieces::{Done, End};
-use host_bridge::verbs::{Access, Device, Domain, Pieces, Settings, VerbsError};
+use host_bridge::verbs::{Access, Device, Domain, PieceBuffer, Pieces, Settings, VerbsError};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use protocol::device::{reason_text, untext};
 use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
@@ -32,7 +32,7 @@ use protocol::ops::direct::PIECES;
 use protocol::version::Version;
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::buffers::{Bell, Buffer, Common, Pool};
+use super::buffers::{Bell, Buffer, Common, Pool, Source};
 use super::incoming::Incoming;
 use super::outgoing::{Jobs, Piece};
 use super::{PATIENCE, WITHIN};
@@ -56,7 +56,7 @@ impl Verbs {
         Verbs { settings, domain: Mutex::default() }
     }
 
-    fn queue(&self, end: End) -> Result<Pieces<Buffer>, VerbsError> {
+    fn queue<B: PieceBuffer>(&self, end: End) -> Result<Pieces<B>, VerbsError> {
         let mut kept = lock(&self.domain);
         let domain = match &*kept {
             Some(domain) => Arc::clone(domain),
@@ -95,7 +95,7 @@ pub(super) fn offer(
     verbs: Option<&Verbs>,
     stream: &Stream,
     agreed: Version,
-) -> io::Result<Result<Pieces<Buffer>, String>> {
+) -> io::Result<Result<Pieces<Source>, String>> {
     let Some(verbs) = verbs else {
         return Ok(Err("this server does not use verbs for that (--direct-verbs)".into()));
     };
@@ -127,7 +127,7 @@ pub(super) fn ask(stream: &Stream, ours: &DirectQueue) -> io::Result<Result<Dire
 }
 
 /// Sends the first message, and waits until the peer's device has it.
-fn probe(queue: &mut Pieces<Buffer>) -> Result<(), String> {
+fn probe(queue: &mut Pieces<Source>) -> Result<(), String> {
     let failed = |e: VerbsError| e.to_string();
     queue.send(&DirectHeader::new_zeroed(), None).map_err(failed)?;
     let until = Instant::now() + WITHIN;
@@ -314,17 +314,17 @@ pub(super) fn has_ended(stream: &Stream) -> io::Result<bool> {
 
 /// The sender's queue pair, and the pieces that it still has to send.
 pub(super) struct Sender {
-    pub(super) pieces: Pieces<Buffer>,
+    pub(super) pieces: Pieces<Source>,
     jobs: Jobs,
     /// A piece for which the other end has no receive yet.
     next: Option<Piece>,
-    done: Vec<Done<Buffer>>,
+    done: Vec<Done<Source>>,
     /// Since when something waits for the other end, and that has taken and granted nothing.
     stalled: Option<Instant>,
 }
 
 impl Sender {
-    pub(super) fn new(pieces: Pieces<Buffer>, jobs: Jobs) -> Sender {
+    pub(super) fn new(pieces: Pieces<Source>, jobs: Jobs) -> Sender {
         Sender { pieces, jobs, next: None, done: Vec::new(), stalled: None }
     }
 
@@ -337,17 +337,20 @@ impl Sender {
         let mut worked = granted(stream, |receives| self.pieces.grant(receives).map_err(broken))?;
         self.pieces.arm().map_err(broken)?;
         self.pieces.poll(&mut self.done).map_err(broken)?;
-        for Done { len, .. } in self.done.drain(..) {
+        for Done { len, buffer, .. } in self.done.drain(..) {
             worked = true;
             bytes.all.fetch_add(len as u64, Ordering::Relaxed);
             bytes.over_verbs.fetch_add(len as u64, Ordering::Relaxed);
+            if let Some(Source::InPlace(_)) = buffer {
+                bytes.in_place.fetch_add(len as u64, Ordering::Relaxed);
+            }
         }
         while let Some((header, piece)) = self.next.take().or_else(|| self.jobs.now()) {
             if !self.pieces.may_send() {
                 self.next = Some((header, piece));
                 break;
             }
-            if let Some((buffer, _)) = &piece {
+            if let Some((Source::Buffer(buffer), _)) = &piece {
                 buffer.memory.register(self.pieces.domain(), Access::Read).map_err(broken)?;
             }
             self.pieces.send(&header, piece).map_err(broken)?;
@@ -371,7 +374,7 @@ impl Sender {
 /// lost.
 pub(super) fn send(
     stream: &Stream,
-    pieces: Pieces<Buffer>,
+    pieces: Pieces<Source>,
     jobs: Jobs,
     bell: &Bell,
     bytes: &Common,

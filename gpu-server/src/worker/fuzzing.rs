@@ -338,7 +338,7 @@ pub fn session_any(bytes: &[u8]) -> u64 {
     let amounts = Amounts { device_memory: LIMIT, pinned_memory: PINNED };
     let limits = Limits { session: amounts, total: amounts, ..Limits::default() };
     quota.begin(limits, Arc::clone(&terms), Arc::clone(&meter), Arc::clone(&broker), None);
-    let directs = Directs::new(Arc::clone(&IDENTITY), Arc::clone(&broker), None);
+    let directs = Directs::new(Arc::clone(&IDENTITY), Arc::clone(&broker), None, true);
     let shared = Shared::new(quota.clone(), directs);
     let room = Arc::new(Room { meter, bell: Arc::clone(&link.bell) });
     let residence = Residence::new(Arc::new(Orders::default()), room, terms, false);

@@ -275,7 +275,8 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     let grace = Duration::from_secs(limits.grace_seconds.unwrap_or(options.grace_seconds).into());
     quota.begin(limits, terms, meter, Arc::clone(&broker), swaps.then_some(room));
     let rdma = options.direct_verbs.then(|| options.rdma.clone());
-    let directs = Directs::new(Arc::clone(&identity), Arc::clone(&broker), rdma);
+    let in_place = options.direct_device_memory;
+    let directs = Directs::new(Arc::clone(&identity), Arc::clone(&broker), rdma, in_place);
     let shared = Arc::new(Shared::new(quota.clone(), directs));
     if timeline.is_some() {
         RECORDER.start();

@@ -39,6 +39,11 @@ const HEADER: usize = size_of::<DirectHeader>();
 pub unsafe trait PieceBuffer {
     /// Its registration, if it has one: for a receiving end one that the device may write.
     fn registration(&self) -> Option<&Registration>;
+
+    /// Where the bytes begin in it.
+    fn offset(&self) -> u64 {
+        0
+    }
 }
 
 /// Which end of a connection this is.
@@ -223,7 +228,8 @@ impl<B: PieceBuffer> Pieces<B> {
         let bytes = match piece {
             Some((buffer, len)) => {
                 let len = u32::try_from(len).map_err(|_| wrong())?;
-                buffer.registration().and_then(|memory| memory.slice(0, len)).ok_or_else(wrong)?.sge
+                let memory = buffer.registration();
+                memory.and_then(|memory| memory.slice(buffer.offset(), len)).ok_or_else(wrong)?.sge
             }
             None => Sge::default(),
         };

@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::io;
 use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -93,6 +94,29 @@ impl Domain {
             });
         };
         Ok(Registration { mr, base: at.as_ptr() as u64, len, domain: Arc::clone(self) })
+    }
+}
+
+impl Domain {
+    /// Registers the first `len` bytes of a DMA-buf, which the device may read. Their addresses begin at 0.
+    /// The kernel keeps the buffer's memory until the registration is dropped, whatever becomes of the
+    /// descriptor.
+    pub fn register_dma_buf(
+        self: &Arc<Self>,
+        file: BorrowedFd<'_>,
+        len: usize,
+    ) -> Result<Registration, VerbsError> {
+        let Some(register) = self.library.reg_dmabuf_mr else {
+            return Err(VerbsError::Broken(
+                "libibverbs has no ibv_reg_dmabuf_mr (rdma-core 34 or newer has)".into(),
+            ));
+        };
+        // SAFETY: a domain that lives; no memory of this process is named.
+        let mr = unsafe { register(self.pd.as_ptr(), 0, len, 0, file.as_raw_fd(), Access::Read.flags()) };
+        let error = io::Error::last_os_error();
+        let mr = NonNull::new(mr)
+            .ok_or_else(|| VerbsError::call(&format!("registering a DMA-buf of {len} bytes"), error))?;
+        Ok(Registration { mr, base: 0, len, domain: Arc::clone(self) })
     }
 }
 

@@ -440,6 +440,17 @@ pub struct Library {
     pub dealloc_pd: unsafe extern "C" fn(pd: *mut Pd) -> c_int,
     pub reg_mr: unsafe extern "C" fn(pd: *mut Pd, addr: *mut c_void, length: usize, access: c_int) -> *mut Mr,
     pub dereg_mr: unsafe extern "C" fn(mr: *mut Mr) -> c_int,
+    /// `None`: rdma-core is older than version 34.
+    pub reg_dmabuf_mr: Option<
+        unsafe extern "C" fn(
+            pd: *mut Pd,
+            offset: u64,
+            length: usize,
+            iova: u64,
+            fd: c_int,
+            access: c_int,
+        ) -> *mut Mr,
+    >,
     pub create_comp_channel: unsafe extern "C" fn(context: *mut Context) -> *mut CompChannel,
     pub destroy_comp_channel: unsafe extern "C" fn(channel: *mut CompChannel) -> c_int,
     pub create_cq: unsafe extern "C" fn(
@@ -501,10 +512,11 @@ impl Library {
         if handle.is_null() {
             return Err(failed());
         }
+        // SAFETY: a valid handle and a NUL-terminated name.
+        let find = |name: &CStr| unsafe { libc::dlsym(handle, name.as_ptr()) };
         macro_rules! symbol {
             ($name:literal) => {{
-                // SAFETY: a valid handle and a NUL-terminated name.
-                let found = unsafe { libc::dlsym(handle, $name.as_ptr()) };
+                let found = find($name);
                 if found.is_null() {
                     return Err(failed());
                 }
@@ -528,6 +540,11 @@ impl Library {
             dealloc_pd: symbol!(c"ibv_dealloc_pd"),
             reg_mr: symbol!(c"ibv_reg_mr"),
             dereg_mr: symbol!(c"ibv_dereg_mr"),
+            reg_dmabuf_mr: match find(c"ibv_reg_dmabuf_mr") {
+                found if found.is_null() => None,
+                // SAFETY: as above.
+                found => Some(unsafe { std::mem::transmute_copy(&found) }),
+            },
             create_comp_channel: symbol!(c"ibv_create_comp_channel"),
             destroy_comp_channel: symbol!(c"ibv_destroy_comp_channel"),
             create_cq: symbol!(c"ibv_create_cq"),

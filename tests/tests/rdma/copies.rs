@@ -20,8 +20,9 @@ impl Pair {
         let mut pair = Pair { machine, servers: Vec::new() };
         for (place, device) in [rdma::SERVER.1, rdma::CLIENT.1].into_iter().enumerate() {
             let (own, other) = (PORTS[place], PORTS[1 - place]);
+            let in_place = if place == 0 { "--direct-device-memory" } else { "" };
             pair.servers.push(pair.machine.spawn(&format!(
-                "export NO_COLOR=1; exec /opt/rgpu/rgpu-server --insecure --listen tcp:127.0.0.1:{own} --direct-to tcp:127.0.0.1:{other} --direct-to tcp:127.0.0.1:9810 --direct-verbs --grace-seconds 0 --backend software --software-memory 512M --rdma-device {device} --status-socket /run/{place}.status 2>/run/{place}.log"
+                "export NO_COLOR=1; exec /opt/rgpu/rgpu-server --insecure --listen tcp:127.0.0.1:{own} --direct-to tcp:127.0.0.1:{other} --direct-to tcp:127.0.0.1:9810 --direct-verbs {in_place} --grace-seconds 0 --backend software --software-memory 512M --rdma-device {device} --status-socket /run/{place}.status 2>/run/{place}.log"
             ))?);
         }
         let up = "for i in $(seq 3000); do [ -S /run/0.status ] && [ -S /run/1.status ] && exit 0; sleep 0.1; done; cat /run/*.log; exit 1";
@@ -109,6 +110,10 @@ fn copies_go_over_verbs(pair: &Pair) -> Result<()> {
     for (server, before) in before.into_iter().enumerate() {
         pair.logged(server, before, &["a direct connection to another server is open", "over=\"verbs\""])?;
         pair.logged(server, before, &["pieces of a direct connection of another server come over verbs"])?;
+        // Short ones without a buffer at the first server.
+        let memory =
+            if server == 0 { "are sent from device memory" } else { "--direct-device-memory is not set" };
+        pair.logged(server, before, &[memory])?;
         let counter = |name| pair.counter(server, before, name);
         let (direct, verbs) = (counter("bytes_direct")?, counter("bytes_direct_verbs")?);
         let client = counter("bytes_in")? + counter("bytes_out")?;

@@ -53,7 +53,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
     assert_eq!(software::peer(pair), Some(answer.queue_pair));
     stream.set_nonblocking(true).expect("a socket");
     let (jobs, due) = channel();
-    let outgoing = Outgoing::new(jobs, &Arc::default(), None);
+    let outgoing = Outgoing::new(jobs, &Arc::default(), None, None);
     let mut receiver = HostileReceiver {
         steps,
         ours,

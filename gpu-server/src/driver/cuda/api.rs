@@ -102,6 +102,7 @@ api! {
     device_uuid = "cuDeviceGetUuid_v2" (*mut [u8; 16], CUdevice);
     device_memory = "cuDeviceTotalMem_v2" (*mut usize, CUdevice);
     device_attribute = "cuDeviceGetAttribute" (*mut c_int, u32, CUdevice);
+    memory_range_handle = "cuMemGetHandleForAddressRange" (*mut c_void, CUdeviceptr, usize, c_uint, u64);
     device_can_access = "cuDeviceCanAccessPeer" (*mut c_int, CUdevice, CUdevice);
     device_p2p = "cuDeviceGetP2PAttribute" (*mut c_int, u32, CUdevice, CUdevice);
     primary_retain = "cuDevicePrimaryCtxRetain" (*mut CUcontext, CUdevice);

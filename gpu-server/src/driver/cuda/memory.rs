@@ -1,22 +1,26 @@
 //! Device memory, made with the driver's virtual memory management so that it has the addresses that the
 //! client chose and can be shared between processes.
 
+use std::ffi::c_int;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+use crate::direct::Block;
 use crate::driver::call::Result;
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::memory::SPACE_ALIGN;
 
-use super::Cuda;
 use super::api::{AccessDesc, AllocationProp, CUstream};
 use super::kernels::POINTER_IS_MANAGED;
+use super::{Cuda, HAS_DMA_BUFS, attribute};
 use crate::driver::gpu::{GpuMemory, STREAM_NON_BLOCKING};
 use crate::driver::space::Mapping;
 use crate::driver::store::{Chunk, Lane, Part, Way};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const POSIX_FD: u32 = 1;
+/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
+const DMA_BUF: u32 = 1;
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
 const PORTABLE: u32 = 1;
 
@@ -64,6 +68,18 @@ impl GpuMemory for Cuda {
 
     fn exports(&self, device: u32) -> bool {
         self.device(device).is_ok_and(|device| device.exports)
+    }
+
+    fn in_place(&mut self, device: u32, address: u64, size: u64) -> Result<Block> {
+        let device = self.device(device)?;
+        if attribute(self.api, device.handle, HAS_DMA_BUFS) != Some(1) {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let mut file: c_int = -1;
+        // SAFETY: writes a descriptor; the range is whole granules, which the kernel's pages divide.
+        unsafe { self.api.memory_range_handle((&raw mut file).cast(), address, size as usize, DMA_BUF, 0) }?;
+        // SAFETY: the driver has just made it for this process.
+        Ok(Block::DmaBuf(unsafe { OwnedFd::from_raw_fd(file) }))
     }
 
     fn number(&self, device: u32) -> u32 {

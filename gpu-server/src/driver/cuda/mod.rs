@@ -66,6 +66,8 @@ use crate::shared_event::Lookout;
 const CAN_USE_STREAM_WORDS: u32 = 122;
 /// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`.
 const EXPORTS_FD: u32 = 103;
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+const HAS_DMA_BUFS: u32 = 124;
 /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS`.
 const PAGEABLE_MEMORY: u32 = 88;
 /// The `CUdevice_attribute` numbers that are queried.

@@ -7,6 +7,7 @@ use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
 
+use crate::direct::Block;
 use crate::driver::call::{Call, Result};
 use crate::driver::quota::Quota;
 use crate::driver::space::Mapping;
@@ -24,6 +25,13 @@ pub trait GpuMemory {
 
     /// Whether a device's memory can be shared between processes.
     fn exports(&self, device: u32) -> bool;
+
+    /// Memory of a device, in whole granules, for other devices of this machine, which read it in place. It
+    /// stays valid until the memory is freed or set aside.
+    ///
+    /// # Errors
+    /// `NOT_SUPPORTED` if the device's memory cannot be given to others.
+    fn in_place(&mut self, device: u32, address: u64, size: u64) -> Result<Block>;
 
     /// A device's number on this server: the same in every worker, whatever its ordinal in the session.
     fn number(&self, device: u32) -> u32;

@@ -148,7 +148,13 @@ impl<G: Gpu> DirectOps<Call> for Session<G> {
         let sending = self.directs()?.outgoing(op.direct)?.piece(op.first);
         let numbers = (op.first, op.piece);
         let series = self.series(cx, op.stream, Way::Out, (&op.src, op.extent), numbers)?;
-        self.directs()?.send_all(op.direct, series)?;
+        // Other memory may be unmapped without its pieces being forgotten.
+        let own = series.line().filter(|(at, len)| self.is_devices_own(*at, *len));
+        let device = own.and_then(|(at, _)| self.ordinal_of(at));
+        let granule = device.map_or(0, |device| self.gpu.granule(device));
+        let directs = Arc::clone(self.directs()?);
+        let give = |at, size| self.gpu.in_place(device.ok_or(Status::NOT_FOUND)?, at, size);
+        directs.send_all(op.direct, series, granule, give)?;
         sending.passed_on();
         Ok(())
     }

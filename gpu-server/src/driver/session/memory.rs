@@ -23,7 +23,7 @@ use crate::worker_protocol::Shared;
 
 impl<G: Gpu> Session<G> {
     /// The ordinal of the device whose window contains an address.
-    fn ordinal_of(&self, address: u64) -> Option<u32> {
+    pub(super) fn ordinal_of(&self, address: u64) -> Option<u32> {
         let number = address.checked_sub(window(0))? / WINDOW_SIZE;
         // Nearly every session has window n for ordinal n.
         let is_it = |window: &Window<_>| u64::from(window.number) == number;

@@ -2,7 +2,9 @@
 //! them.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
 
+use crate::direct::Block;
 use crate::driver::call::Result;
 use protocol::Status;
 use protocol::ops::memory::{SPACE, SPACE_SIZE, WINDOW_SIZE};
@@ -68,6 +70,11 @@ impl GpuMemory for Software {
 
     fn exports(&self, _device: u32) -> bool {
         true
+    }
+
+    fn in_place(&mut self, device: u32, address: u64, size: u64) -> Result<Block> {
+        let at = self.device(device)?.gpu.mapped_range(address, size).map_err(|e| code(&e))?;
+        NonNull::new(at).map(Block::Here).ok_or(Status::INVALID_VALUE)
     }
 
     fn number(&self, device: u32) -> u32 {

@@ -452,6 +452,7 @@ pub(super) static LIBRARY: Library = Library {
     dealloc_pd,
     reg_mr,
     dereg_mr,
+    reg_dmabuf_mr: None,
     create_comp_channel,
     destroy_comp_channel,
     create_cq,
