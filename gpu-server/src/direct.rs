@@ -55,7 +55,6 @@ use protocol::version::{OURS, Version};
 use zerocopy::{FromZeros, IntoBytes};
 
 use self::buffers::{Common, Pool};
-pub use self::in_place::Block;
 use self::in_place::Blocks;
 pub use self::incoming::Incoming;
 use self::incoming::{Expected, Failures};
@@ -66,7 +65,7 @@ pub use self::series::Series;
 use self::verbs::Verbs;
 use crate::cuda_ipc::Broker;
 use crate::driver::call::Pending;
-use crate::driver::gpu::{Carrier, Preparer};
+use crate::driver::gpu::{Block, Carrier, Preparer};
 use crate::driver::rows::Rows;
 use crate::lock::lock;
 use crate::worker_protocol::Token;
@@ -540,7 +539,9 @@ impl Directs {
         incoming.expect(op.number, expected)
     }
 
-    /// Sends a box, without the client: see [`DirectSendAll`](protocol::ops::direct::DirectSendAll).
+    /// Sends a box, without the client: see [`DirectSendAll`](protocol::ops::direct::DirectSendAll). Over
+    /// verbs, that of a short copy is sent from where it is, if `give` gives the memory of the granules
+    /// around it. 0: it has no granules.
     ///
     /// # Errors
     /// `INVALID_HANDLE` if there is no such connection, `NOT_READY` while memory [is

@@ -17,13 +17,13 @@
 //! [`Directs::hold_still`]: super::Directs::hold_still
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
-use std::ptr::NonNull;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 
 use host_bridge::verbs::{Access, Domain, Registration, VerbsError};
 use protocol::Status;
 
+use crate::driver::gpu::Block;
 use crate::lock::lock;
 
 /// The longest copy that is sent from where it is, in bytes. Below this, rCUDA found a copy to a buffer not
@@ -31,14 +31,6 @@ use crate::lock::lock;
 pub(super) const LONGEST: u64 = 200_000;
 /// Maximum number of blocks that are kept.
 const KEPT: usize = 64;
-
-/// A block of device memory, for the RDMA device.
-pub enum Block {
-    /// Of a GPU.
-    DmaBuf(OwnedFd),
-    /// Of a GPU in software. It stays mapped as long as the block's memory belongs to the session.
-    Here(NonNull<u8>),
-}
 
 /// Bytes of a registered block.
 #[derive(Clone)]
@@ -165,6 +157,7 @@ mod tests {
     use super::*;
     use crate::direct::fuzzing;
     use host_bridge::verbs::{Device, Settings, software};
+    use std::ptr::NonNull;
 
     fn domain() -> Arc<Domain> {
         software::install();

@@ -4,7 +4,6 @@
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use crate::direct::Block;
 use crate::driver::call::Result;
 use protocol::Status;
 use protocol::handle::ContextId;
@@ -13,7 +12,7 @@ use protocol::ops::memory::SPACE_ALIGN;
 use super::api::{AccessDesc, AllocationProp, CUstream};
 use super::kernels::POINTER_IS_MANAGED;
 use super::{Cuda, HAS_DMA_BUFS, attribute};
-use crate::driver::gpu::{GpuMemory, STREAM_NON_BLOCKING};
+use crate::driver::gpu::{Block, GpuMemory, STREAM_NON_BLOCKING};
 use crate::driver::space::Mapping;
 use crate::driver::store::{Chunk, Lane, Part, Way};
 

@@ -1,17 +1,25 @@
 //! Device memory, and client memory that kernels use.
 
 use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
 
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
 
-use crate::direct::Block;
 use crate::driver::call::{Call, Result};
 use crate::driver::quota::Quota;
 use crate::driver::space::Mapping;
 use crate::driver::store::{Chunk, Lane, Part, Way};
+
+/// A block of device memory, for other devices of this machine.
+pub enum Block {
+    /// Of a GPU.
+    DmaBuf(OwnedFd),
+    /// Of a GPU in software. It stays mapped as long as the block's memory belongs to the session.
+    Here(NonNull<u8>),
+}
 
 /// Device memory.
 pub trait GpuMemory {

@@ -27,7 +27,7 @@ pub use array::{AnyArray, CopyEnd, GpuArrays, GpuTensorMaps, TextureSource};
 pub use copy::{BoxCopy, Carrier, Fill, GpuCopies, LineCopy, Preparer, Progress};
 pub use graph::{GpuGraphs, Node, NodeWork};
 pub use green::{GpuGreenContexts, Split};
-pub use memory::{GpuHostMemory, GpuMemory};
+pub use memory::{Block, GpuHostMemory, GpuMemory};
 pub use module::{GpuModules, LinkInput, Loaded};
 pub use stream::{EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, GpuStreams, STREAM_NON_BLOCKING};
 

@@ -4,7 +4,6 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
-use crate::direct::Block;
 use crate::driver::call::Result;
 use protocol::Status;
 use protocol::ops::memory::{SPACE, SPACE_SIZE, WINDOW_SIZE};
@@ -12,7 +11,7 @@ use software_gpu::{GRANULE, Gpu};
 
 use super::file::file;
 use super::{Software, code};
-use crate::driver::gpu::GpuMemory;
+use crate::driver::gpu::{Block, GpuMemory};
 use crate::driver::space::{Mapping, Space};
 use crate::driver::store::{Lane, Part, Way};
 
