@@ -6,6 +6,7 @@
 mod support;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -47,8 +48,7 @@ impl Cluster {
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let unshare = command.spawn().context("cannot run unshare")?;
         // Jobs of another user write their output to this folder.
-        let all = std::os::unix::fs::PermissionsExt::from_mode(0o777);
-        fs::set_permissions(folder.path(), all)?;
+        fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777))?;
         let mut cluster = Cluster { unshare, folder };
         let mut ended = None;
         eventually(|| {
@@ -132,6 +132,25 @@ impl Cluster {
             Ok(())
         })
         .with_context(|| self.logs())
+    }
+
+    /// Waits until the Epilogs of all jobs have ended: nodes are free again only then.
+    fn until_nothing_runs(&self) -> Result<()> {
+        eventually(|| {
+            let queue = self.run("squeue -a -h")?;
+            ensure!(queue.trim().is_empty(), "{queue}");
+            Ok(())
+        })
+        .with_context(|| self.logs())
+    }
+
+    /// Lets rgpu-slurm find this script instead of a command.
+    fn install(&self, command: &str, script: &str) -> Result<()> {
+        let folder = self.folder.path();
+        fs::write(folder.join(command), script)?;
+        fs::set_permissions(folder.join(command), PermissionsExt::from_mode(0o755))?;
+        self.run(&format!("echo 'PATH={}:$PATH' >>/etc/rgpu/slurm.conf", folder.display()))?;
+        Ok(())
     }
 
     fn logs(&self) -> String {
@@ -234,13 +253,7 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
         Ok(())
     })
     .with_context(|| cluster.logs())?;
-    // Nodes are free again only when all of their jobs' Epilogs have ended.
-    eventually(|| {
-        let queue = cluster.run("squeue -a -h")?;
-        ensure!(queue.trim().is_empty(), "{queue}");
-        Ok(())
-    })
-    .with_context(|| cluster.logs())?;
+    cluster.until_nothing_runs()?;
     // A step of a job whose Prolog did not run fails and says why.
     let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; mv $lease /run/lease; srun echo reached; \
                   mv /run/lease $lease; echo over";
@@ -296,6 +309,68 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
     cluster.until_there_are_leases(0)
 }
 
+#[test]
+fn a_job_has_the_gpus_that_slurm_has_counted_for_it_and_no_others() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let waits = format!("echo begun; {}", until_there_is(Path::new("/never")));
+    let each = |options: &str, jobs: usize| {
+        let first = cluster.submit(&format!("-w n1 {options}"), &waits)?;
+        let mut begun = Vec::new();
+        eventually(|| {
+            begun = cluster.run("squeue -h -t running -o %A")?.lines().map(str::to_owned).collect();
+            ensure!(begun.len() == jobs, "{begun:?}");
+            ensure!(begun.iter().all(|job| cluster.output(job).contains("begun")), "{begun:?}");
+            Ok(())
+        })
+        .with_context(|| format!("{first}: {}", cluster.logs()))?;
+        let mut leases: Vec<(String, usize, u64)> = Vec::new();
+        for lease in cluster.leases()? {
+            let devices = lease["devices"].as_array().map_or(0, Vec::len);
+            let name = lease["name"].as_str().unwrap_or_default().to_owned();
+            leases.push((name, devices, lease["memory"].as_u64().unwrap_or(0)));
+        }
+        cluster.run("scancel --user=root; scancel --user=nobody")?;
+        cluster.until_there_are_leases(0)?;
+        cluster.until_nothing_runs()?;
+        leases.sort();
+        begun.sort();
+        Ok::<_, anyhow::Error>((begun, leases))
+    };
+    let named = |job: &str| format!("slurm-{job}");
+    // Lines in a job's name that look like Slurm's own.
+    let forged = r#"Nodes=n1 CPU_IDs=0 Mem=0 GRES=rgpu(CNT:3)\n""#;
+    for before in ["", r"   NumNodes=1 NumCPUs=1\n"] {
+        let name = format!(r#"-J "$(printf "x\n{before}     {forged})""#);
+        let (begun, leases) = each(&format!("--uid nobody --gres=rgpu:1 {name}"), 1)?;
+        let counted = vec![(named(&begun[0]), 1, 0)];
+        // Where it cannot be told which lines are Slurm's own, there are no GPUs.
+        ensure!(leases == if before.is_empty() { counted } else { Vec::new() }, "{leases:?}");
+    }
+    // The last task of an array has the number by which Slurm knows all of them.
+    let (begun, leases) = each("--array=0-1 --gres=rgpu:1", 2)?;
+    let counted: Vec<_> = begun.iter().map(|job| (named(job), 1, 0)).collect();
+    ensure!(leases == counted, "{leases:?}");
+    Ok(())
+}
+
+#[test]
+fn a_task_of_an_array_that_finds_no_gpus_is_requeued_alone() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let somebody = cluster.run("rgpuctl lease --insecure --gpus 2 --exclusive")?;
+    let never = until_there_is(Path::new("/never"));
+    let array = cluster.submit("-w n1 --array=0-1 --gres=rgpu:2", &never)?;
+    eventually(|| {
+        let tasks = cluster.run(&format!("scontrol show job {array}"))?;
+        for words in ["JobState=RUNNING", "JobState=PENDING", "Restarts=0"] {
+            ensure!(tasks.matches(words).count() == 1, "{tasks}");
+        }
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    cluster.run(&format!("scancel {array}; rgpuctl release --insecure {somebody}"))?;
+    cluster.until_there_are_leases(0)
+}
+
 /// rgpuctl is called through this script, which takes down what all users of a machine can see of it. Two
 /// calls that renew leases wait for each other.
 const SEEN: &str = r#"
@@ -322,10 +397,7 @@ fn leases_are_renewed_at_the_same_time_and_their_keys_are_on_no_command_line() -
         seen.display(),
         tree::binaries().join("rgpuctl").display()
     );
-    let wrapper = cluster.folder.path().join("rgpuctl");
-    fs::write(&wrapper, script)?;
-    fs::set_permissions(&wrapper, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
-    cluster.run(&format!("echo 'PATH={}:$PATH' >>/etc/rgpu/slurm.conf", cluster.folder.path().display()))?;
+    cluster.install("rgpuctl", &script)?;
     let script = format!("echo begun; {}", until_there_is(Path::new("/never")));
     let jobs = [(), ()].map(|()| cluster.submit("-w n1 --gres=rgpu:1", &script));
     for job in jobs {
