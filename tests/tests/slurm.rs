@@ -350,6 +350,9 @@ fn a_job_has_the_gpus_that_slurm_has_counted_for_it_and_no_others() -> Result<()
     let (begun, leases) = each("--array=0-1 --gres=rgpu:1", 2)?;
     let counted: Vec<_> = begun.iter().map(|job| (named(job), 1, 0)).collect();
     ensure!(leases == counted, "{leases:?}");
+    // Less memory than a byte for each GPU is not the same as no limit.
+    let (begun, leases) = each("--gres=rgpu:2,rgpumem:1", 1)?;
+    ensure!(leases == [(named(&begun[0]), 2, 1)], "{leases:?}");
     Ok(())
 }
 
