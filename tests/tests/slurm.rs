@@ -374,6 +374,36 @@ fn a_task_of_an_array_that_finds_no_gpus_is_requeued_alone() -> Result<()> {
     cluster.until_there_are_leases(0)
 }
 
+#[test]
+fn each_component_of_a_heterogeneous_job_has_its_own_lease() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let go = cluster.folder.path().join("go");
+    let script = format!(
+        "srun --het-group=0,1 sh -c \"echo task \\$SLURM_PROCID has \\$RGPU_SERVERS.\"; {}",
+        until_there_is(&go)
+    );
+    let job = cluster.submit("-w n1 --gres=rgpu:2 : -w n2 --gres=rgpu:1", &script)?;
+    for task in [0, 1] {
+        cluster.prints(&job, &format!("task {task} has tcp:127.0.0.1:970"))?;
+    }
+    let leases = cluster.leases()?;
+    ensure!(leases.len() == 2, "{leases:?}");
+    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+    ensure!(cluster.leases()?.len() == 2, "{:?}", cluster.leases()?);
+    fs::write(&go, "")?;
+    cluster.until_there_are_leases(0)?;
+    // All components go back into the queue if one finds no GPUs.
+    let job = cluster.submit("-w n1 --gres=rgpu:2 : -w n3 --gres=rgpu:h100:1", "echo started")?;
+    eventually(|| {
+        let queue = cluster.run(&format!("scontrol show job {job}"))?;
+        let components = |words: &str| queue.matches(words).count();
+        ensure!((components("Restarts="), components("Restarts=0")) == (2, 0), "{queue}");
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    cluster.until_there_are_leases(0)
+}
+
 /// rgpuctl is called through this script, which takes down what all users of a machine can see of it. Two
 /// calls that renew leases wait for each other.
 const SEEN: &str = r#"
