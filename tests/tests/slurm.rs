@@ -255,7 +255,7 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
     .with_context(|| cluster.logs())?;
     cluster.until_nothing_runs()?;
     // A step of a job whose Prolog did not run fails and says why.
-    let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; mv $lease /run/lease; srun echo reached; \
+    let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME.tasks; mv $lease /run/lease; srun echo reached; \
                   mv /run/lease $lease; echo over";
     let forgotten = cluster.submit("--gres=rgpu:1", hidden)?;
     cluster.prints(&forgotten, "over")?;
@@ -401,6 +401,17 @@ fn each_component_of_a_heterogeneous_job_has_its_own_lease() -> Result<()> {
         Ok(())
     })
     .with_context(|| cluster.logs())?;
+    cluster.until_there_are_leases(0)
+}
+
+#[test]
+fn a_job_cannot_keep_its_lease_by_writing_into_its_file() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let empties =
+        "file=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; truncate -s 0 $file $file.tasks; echo over";
+    let job = cluster.submit("--uid nobody -w n1 --gres=rgpu:1", empties)?;
+    cluster.prints(&job, "over")?;
+    cluster.until_nothing_runs()?;
     cluster.until_there_are_leases(0)
 }
 
