@@ -415,6 +415,31 @@ fn a_job_cannot_keep_its_lease_by_writing_into_its_file() -> Result<()> {
     cluster.until_there_are_leases(0)
 }
 
+#[test]
+fn slurmctld_is_asked_again_if_it_does_not_answer_and_only_by_the_prolog() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let seen = cluster.folder.path().join("seen");
+    fs::create_dir(&seen)?;
+    fs::set_permissions(&seen, PermissionsExt::from_mode(0o777))?;
+    for name in ["squeue", "scontrol"] {
+        let script = format!(
+            "#!/bin/sh\nseen={} name={name}\necho $SLURM_SCRIPT_CONTEXT $SLURM_JOB_ID >>$seen/asked\n\
+             [ -e $seen/failed.$name ] || {{ touch $seen/failed.$name; exit 1; }}\nexec /usr/bin/$name \"$@\"\n",
+            seen.display()
+        );
+        cluster.install(name, &script)?;
+    }
+    cluster.run("echo WAIT=600 >>/etc/rgpu/slurm.conf")?;
+    begin(&cluster, 1)?;
+    let job = cluster.submit("-w n2", "srun true && srun echo over")?;
+    cluster.prints(&job, "over")?;
+    let asked = fs::read_to_string(seen.join("asked"))?;
+    ensure!(asked.contains(&format!("prolog_slurmd {job}")), "{asked}");
+    ensure!(!asked.contains("prolog_task"), "tasks have asked: {asked}");
+    cluster.run("scancel --user=root")?;
+    cluster.until_there_are_leases(0)
+}
+
 /// rgpuctl is called through this script, which takes down what all users of a machine can see of it. Two
 /// calls that renew leases wait for each other.
 const SEEN: &str = r#"
