@@ -263,7 +263,9 @@ pub fn lease(
             },
             Err(there) => {
                 let all = gpus.iter().map(Vec::len).sum::<usize>();
-                let why = format!("{there} of the {all} GPUs are free and as wanted");
+                let model =
+                    if wanted.model.is_empty() { String::new() } else { format!(" ({})", wanted.model) };
+                let why = format!("{there} of the {all} GPUs are free and as wanted{model}");
                 said.insert(0, why);
             }
         }

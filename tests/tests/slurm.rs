@@ -302,8 +302,9 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
         .with_context(|| cluster.logs())?;
         cluster.run(&format!("scancel {job}"))?;
         cluster.until_there_are_leases(1)?;
-        let why = cluster.run(&format!("cat /run/rgpu-slurm/{job}.n3.why 2>/dev/null || echo none"))?;
-        ensure!(why.contains("none") || why.contains("h100"), "{why}");
+        // For rgpuctl doctor.
+        let why = cluster.run(&format!("cat /run/rgpu-slurm/{job}.n3.why"))?;
+        ensure!(why.contains("GPUs are free and as wanted (h100)"), "{why}");
     }
     fs::write(&go, "")?;
     cluster.until_there_are_leases(0)
