@@ -380,13 +380,14 @@ fn each_component_of_a_heterogeneous_job_has_its_own_lease() -> Result<()> {
     let cluster = Cluster::start()?;
     let go = cluster.folder.path().join("go");
     let script = format!(
-        "srun --het-group=0,1 sh -c \"echo task \\$SLURM_PROCID has \\$RGPU_SERVERS.\"; {}",
+        "srun --het-group=0,1,2 sh -c \"echo task \\$SLURM_PROCID has \\$RGPU_SERVERS.\"; {}",
         until_there_is(&go)
     );
-    let job = cluster.submit("-w n1 --gres=rgpu:2 : -w n2 --gres=rgpu:1", &script)?;
+    let job = cluster.submit("-w n1 --gres=rgpu:2 : -w n2 --gres=rgpu:1 : -w n3", &script)?;
     for task in [0, 1] {
         cluster.prints(&job, &format!("task {task} has tcp:127.0.0.1:970"))?;
     }
+    cluster.prints(&job, "task 2 has .")?;
     let leases = cluster.leases()?;
     ensure!(leases.len() == 2, "{leases:?}");
     cluster.run("/etc/rgpu/rgpu-slurm renew")?;
@@ -403,6 +404,19 @@ fn each_component_of_a_heterogeneous_job_has_its_own_lease() -> Result<()> {
     })
     .with_context(|| cluster.logs())?;
     cluster.until_there_are_leases(0)
+}
+
+#[test]
+fn a_job_without_gpus_does_not_inherit_those_of_the_job_that_submits_it() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let folder = cluster.folder.path().display();
+    let script = format!("sbatch -w n2 -o {folder}/out.inner --wrap \"echo servers: \\$RGPU_SERVERS.\"");
+    let outer = cluster.submit("-w n1 --gres=rgpu:1", &format!("echo $RGPU_SERVERS; {script}"))?;
+    cluster.prints("inner", "servers: .")?;
+    cluster.prints(&outer, "tcp:127.0.0.1:970")?;
+    // What its user has chosen stays.
+    let chosen = cluster.submit("--export=ALL,RGPU_SERVERS=gpu1", "echo servers: $RGPU_SERVERS.")?;
+    cluster.prints(&chosen, "servers: gpu1.")
 }
 
 #[test]
