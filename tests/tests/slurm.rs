@@ -255,12 +255,21 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
     .with_context(|| cluster.logs())?;
     cluster.until_nothing_runs()?;
     // A step of a job whose Prolog did not run fails and says why.
-    let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME.tasks; mv $lease /run/lease; srun echo reached; \
-                  mv /run/lease $lease; echo over";
+    let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; mkdir /run/lease; mv $lease* /run/lease; \
+                  srun echo reached; mv /run/lease/* /run/rgpu-slurm; echo over";
     let forgotten = cluster.submit("--gres=rgpu:1", hidden)?;
     cluster.prints(&forgotten, "over")?;
     let output = cluster.output(&forgotten);
     ensure!(output.contains("slurmd has not run its Prolog") && !output.contains("reached"), "{output}");
+    cluster.until_there_are_leases(0)?;
+    // Steps of a job that began before the package was upgraded.
+    let upgraded = cluster.folder.path().join("upgraded");
+    let step = format!("echo begun; {}; srun echo still here", until_there_is(&upgraded));
+    let earlier = cluster.submit("--uid nobody -w n1 --gres=rgpu:1", &step)?;
+    cluster.prints(&earlier, "begun")?;
+    cluster.run(&format!("cd /run/rgpu-slurm && mv {earlier}.n1.tasks {earlier}.n1"))?;
+    fs::write(&upgraded, "")?;
+    cluster.prints(&earlier, "still here")?;
     cluster.until_there_are_leases(0)?;
     // A job that finds no GPUs goes back into the queue, and its node is not drained.
     let rgpuctl = "rgpuctl lease --insecure --gpus 1 --exclusive";
