@@ -447,7 +447,7 @@ fn slurmctld_is_asked_again_if_it_does_not_answer_and_only_by_the_prolog() -> Re
     fs::set_permissions(&seen, PermissionsExt::from_mode(0o777))?;
     for name in ["squeue", "scontrol"] {
         let script = format!(
-            "#!/bin/sh\nseen={} name={name}\necho $SLURM_SCRIPT_CONTEXT $SLURM_JOB_ID >>$seen/asked\n\
+            "#!/bin/sh\nseen={} name={name}\necho $SLURM_SCRIPT_CONTEXT $SLURM_JOB_ID $* >>$seen/asked\n\
              [ -e $seen/failed.$name ] || {{ touch $seen/failed.$name; exit 1; }}\nexec /usr/bin/$name \"$@\"\n",
             seen.display()
         );
@@ -460,6 +460,8 @@ fn slurmctld_is_asked_again_if_it_does_not_answer_and_only_by_the_prolog() -> Re
     let asked = fs::read_to_string(seen.join("asked"))?;
     ensure!(asked.contains(&format!("prolog_slurmd {job}")), "{asked}");
     ensure!(!asked.contains("prolog_task"), "tasks have asked: {asked}");
+    // Jobs of many nodes have as many lines, and each Prolog looks for its own.
+    ensure!(!asked.contains("hostnames"), "one node was taken apart: {asked}");
     cluster.run("scancel --user=root")?;
     cluster.until_there_are_leases(0)
 }
