@@ -90,7 +90,6 @@ Prolog=/etc/rgpu/rgpu-slurm
 Epilog=/etc/rgpu/rgpu-slurm
 TaskProlog=/etc/rgpu/rgpu-slurm
 PrologFlags=Alloc
-SchedulerParameters=bf_interval=2
 NodeName=n[1-2] NodeHostname=slurm NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=2 RealMemory=100 Gres=rgpu:4,rgpumem:4G
 NodeName=n3 NodeHostname=slurm NodeAddr=127.0.0.1 Port=17003 CPUs=2 RealMemory=100 Gres=rgpu:rgpu_software:3,rgpu:h100:1,rgpumem:4G
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
