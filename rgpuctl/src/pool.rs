@@ -22,7 +22,7 @@ use protocol::device::Answer as Refusal;
 const POOL: &str = "/etc/rgpu/pool.toml";
 /// How long to wait before asking again when GPUs are taken.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How often to choose again at once if another client was faster.
+/// How often to choose again at once if another client was faster, before other servers are asked.
 const TRIES: u32 = 5;
 
 /// Which servers to ask, and how.
@@ -206,7 +206,7 @@ pub struct Held {
 /// A server that is not asked, and why.
 struct LeftOut {
     why: String,
-    /// For this round only: it could not be reached, and may be there later.
+    /// For this round only: it could not be reached, or has nothing left, and may have something later.
     for_now: bool,
 }
 
@@ -249,21 +249,20 @@ pub fn lease(
                 Ok(held) => return Ok(held),
                 Err((place, error)) => {
                     let busy = matches!(error, ConnectError::Refused { answer: Refusal::NoResources, .. });
-                    if !busy {
-                        let for_now = matches!(error, ConnectError::NoServer { .. });
-                        left_out[place] = Some(LeftOut { why: with_causes(&error), for_now });
-                        continue;
-                    }
                     tries += 1;
-                    if tries < TRIES {
-                        continue;
+                    if !busy || tries >= TRIES {
+                        let for_now = busy || matches!(error, ConnectError::NoServer { .. });
+                        left_out[place] = Some(LeftOut { why: with_causes(&error), for_now });
+                        tries = 0;
                     }
-                    said.push(with_causes(&error));
+                    continue;
                 }
             },
             Err(there) => {
                 let all = gpus.iter().map(Vec::len).sum::<usize>();
-                let why = format!("{there} of the {all} GPUs are free and as wanted");
+                let model =
+                    if wanted.model.is_empty() { String::new() } else { format!(" ({})", wanted.model) };
+                let why = format!("{there} of the {all} GPUs are free and as wanted{model}");
                 said.insert(0, why);
             }
         }
@@ -384,18 +383,27 @@ mod tests {
         assert_eq!(chosen(&servers, &wanted(false, 50, ""), 4), Err(3));
     }
 
-    /// A server with one GPU. It closes the first connection that asks for a lease, and grants the second.
-    fn server() -> Server {
+    /// What a server does when it is asked for a lease.
+    enum Does {
+        Grants,
+        Refuses,
+        Closes,
+    }
+
+    /// A server with this GPU.
+    fn server(gpu: Gpu, mut does: impl FnMut() -> Does + Send + 'static) -> Server {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
-        let mut asked = 0;
         let mut answer = move |question| match question {
-            Question::Inventory {} => Some(Answer::Inventory(vec![gpu(0, 0, 80)])),
-            _ => {
-                asked += 1;
-                let lease = Lease { id: "it".into(), ..Lease::default() };
-                (asked > 1).then(|| Answer::Lease { lease, key: "0".repeat(64) })
-            }
+            Question::Inventory {} => Some(Ok(Answer::Inventory(vec![gpu.clone()]))),
+            _ => match does() {
+                Does::Grants => {
+                    let lease = Lease { id: "it".into(), ..Lease::default() };
+                    Some(Ok(Answer::Lease { lease, key: "0".repeat(64) }))
+                }
+                Does::Refuses => Some(Err("too many leases")),
+                Does::Closes => None,
+            },
         };
         std::thread::spawn(move || {
             for stream in listener.incoming() {
@@ -404,6 +412,13 @@ mod tests {
                 let mut question = vec![0; hello.index as usize];
                 stream.read_exact(&mut question).unwrap();
                 let Some(answer) = answer(Question::parse(&question).unwrap()) else { continue };
+                let answer = match answer {
+                    Ok(answer) => answer,
+                    Err(why) => {
+                        stream.write_all(welcome(Refusal::NoResources, why).as_bytes()).unwrap();
+                        continue;
+                    }
+                };
                 let text = serde_json::to_vec(&answer).unwrap();
                 let header = FrameHeader { kind: frame::ANSWER, len: text.len() as u32 };
                 let welcome = welcome(Refusal::Ok, "");
@@ -416,8 +431,26 @@ mod tests {
     #[test]
     fn a_server_that_cannot_be_reached_for_a_moment_is_asked_again() {
         let wanted = Wanted { gpus: Some(1), wait: 3600, ..wanted(false, 0, "") };
-        let held = lease(&Asker(Security::Insecure), &[server()], &wanted, "", 60).unwrap();
+        let mut asked = 0;
+        let server = server(gpu(0, 0, 80), move || {
+            asked += 1;
+            if asked == 1 { Does::Closes } else { Does::Grants }
+        });
+        let held = lease(&Asker(Security::Insecure), &[server], &wanted, "", 60).unwrap();
         assert_eq!(held[0].lease.id, "it");
+    }
+
+    #[test]
+    fn a_server_that_grants_no_more_leases_does_not_keep_others_from_being_asked() {
+        let wanted = Wanted { gpus: Some(1), ..wanted(false, 0, "") };
+        // Its GPU has fewer users, so it is asked first.
+        let full = server(gpu(0, 0, 80), || Does::Refuses);
+        let busier = server(gpu(0, 1, 80), || Does::Grants);
+        let asker = Asker(Security::Insecure);
+        let held = lease(&asker, &[full.clone(), busier.clone()], &wanted, "", 60).unwrap();
+        assert_eq!(held[0].server.address, busier.address);
+        let refused = lease(&asker, &[full], &wanted, "", 60).unwrap_err().to_string();
+        assert!(refused.contains("too many leases"), "{refused}");
     }
 
     #[test]

@@ -6,6 +6,7 @@
 mod support;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -47,8 +48,7 @@ impl Cluster {
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let unshare = command.spawn().context("cannot run unshare")?;
         // Jobs of another user write their output to this folder.
-        let all = std::os::unix::fs::PermissionsExt::from_mode(0o777);
-        fs::set_permissions(folder.path(), all)?;
+        fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777))?;
         let mut cluster = Cluster { unshare, folder };
         let mut ended = None;
         eventually(|| {
@@ -132,6 +132,25 @@ impl Cluster {
             Ok(())
         })
         .with_context(|| self.logs())
+    }
+
+    /// Waits until the Epilogs of all jobs have ended: nodes are free again only then.
+    fn until_nothing_runs(&self) -> Result<()> {
+        eventually(|| {
+            let queue = self.run("squeue -a -h")?;
+            ensure!(queue.trim().is_empty(), "{queue}");
+            Ok(())
+        })
+        .with_context(|| self.logs())
+    }
+
+    /// Lets rgpu-slurm find this script instead of a command.
+    fn install(&self, command: &str, script: &str) -> Result<()> {
+        let folder = self.folder.path();
+        fs::write(folder.join(command), script)?;
+        fs::set_permissions(folder.join(command), PermissionsExt::from_mode(0o755))?;
+        self.run(&format!("echo 'PATH={}:$PATH' >>/etc/rgpu/slurm.conf", folder.display()))?;
+        Ok(())
     }
 
     fn logs(&self) -> String {
@@ -234,20 +253,23 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
         Ok(())
     })
     .with_context(|| cluster.logs())?;
-    // Nodes are free again only when all of their jobs' Epilogs have ended.
-    eventually(|| {
-        let queue = cluster.run("squeue -a -h")?;
-        ensure!(queue.trim().is_empty(), "{queue}");
-        Ok(())
-    })
-    .with_context(|| cluster.logs())?;
+    cluster.until_nothing_runs()?;
     // A step of a job whose Prolog did not run fails and says why.
-    let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; mv $lease /run/lease; srun echo reached; \
-                  mv /run/lease $lease; echo over";
+    let hidden = "lease=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; mkdir /run/lease; mv $lease* /run/lease; \
+                  srun echo reached; mv /run/lease/* /run/rgpu-slurm; echo over";
     let forgotten = cluster.submit("--gres=rgpu:1", hidden)?;
     cluster.prints(&forgotten, "over")?;
     let output = cluster.output(&forgotten);
     ensure!(output.contains("slurmd has not run its Prolog") && !output.contains("reached"), "{output}");
+    cluster.until_there_are_leases(0)?;
+    // Steps of a job that began before the package was upgraded.
+    let upgraded = cluster.folder.path().join("upgraded");
+    let step = format!("echo begun; {}; srun echo still here", until_there_is(&upgraded));
+    let earlier = cluster.submit("--uid nobody -w n1 --gres=rgpu:1", &step)?;
+    cluster.prints(&earlier, "begun")?;
+    cluster.run(&format!("cd /run/rgpu-slurm && mv {earlier}.n1.tasks {earlier}.n1"))?;
+    fs::write(&upgraded, "")?;
+    cluster.prints(&earlier, "still here")?;
     cluster.until_there_are_leases(0)?;
     // A job that finds no GPUs goes back into the queue, and its node is not drained.
     let rgpuctl = "rgpuctl lease --insecure --gpus 1 --exclusive";
@@ -289,10 +311,158 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
         .with_context(|| cluster.logs())?;
         cluster.run(&format!("scancel {job}"))?;
         cluster.until_there_are_leases(1)?;
-        let why = cluster.run(&format!("cat /run/rgpu-slurm/{job}.n3.why 2>/dev/null || echo none"))?;
-        ensure!(why.contains("none") || why.contains("h100"), "{why}");
+        // For rgpuctl doctor.
+        let why = cluster.run(&format!("cat /run/rgpu-slurm/{job}.n3.why"))?;
+        ensure!(why.contains("GPUs are free and as wanted (h100)"), "{why}");
     }
     fs::write(&go, "")?;
+    cluster.until_there_are_leases(0)
+}
+
+#[test]
+fn a_job_has_the_gpus_that_slurm_has_counted_for_it_and_no_others() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let waits = format!("echo begun; {}", until_there_is(Path::new("/never")));
+    let each = |options: &str, jobs: usize| {
+        let first = cluster.submit(&format!("-w n1 {options}"), &waits)?;
+        let mut begun = Vec::new();
+        eventually(|| {
+            begun = cluster.run("squeue -h -t running -o %A")?.lines().map(str::to_owned).collect();
+            ensure!(begun.len() == jobs, "{begun:?}");
+            ensure!(begun.iter().all(|job| cluster.output(job).contains("begun")), "{begun:?}");
+            Ok(())
+        })
+        .with_context(|| format!("{first}: {}", cluster.logs()))?;
+        let mut leases: Vec<(String, usize, u64)> = Vec::new();
+        for lease in cluster.leases()? {
+            let devices = lease["devices"].as_array().map_or(0, Vec::len);
+            let name = lease["name"].as_str().unwrap_or_default().to_owned();
+            leases.push((name, devices, lease["memory"].as_u64().unwrap_or(0)));
+        }
+        cluster.run("scancel --user=root; scancel --user=nobody")?;
+        cluster.until_there_are_leases(0)?;
+        cluster.until_nothing_runs()?;
+        leases.sort();
+        begun.sort();
+        Ok::<_, anyhow::Error>((begun, leases))
+    };
+    let named = |job: &str| format!("slurm-{job}");
+    // Lines in a job's name that look like Slurm's own.
+    let forged = r#"Nodes=n1 CPU_IDs=0 Mem=0 GRES=rgpu(CNT:3)\n""#;
+    for before in ["", r"   NumNodes=1 NumCPUs=1\n"] {
+        let name = format!(r#"-J "$(printf "x\n{before}     {forged})""#);
+        let (begun, leases) = each(&format!("--uid nobody --gres=rgpu:1 {name}"), 1)?;
+        let counted = vec![(named(&begun[0]), 1, 0)];
+        // Where it cannot be told which lines are Slurm's own, there are no GPUs.
+        ensure!(leases == if before.is_empty() { counted } else { Vec::new() }, "{leases:?}");
+    }
+    // The last task of an array has the number by which Slurm knows all of them.
+    let (begun, leases) = each("--array=0-1 --gres=rgpu:1", 2)?;
+    let counted: Vec<_> = begun.iter().map(|job| (named(job), 1, 0)).collect();
+    ensure!(leases == counted, "{leases:?}");
+    // Less memory than a byte for each GPU is not the same as no limit.
+    let (begun, leases) = each("--gres=rgpu:2,rgpumem:1", 1)?;
+    ensure!(leases == [(named(&begun[0]), 2, 1)], "{leases:?}");
+    Ok(())
+}
+
+#[test]
+fn a_task_of_an_array_that_finds_no_gpus_is_requeued_alone() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let somebody = cluster.run("rgpuctl lease --insecure --gpus 2 --exclusive")?;
+    let never = until_there_is(Path::new("/never"));
+    let array = cluster.submit("-w n1 --array=0-1 --gres=rgpu:2", &never)?;
+    eventually(|| {
+        let tasks = cluster.run(&format!("scontrol show job {array}"))?;
+        for words in ["JobState=RUNNING", "JobState=PENDING", "Restarts=0"] {
+            ensure!(tasks.matches(words).count() == 1, "{tasks}");
+        }
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    cluster.run(&format!("scancel {array}; rgpuctl release --insecure {somebody}"))?;
+    cluster.until_there_are_leases(0)
+}
+
+#[test]
+fn each_component_of_a_heterogeneous_job_has_its_own_lease() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let go = cluster.folder.path().join("go");
+    let script = format!(
+        "srun --het-group=0,1,2 sh -c \"echo task \\$SLURM_PROCID has \\$RGPU_SERVERS.\"; {}",
+        until_there_is(&go)
+    );
+    let job = cluster.submit("-w n1 --gres=rgpu:2 : -w n2 --gres=rgpu:1 : -w n3", &script)?;
+    for task in [0, 1] {
+        cluster.prints(&job, &format!("task {task} has tcp:127.0.0.1:970"))?;
+    }
+    cluster.prints(&job, "task 2 has .")?;
+    let leases = cluster.leases()?;
+    ensure!(leases.len() == 2, "{leases:?}");
+    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+    ensure!(cluster.leases()?.len() == 2, "{:?}", cluster.leases()?);
+    fs::write(&go, "")?;
+    cluster.until_there_are_leases(0)?;
+    // All components go back into the queue if one finds no GPUs.
+    let job = cluster.submit("-w n1 --gres=rgpu:2 : -w n3 --gres=rgpu:h100:1", "echo started")?;
+    eventually(|| {
+        let queue = cluster.run(&format!("scontrol show job {job}"))?;
+        let components = |words: &str| queue.matches(words).count();
+        ensure!((components("Restarts="), components("Restarts=0")) == (2, 0), "{queue}");
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    cluster.until_there_are_leases(0)
+}
+
+#[test]
+fn a_job_without_gpus_does_not_inherit_those_of_the_job_that_submits_it() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let folder = cluster.folder.path().display();
+    let script = format!("sbatch -w n2 -o {folder}/out.inner --wrap \"echo servers: \\$RGPU_SERVERS.\"");
+    let outer = cluster.submit("-w n1 --gres=rgpu:1", &format!("echo $RGPU_SERVERS; {script}"))?;
+    cluster.prints("inner", "servers: .")?;
+    cluster.prints(&outer, "tcp:127.0.0.1:970")?;
+    // What its user has chosen stays.
+    let chosen = cluster.submit("--export=ALL,RGPU_SERVERS=gpu1", "echo servers: $RGPU_SERVERS.")?;
+    cluster.prints(&chosen, "servers: gpu1.")
+}
+
+#[test]
+fn a_job_cannot_keep_its_lease_by_writing_into_its_file() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let empties =
+        "file=/run/rgpu-slurm/$SLURM_JOB_ID.$SLURMD_NODENAME; truncate -s 0 $file $file.tasks; echo over";
+    let job = cluster.submit("--uid nobody -w n1 --gres=rgpu:1", empties)?;
+    cluster.prints(&job, "over")?;
+    cluster.until_nothing_runs()?;
+    cluster.until_there_are_leases(0)
+}
+
+#[test]
+fn slurmctld_is_asked_again_if_it_does_not_answer_and_only_by_the_prolog() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let seen = cluster.folder.path().join("seen");
+    fs::create_dir(&seen)?;
+    fs::set_permissions(&seen, PermissionsExt::from_mode(0o777))?;
+    for name in ["squeue", "scontrol"] {
+        let script = format!(
+            "#!/bin/sh\nseen={} name={name}\necho $SLURM_SCRIPT_CONTEXT $SLURM_JOB_ID $* >>$seen/asked\n\
+             [ -e $seen/failed.$name ] || {{ touch $seen/failed.$name; exit 1; }}\nexec /usr/bin/$name \"$@\"\n",
+            seen.display()
+        );
+        cluster.install(name, &script)?;
+    }
+    cluster.run("echo WAIT=600 >>/etc/rgpu/slurm.conf")?;
+    begin(&cluster, 1)?;
+    let job = cluster.submit("-w n2", "srun true && srun echo over")?;
+    cluster.prints(&job, "over")?;
+    let asked = fs::read_to_string(seen.join("asked"))?;
+    ensure!(asked.contains(&format!("prolog_slurmd {job}")), "{asked}");
+    ensure!(!asked.contains("prolog_task"), "tasks have asked: {asked}");
+    // Jobs of many nodes have as many lines, and each Prolog looks for its own.
+    ensure!(!asked.contains("hostnames"), "one node was taken apart: {asked}");
+    cluster.run("scancel --user=root")?;
     cluster.until_there_are_leases(0)
 }
 
@@ -322,10 +492,7 @@ fn leases_are_renewed_at_the_same_time_and_their_keys_are_on_no_command_line() -
         seen.display(),
         tree::binaries().join("rgpuctl").display()
     );
-    let wrapper = cluster.folder.path().join("rgpuctl");
-    fs::write(&wrapper, script)?;
-    fs::set_permissions(&wrapper, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
-    cluster.run(&format!("echo 'PATH={}:$PATH' >>/etc/rgpu/slurm.conf", cluster.folder.path().display()))?;
+    cluster.install("rgpuctl", &script)?;
     let script = format!("echo begun; {}", until_there_is(Path::new("/never")));
     let jobs = [(), ()].map(|()| cluster.submit("-w n1 --gres=rgpu:1", &script));
     for job in jobs {
@@ -375,14 +542,15 @@ fn neither_a_dead_job_nor_a_restarted_slurmctld_leaves_a_lease() -> Result<()> {
     .with_context(|| cluster.logs())?;
     cluster.run("/etc/rgpu/rgpu-slurm renew")?;
     ensure!(cluster.leases()?.len() == 1, "with another slurmctld: {:?}", cluster.leases()?);
+    // As if an Epilog never ran: the job is over, or runs on another node by now, and the timer notices.
+    for file in ["4711.n2".to_owned(), format!("{job}.n2")] {
+        cluster.run(&format!("rgpuctl lease --insecure --gpus 1 >/run/rgpu-slurm/{file}"))?;
+        ensure!(cluster.leases()?.len() == 2, "{file}: {:?}", cluster.leases()?);
+        cluster.run("/etc/rgpu/rgpu-slurm renew")?;
+        ensure!(cluster.leases()?.len() == 1, "{file}: {:?}", cluster.leases()?);
+    }
     cluster.run(&format!("scancel {job}"))?;
-    cluster.until_there_are_leases(0)?;
-    // As if an Epilog never ran: the job is over, and the timer notices.
-    cluster.run("rgpuctl lease --insecure --gpus 1 >/run/rgpu-slurm/4711.n2")?;
-    ensure!(cluster.leases()?.len() == 1, "of no job: {:?}", cluster.leases()?);
-    cluster.run("/etc/rgpu/rgpu-slurm renew")?;
-    ensure!(cluster.leases()?.is_empty(), "{:?}", cluster.leases()?);
-    Ok(())
+    cluster.until_there_are_leases(0)
 }
 
 #[test]
@@ -399,15 +567,20 @@ fn a_killed_slurmctld_leaves_no_lease() -> Result<()> {
             }
             let mut output = String::new();
             eventually(|| {
+                let state = cluster.state(&job)?;
                 output = cluster.output(&job);
-                ensure!(output.contains(&words) || output.contains("not run its Prolog"), "{output}");
+                ensure!(
+                    output.contains(&words) || ["FAILED", "COMPLETED"].contains(&&*state),
+                    "{state}: {output}"
+                );
                 Ok(())
             })
             .with_context(|| cluster.logs())?;
             if output.contains(&words) {
                 break job;
             }
-            // It got the number of a job that was forgotten, for which slurmd has run the Prolog.
+            // It got the number of a job that was forgotten, for which slurmd has run the Prolog, or whose
+            // credential it has revoked, and has failed.
         };
         if moment == "ended" {
             cluster.run(&format!("scancel {job}"))?;

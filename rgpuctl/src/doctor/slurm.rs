@@ -1,6 +1,7 @@
 //! Checks what a node of Slurm needs to lease GPUs for its jobs (docs/slurm.md), if rgpu's script for that is
 //! installed.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,7 @@ struct Settings {
     pool: PathBuf,
     insecure: bool,
     minutes: u64,
+    wait: u64,
 }
 
 /// Runs the checks. Returns nothing on machines without the script.
@@ -38,13 +40,13 @@ pub fn check() -> Vec<Finding> {
     let said = output(&[SCRIPT, "settings"]);
     let settings = match said.as_deref().map(parse) {
         Ok(Some(settings)) => settings,
-        Ok(None) => return vec![unusable("a setting is missing or MINUTES is no number")],
+        Ok(None) => return vec![unusable("a setting is missing, or MINUTES or WAIT is no number")],
         Err(error) => return vec![unusable(error)],
     };
     let mut findings = vec![timer(&settings, output(&["systemctl", "is-active", TIMER]).as_deref())];
     findings.extend(minutes(&settings));
     match output(&["scontrol", "show", "config"]) {
-        Ok(text) => findings.extend(configuration(&text)),
+        Ok(text) => findings.extend(configuration(&text, &settings)),
         Err(error) => findings.push(Note(format!("Slurm's configuration is unknown: {error}"), None)),
     }
     findings.extend(pool(&settings));
@@ -85,6 +87,7 @@ fn parse(text: &str) -> Option<Settings> {
         pool: value("POOL")?.into(),
         insecure: value("OPTIONS")?.split_whitespace().any(|word| word == "--insecure"),
         minutes: value("MINUTES")?.parse().ok()?,
+        wait: value("WAIT")?.parse().ok()?,
     })
 }
 
@@ -115,7 +118,7 @@ fn minutes(settings: &Settings) -> Option<Finding> {
 }
 
 /// Checks the output of `scontrol show config`.
-fn configuration(text: &str) -> Vec<Finding> {
+fn configuration(text: &str, settings: &Settings) -> Vec<Finding> {
     // Newer versions number the scripts: Prolog[0].
     let value = |name: &str| {
         text.lines().find_map(|line| {
@@ -159,6 +162,18 @@ fn configuration(text: &str) -> Vec<Finding> {
             Some("PrologFlags=Alloc in slurm.conf, then restart slurmctld and slurmd".into()),
         ));
     }
+    // 65534: no limit.
+    let limit = ["PrologEpilogTimeout", "PrologTimeout"].iter().find_map(|name| value(name));
+    let limit = limit.and_then(|limit| limit.split_whitespace().next()?.parse::<u64>().ok());
+    if let Some(limit) = limit.filter(|limit| *limit <= settings.wait) {
+        findings.push(Wrong(
+            format!(
+                "slurmd ends a Prolog after {limit} s and drains the node, and a job waits {} s for GPUs",
+                settings.wait
+            ),
+            "set WAIT in /etc/rgpu/slurm.conf to less, or PrologEpilogTimeout in slurm.conf to more".into(),
+        ));
+    }
     if findings.is_empty() {
         findings
             .push(Good("Slurm's configuration has the GRES rgpu, and runs rgpu-slurm for each job".into()));
@@ -186,18 +201,31 @@ fn pool(settings: &Settings) -> Vec<Finding> {
     };
     let mut findings = Vec::new();
     if nix::unistd::geteuid().is_root() {
+        let mut there = Some(0);
         for (server, answer) in members.iter().zip(place.asker().ask_all(&members, &Question::Inventory {})) {
             findings.push(match answer {
-                Ok(Answer::Inventory(gpus)) => Good(format!("{server} has {} GPUs for jobs", gpus.len())),
-                Ok(_) => Wrong(
-                    format!("{server} does not answer with its inventory"),
-                    "upgrade rgpu-server there".into(),
-                ),
-                Err(error) => Wrong(
-                    format!("no job gets a GPU of {server}: {}", with_causes(&error)),
-                    "start rgpu-server there; if it does not know this node: rgpuctl enroll NAME there, and here, as root, what that prints".into(),
-                ),
+                Ok(Answer::Inventory(gpus)) => {
+                    there = there.map(|there| there + gpus.len() as u64);
+                    Good(format!("{server} has {} GPUs for jobs", gpus.len()))
+                }
+                Ok(_) => {
+                    there = None;
+                    Wrong(
+                        format!("{server} does not answer with its inventory"),
+                        "upgrade rgpu-server there".into(),
+                    )
+                }
+                Err(error) => {
+                    there = None;
+                    Wrong(
+                        format!("no job gets a GPU of {server}: {}", with_causes(&error)),
+                        "start rgpu-server there; if it does not know this node: rgpuctl enroll NAME there, and here, as root, what that prints".into(),
+                    )
+                }
             });
+        }
+        if let (Some(there), Ok(nodes)) = (there, output(&["sinfo", "-h", "-a", "-N", "-o", "%N %G"])) {
+            findings.extend(too_many(counted(&nodes), there));
         }
     } else {
         let step = "run rgpuctl doctor as root";
@@ -210,6 +238,29 @@ fn pool(settings: &Settings) -> Vec<Finding> {
         Err(error) => findings.push(Note(format!("{} cannot be read: {error}", file.display()), None)),
     }
     findings
+}
+
+/// How many GRES rgpu Slurm counts on all nodes: `nodes` has a line for each node and partition, with the
+/// node's name and GRES.
+fn counted(nodes: &str) -> u64 {
+    let nodes: BTreeMap<&str, &str> = nodes.lines().filter_map(|line| line.split_once(' ')).collect();
+    let gres = nodes.values().flat_map(|gres| gres.split(','));
+    let rgpu = gres.filter_map(|gres| gres.strip_prefix("rgpu:")?.split('(').next()?.rsplit(':').next());
+    rgpu.filter_map(|count| count.parse::<u64>().ok()).sum()
+}
+
+/// Nodes do not know that they share the pool, so the operator has to divide it among them.
+fn too_many(counted: u64, there: u64) -> Option<Finding> {
+    (counted > there).then(|| {
+        Note(
+            format!(
+                "Slurm counts {counted} GPUs (GRES rgpu) on all nodes, and the pool has {there}: jobs that find none go back into the queue"
+            ),
+            Some(format!(
+                "unless jobs share GPUs (rgpumem), divide the {there} among the nodes: Gres in slurm.conf, and gres.conf"
+            )),
+        )
+    })
 }
 
 /// The pool's servers that vhost-rgpu's configuration does not name: it would refuse leases there.
@@ -309,6 +360,8 @@ mod tests {
     #[test]
     fn missing_settings_of_slurm_are_named() {
         let whole = "GresTypes               = gpu,rgpu,rgpumem\nProlog[0]               = /usr/lib/rgpu/rgpu-slurm\nEpilog                  = /usr/lib/rgpu/rgpu-slurm\nTaskProlog = /usr/lib/rgpu/rgpu-slurm\nPrologFlags             = Alloc,Contain\n";
+        let settings = parse(SETTINGS).unwrap();
+        let configuration = |text: &str| configuration(text, &settings);
         assert!(matches!(&configuration(whole)[..], [Good(_)]));
         let changed = whole
             .replace("rgpu,rgpumem", "x")
@@ -322,6 +375,35 @@ mod tests {
         assert!(matches!(&found[1], Note(text, _) if text.contains("/opt/own")), "{found:?}");
         assert!(matches!(&found[2], Wrong(text, _) if text.starts_with("Slurm has no Epilog")), "{found:?}");
         assert!(matches!(&found[3], Note(text, _) if text.contains("Alloc")), "{found:?}");
+    }
+
+    #[test]
+    fn a_prolog_that_slurmd_ends_while_it_waits_for_gpus_is_reported() {
+        let text = |limit: &str| {
+            let script = "/usr/lib/rgpu/rgpu-slurm";
+            format!(
+                "GresTypes = rgpu\nProlog = {script}\nEpilog = {script}\nTaskProlog = {script}\nPrologFlags = Alloc\n{limit}\n"
+            )
+        };
+        let settings = parse(SETTINGS).unwrap();
+        for good in ["", "PrologEpilogTimeout     = 65534", "PrologEpilogTimeout = 61"] {
+            assert!(matches!(&configuration(&text(good), &settings)[..], [Good(_)]), "{good}");
+        }
+        for wrong in ["PrologEpilogTimeout     = 60", "PrologTimeout = 30 sec"] {
+            let found = configuration(&text(wrong), &settings);
+            assert!(matches!(&found[..], [Wrong(text, _)] if text.contains("60 s")), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn more_gpus_than_the_pool_has_are_reported() {
+        // In two partitions, n1 has two lines.
+        let nodes = "n1 rgpu:4,rgpumem:4G\nn1 rgpu:4,rgpumem:4G\nn2 gpu:8,rgpu:h100:2(S:0-1),rgpu:a100:1\nn3 (null)\n";
+        assert_eq!(counted(nodes), 7);
+        assert_eq!(too_many(7, 7), None);
+        assert!(
+            matches!(too_many(7, 4), Some(Note(text, _)) if text.contains("counts 7") && text.contains("has 4"))
+        );
     }
 
     #[test]
