@@ -1,6 +1,6 @@
 //! The guest driver, in booted machines, against a device that checks what the driver does (`mock_device`).
 //!
-//! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here check what
+//! `guest-driver/tests/rgpu_selftest*.c` run in the guest and judge the user API; the tests here check what
 //! reaches the device, what is pinned, and that the kernel logs no complaint.
 
 use std::time::{Duration, Instant};
