@@ -15,10 +15,11 @@
  * device structure. Pages therefore outlive a killed program as long as the
  * device may use them, and nothing outlives the last file of a removed device.
  *
- * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then
- * rgpu_device.event_lock (with the xarray's own lock inside), or
- * rgpu_device.users_lock and rgpu_device.ctrl_lock. mmap() is called with
- * mmap_lock held and therefore never takes rgpu_channel.lock.
+ * Lock order, outermost first: rgpu_channel.lock, then rgpu_device.event_lock (with
+ * the xarray's own lock inside), or rgpu_device.users_lock and
+ * rgpu_device.ctrl_lock. A program can hold its mmap_lock for as long as it likes, so
+ * nothing waits for that with any of them, or in a work item. mmap() is called with
+ * mmap_lock held, and takes none of them.
  */
 #ifndef _RGPU_H
 #define _RGPU_H

@@ -149,7 +149,7 @@ void say_ready(void)
 
 static const struct test *find(const char *name)
 {
-	const struct test *tables[] = { api_tests, process_tests };
+	const struct test *tables[] = { api_tests, process_tests, fuse_tests };
 
 	for (size_t i = 0; i < sizeof(tables) / sizeof(tables[0]); i++)
 		for (const struct test *test = tables[i]; test->name; test++)

@@ -5,6 +5,7 @@
  *   rgpu_selftest.c		the program, and what the tests are made of
  *   rgpu_selftest_api.c	what each call does and refuses
  *   rgpu_selftest_processes.c	limits of users, and processes and devices that go
+ *   rgpu_selftest_fuse.c	a user who keeps locks of the kernel
  */
 #ifndef _RGPU_SELFTEST_H
 #define _RGPU_SELFTEST_H
@@ -98,7 +99,7 @@ struct test {
 };
 
 /* Each ends with a test without a name. */
-extern const struct test api_tests[], process_tests[];
+extern const struct test api_tests[], process_tests[], fuse_tests[];
 
 /* The device's file. */
 extern const char *device;

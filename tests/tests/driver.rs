@@ -87,6 +87,21 @@ fn pinned_memory_is_limited_by_memlock() -> Result<()> {
     bed.check_idle()
 }
 
+/// Locks of a program's memory can be held for as long as the program likes, by a file system of its own.
+fn with_fuse() -> Result<Bed> {
+    let bed = Bed::boot(Machine::builder().module("fuse"), Config::default())?;
+    // They are held on purpose.
+    bed.machine.check("echo 0 > /proc/sys/kernel/hung_task_timeout_secs", LONG)?;
+    Ok(bed)
+}
+
+#[test]
+fn memory_is_let_go_without_the_programs_mmap_lock() -> Result<()> {
+    let bed = with_fuse()?;
+    bed.selftest("unregister-while-mmap-waits")?;
+    bed.check_idle()
+}
+
 #[test]
 fn registrations_beyond_the_devices_limit_are_refused() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { max_registered: 1 << 20, ..Config::default() }, 512)?;
