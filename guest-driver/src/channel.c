@@ -66,6 +66,8 @@ struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev)
 	rgpu_extents_init(&chan->extents);
 	INIT_DELAYED_WORK(&chan->destroy_again, rgpu_destroy_again);
 	xa_init_flags(&chan->regions, XA_FLAGS_ALLOC);
+	INIT_WORK(&chan->replies, rgpu_replies_work);
+	INIT_LIST_HEAD(&chan->finished);
 	init_waitqueue_head(&chan->wait);
 	init_completion(&chan->closed);
 	return chan;

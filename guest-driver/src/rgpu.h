@@ -190,8 +190,8 @@ struct rgpu_extent_chunk {
 /**
  * struct rgpu_request - one request on the control queue
  * @ref: held by the waiting caller, and by the queue until it is finished
- * @node: in rgpu_device.in_flight or .destroys, or in rgpu_user.waiting
- * @work: calls @finish
+ * @node: in rgpu_device.in_flight or .destroys, in rgpu_user.waiting, or in
+ *	rgpu_channel.finished
  * @done: completed after @finish
  * @finish: called once, in process context, after @error, @status and @reason are
  *	set
@@ -210,7 +210,6 @@ struct rgpu_extent_chunk {
 struct rgpu_request {
 	struct kref ref;
 	struct list_head node;
-	struct work_struct work;
 	struct completion done;
 	void (*finish)(struct rgpu_request *request);
 	struct rgpu_channel *chan;
@@ -266,6 +265,9 @@ enum rgpu_channel_state {
  * @regions: by number
  * @next_region: where to look for the next free number
  * @registered: total bytes of @regions
+ * @replies: calls the finish() of @finished, in order; holds a reference while queued
+ * @finished: requests that need nothing more of the device; protected by
+ *	rgpu_device.ctrl_lock
  * @wait: woken by WAKE, and when the channel is lost
  * @wakes: counts WAKE events; written under rgpu_device.event_lock
  * @wake_pending: a WAKE arrived that no RGPU_IOC_WAIT has consumed
@@ -294,6 +296,9 @@ struct rgpu_channel {
 	struct xarray regions;
 	u32 next_region;
 	u64 registered;
+
+	struct work_struct replies;
+	struct list_head finished;
 
 	wait_queue_head_t wait;
 	unsigned long wakes;
@@ -332,6 +337,7 @@ struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
 void rgpu_request_submit(struct rgpu_request *request);
 int rgpu_request_wait(struct rgpu_request *request);
 void rgpu_request_put(struct rgpu_request *request);
+void rgpu_replies_work(struct work_struct *work);
 
 /* memory.c */
 void rgpu_extents_init(struct rgpu_extents *extents);

@@ -182,7 +182,50 @@ static void test_unregister_while_mmap_waits(void)
 	CHECK(pthread_join(held.thread, NULL) == 0);
 }
 
+struct unregisters {
+	int fd;
+	uint32_t region;
+	pthread_barrier_t *begin;
+};
+
+static void *unregister(void *arg)
+{
+	const struct unregisters *what = arg;
+
+	pthread_barrier_wait(what->begin);
+	unregister_memory(what->fd, what->region);
+	return NULL;
+}
+
+/* A user has 64 regions of a page whose lock is kept, and lets go of all at a time. */
+static void test_unregister_locked_pages(uint64_t uid)
+{
+	struct unregisters what[64];
+	pthread_barrier_t begin;
+	pthread_attr_t small;
+	pthread_t threads[64];
+	struct held held;
+	int fd;
+
+	mount_file(&held, uid);
+	fd = open_device();
+	connect_channel(fd, 65536);
+	CHECK(pthread_barrier_init(&begin, NULL, 64 + 1) == 0);
+	CHECK(pthread_attr_init(&small) == 0 && pthread_attr_setstacksize(&small, 65536) == 0);
+	for (int i = 0; i < 64; i++) {
+		what[i] = (struct unregisters){ .fd = fd, .begin = &begin };
+		CHECK(register_memory(fd, held.mapped, 1, 0, &what[i].region) == 0);
+		CHECK(pthread_create(&threads[i], &small, unregister, &what[i]) == 0);
+	}
+	hold_locks(&held);
+	pthread_barrier_wait(&begin);
+	for (int i = 0; i < 64; i++)
+		CHECK(pthread_join(threads[i], NULL) == 0);
+	CHECK(pthread_join(held.thread, NULL) == 0);
+}
+
 const struct test fuse_tests[] = {
 	{ "unregister-while-mmap-waits", test_unregister_while_mmap_waits, NULL },
+	{ "unregister-locked-pages", NULL, test_unregister_locked_pages },
 	{}
 };

@@ -184,6 +184,24 @@ fn one_user_leaves_room_for_requests_of_others() -> Result<()> {
 }
 
 #[test]
+fn users_who_keep_page_locks_hinder_no_others() -> Result<()> {
+    let bed = with_fuse()?;
+    bed.device.hold(Kind::Unregister);
+    let spawn = |uid| bed.machine.spawn(&format!("exec rgpu_selftest unregister-locked-pages {uid}"));
+    let processes: Vec<_> = (1001..=1004).map(spawn).collect::<Result<_>>()?;
+    // As many as the driver could have work items.
+    bed.device.wait_until("all requests arrive", LONG, |d| d.count(Kind::Unregister) == 256)?;
+    bed.device.release();
+    bed.selftest("connects-as 1005")?;
+    bed.machine.check("touch /tmp/go-on", LONG)?;
+    for process in processes {
+        let output = process.wait(LONG)?;
+        ensure!(output.success(), "{output}");
+    }
+    bed.check_idle()
+}
+
+#[test]
 fn memory_of_one_user_is_limited() -> Result<()> {
     let bed = Bed::new()?;
     bed.machine.check("echo 8 > /sys/module/virtio_rgpu/parameters/user_memory_mib", LONG)?;
