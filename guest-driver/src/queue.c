@@ -38,7 +38,9 @@ void rgpu_replies_work(struct work_struct *work)
 		if (!request)
 			break;
 		request->finish(request);
-		complete_all(&request->done);
+		/* Whoever sees this also sees what finish() has done. */
+		smp_store_release(&request->done, true);
+		wake_up_all(&request->wait);
 		rgpu_request_put(request);
 		rgpu_channel_put(chan);
 	}
@@ -83,7 +85,7 @@ struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
 
 	kref_init(&request->ref);
 	INIT_LIST_HEAD(&request->node);
-	init_completion(&request->done);
+	init_waitqueue_head(&request->wait);
 	request->chan = chan;
 	request->req.type = cpu_to_le32(type);
 	if (extents) {
@@ -215,7 +217,8 @@ void rgpu_request_submit(struct rgpu_request *request)
  * @request: a submitted request to which the caller holds a reference
  *
  * If the host side is killed, its device never replies and the hypervisor does
- * not report it. The timeout keeps programs from hanging.
+ * not report it. The timeout keeps programs from hanging. The caller must not hold a
+ * lock: the machine can be suspended meanwhile, which ends the request.
  *
  * Return: 0 if the device replied; -EINTR on a fatal signal and -ETIMEDOUT if the
  * device takes too long (the request continues in both cases); otherwise
@@ -223,7 +226,8 @@ void rgpu_request_submit(struct rgpu_request *request)
  */
 int rgpu_request_wait(struct rgpu_request *request)
 {
-	long left = wait_for_completion_killable_timeout(&request->done, RGPU_REPLY_TIMEOUT);
+	long left = rgpu_wait_event(request->wait, smp_load_acquire(&request->done),
+				    RGPU_REPLY_TIMEOUT);
 
 	if (left < 0)
 		return -EINTR;

@@ -24,7 +24,6 @@
 #ifndef _RGPU_H
 #define _RGPU_H
 
-#include <linux/completion.h>
 #include <linux/kref.h>
 #include <linux/list.h>
 #include <linux/miscdevice.h>
@@ -48,6 +47,21 @@
  * CONNECT for its id. A process that exits does not wait.
  */
 #define RGPU_CLOSE_TIMEOUT	(10 * HZ)
+
+/*
+ * As wait_event_killable_timeout(), but the machine can be suspended meanwhile. The
+ * caller must not hold a lock.
+ */
+#define rgpu_wait_event(wq_head, condition, timeout)				\
+({										\
+	long __ret = timeout;							\
+	might_sleep();								\
+	if (!___wait_cond_timeout(condition))					\
+		__ret = ___wait_event(wq_head, ___wait_cond_timeout(condition),	\
+				      (TASK_KILLABLE | TASK_FREEZABLE), 0, timeout, \
+				      __ret = schedule_timeout(__ret));		\
+	__ret;									\
+})
 
 struct rgpu_channel;
 struct rgpu_region;
@@ -192,7 +206,8 @@ struct rgpu_extent_chunk {
  * @ref: held by the waiting caller, and by the queue until it is finished
  * @node: in rgpu_device.in_flight or .destroys, in rgpu_user.waiting, or in
  *	rgpu_channel.finished
- * @done: completed after @finish
+ * @done: @finish has returned
+ * @wait: woken then
  * @finish: called once, in process context, after @error, @status and @reason are
  *	set
  * @chan: holds a reference from submission until @finish has returned
@@ -210,7 +225,8 @@ struct rgpu_extent_chunk {
 struct rgpu_request {
 	struct kref ref;
 	struct list_head node;
-	struct completion done;
+	bool done;
+	wait_queue_head_t wait;
 	void (*finish)(struct rgpu_request *request);
 	struct rgpu_channel *chan;
 	struct rgpu_region *region;
@@ -271,7 +287,7 @@ enum rgpu_channel_state {
  * @wait: woken by WAKE, and when the channel is lost
  * @wakes: counts WAKE events; written under rgpu_device.event_lock
  * @wake_pending: a WAKE arrived that no RGPU_IOC_WAIT has consumed
- * @closed: completed when the channel is lost
+ * @closed: nothing is pinned or charged any more; with @wait
  */
 struct rgpu_channel {
 	struct kref ref;
@@ -303,7 +319,7 @@ struct rgpu_channel {
 	wait_queue_head_t wait;
 	unsigned long wakes;
 	bool wake_pending;
-	struct completion closed;
+	bool closed;
 };
 
 /**

@@ -361,6 +361,15 @@ static void test_gone(void)
 	memset(memory, 1, sizeof(memory));
 }
 
+static void *unregister_gone(void *arg)
+{
+	struct waiter *waiter = arg;
+
+	/* The first region. */
+	FAILS(ENODEV, unregister_memory(waiter->fd, 0));
+	return NULL;
+}
+
 /* Prints "ready"; then the machine suspends, which ends channels but not the device. */
 static void test_suspend(void)
 {
@@ -369,13 +378,16 @@ static void test_suspend(void)
 	struct channel *channel = connect_channel(fd, 1 << 20);
 	struct waiter waiter = { .fd = fd };
 	struct rgpu_connect connect;
-	pthread_t thread;
+	pthread_t threads[2];
 
 	CHECK(register_memory(fd, memory, sizeof(memory), 0, NULL) == 0);
 	create(second, 65536);
-	CHECK(pthread_create(&thread, NULL, wait_gone, &waiter) == 0);
+	CHECK(pthread_create(&threads[0], NULL, wait_gone, &waiter) == 0);
+	/* The device does not answer this. */
+	CHECK(pthread_create(&threads[1], NULL, unregister_gone, &waiter) == 0);
 	say_ready();
-	CHECK(pthread_join(thread, NULL) == 0);
+	for (int i = 0; i < 2; i++)
+		CHECK(pthread_join(threads[i], NULL) == 0);
 	FAILS(ENODEV, ioctl(fd, RGPU_IOC_KICK));
 	FAILS(ENODEV, register_memory(fd, memory, 4096, 0, NULL));
 	CHECK(channel->magic == MAGIC);

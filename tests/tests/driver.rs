@@ -385,8 +385,11 @@ fn files_that_stay_open_after_removal_do_no_harm() -> Result<()> {
 #[test]
 fn a_suspend_ends_channels_but_not_the_device() -> Result<()> {
     let bed = Bed::new()?;
+    bed.device.hold(Kind::Unregister);
     let process = bed.machine.spawn("rgpu_selftest suspend")?;
     process.wait_for("ready", LONG)?;
+    // A request that is not answered does not keep the machine from it.
+    bed.device.wait_until("it is sent", LONG, |d| d.count(Kind::Unregister) == 1)?;
     bed.machine.suspend_and_wake(LONG)?;
     let output = process.wait(LONG)?;
     assert!(output.success(), "{output}");
