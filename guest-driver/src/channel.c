@@ -66,8 +66,9 @@ struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev)
 	rgpu_extents_init(&chan->extents);
 	INIT_DELAYED_WORK(&chan->destroy_again, rgpu_destroy_again);
 	xa_init_flags(&chan->regions, XA_FLAGS_ALLOC);
+	INIT_WORK(&chan->replies, rgpu_replies_work);
+	INIT_LIST_HEAD(&chan->finished);
 	init_waitqueue_head(&chan->wait);
-	init_completion(&chan->closed);
 	return chan;
 }
 
@@ -170,30 +171,18 @@ int rgpu_channel_wait(struct rgpu_channel *chan, u64 offset, u32 expected, s64 t
 static int rgpu_id_alloc(struct rgpu_device *dev, struct rgpu_channel *chan)
 {
 	struct xa_limit limit = XA_LIMIT(0, dev->max_channels - 1);
-	unsigned long deadline = jiffies + RGPU_CLOSE_TIMEOUT;
+	int ret = rgpu_user_charge_channel(chan->user);
 
-	for (;;) {
-		int freed = atomic_read(&dev->freed);
-		int ret = rgpu_user_charge_channel(chan->user);
-		long left = deadline - jiffies;
-
-		if (!ret) {
-			ret = xa_alloc_cyclic_irq(&dev->channels, &chan->id, chan, limit,
-						  &dev->next_id, GFP_KERNEL);
-			if (ret >= 0) {
-				rgpu_channel_get(chan);
-				return 0;
-			}
-			rgpu_user_uncharge_channel(chan->user);
-		}
-		if ((ret != -EBUSY && ret != -EUSERS) || left <= 0)
-			return ret;
-		if (freed == atomic_read(&dev->freed) && !atomic_read(&dev->closing))
-			return ret;
-		if (wait_event_killable_timeout(dev->id_freed, freed != atomic_read(&dev->freed) ||
-						!atomic_read(&dev->closing), left) < 0)
-			return -EINTR;
+	if (ret)
+		return ret;
+	ret = xa_alloc_cyclic_irq(&dev->channels, &chan->id, chan, limit, &dev->next_id,
+				  GFP_KERNEL);
+	if (ret < 0) {
+		rgpu_user_uncharge_channel(chan->user);
+		return ret;
 	}
+	rgpu_channel_get(chan);
+	return 0;
 }
 
 static void rgpu_id_free(struct rgpu_channel *chan)
@@ -251,8 +240,8 @@ static void rgpu_channel_settle(struct rgpu_channel *chan)
 		rgpu_channel_put(chan);
 	WRITE_ONCE(chan->state, RGPU_CHANNEL_LOST);
 	rgpu_id_free(chan);
+	smp_store_release(&chan->closed, true);
 	wake_up_all(&chan->wait);
-	complete_all(&chan->closed);
 }
 
 static void rgpu_connect_finish(struct rgpu_request *request)
@@ -318,15 +307,8 @@ static void rgpu_destroy_again(struct work_struct *work)
 	rgpu_channel_put(chan);
 }
 
-/**
- * rgpu_channel_connect - send CREATE_CHANNEL
- * @chan: the channel
- *
- * Return: the request, for rgpu_request_wait(), or an ERR_PTR(): -EBUSY if the
- * device has no free channel, -EUSERS if the user may not have another one, or
- * another errno.
- */
-struct rgpu_request *rgpu_channel_connect(struct rgpu_channel *chan)
+/* Sends CREATE_CHANNEL if there is a free id, else returns -EBUSY or -EUSERS. */
+static struct rgpu_request *rgpu_channel_try_connect(struct rgpu_channel *chan)
 {
 	struct rgpu_request *request;
 	int ret;
@@ -377,6 +359,36 @@ err_put:
 err_unlock:
 	mutex_unlock(&chan->lock);
 	return ERR_PTR(ret);
+}
+
+/**
+ * rgpu_channel_connect - send CREATE_CHANNEL
+ * @chan: the channel
+ *
+ * Waits for an id if one is to become free.
+ *
+ * Return: the request, for rgpu_request_wait(), or an ERR_PTR(): -EBUSY if the
+ * device has no free channel, -EUSERS if the user may not have another one, or
+ * another errno.
+ */
+struct rgpu_request *rgpu_channel_connect(struct rgpu_channel *chan)
+{
+	struct rgpu_device *dev = chan->dev;
+	unsigned long deadline = jiffies + RGPU_CLOSE_TIMEOUT;
+
+	for (;;) {
+		int freed = atomic_read(&dev->freed);
+		struct rgpu_request *request = rgpu_channel_try_connect(chan);
+		long left = deadline - jiffies;
+
+		if ((request != ERR_PTR(-EBUSY) && request != ERR_PTR(-EUSERS)) || left <= 0)
+			return request;
+		if (freed == atomic_read(&dev->freed) && !atomic_read(&dev->closing))
+			return request;
+		if (rgpu_wait_event(dev->id_freed, freed != atomic_read(&dev->freed) ||
+				    !atomic_read(&dev->closing), left) < 0)
+			return ERR_PTR(-EINTR);
+	}
 }
 
 /* Needs chan->lock. */

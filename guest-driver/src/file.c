@@ -51,7 +51,7 @@ static int rgpu_release(struct inode *inode, struct file *file)
 	 * memory is unpinned and uncharged when the program opens the file again.
 	 */
 	if (rgpu_channel_close(chan) && !(current->flags & PF_EXITING))
-		wait_for_completion_killable_timeout(&chan->closed, RGPU_CLOSE_TIMEOUT);
+		rgpu_wait_event(chan->wait, smp_load_acquire(&chan->closed), RGPU_CLOSE_TIMEOUT);
 	rgpu_channel_put(chan);
 	return 0;
 }

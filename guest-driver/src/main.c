@@ -227,7 +227,7 @@ static int __init rgpu_init(void)
 {
 	int ret;
 
-	rgpu_workqueue = alloc_workqueue("virtio_rgpu", WQ_UNBOUND, 0);
+	rgpu_workqueue = alloc_workqueue("virtio_rgpu", WQ_UNBOUND, WQ_MAX_ACTIVE);
 	if (!rgpu_workqueue)
 		return -ENOMEM;
 	ret = register_virtio_driver(&rgpu_driver);

@@ -8,6 +8,7 @@
  * so a list of extents consists of chunks of increasing size, from one page up
  * to RGPU_CHUNK_MAX_ORDER.
  */
+#include <linux/capability.h>
 #include <linux/mm.h>
 #include <linux/overflow.h>
 #include <linux/sched/mm.h>
@@ -294,6 +295,26 @@ static int rgpu_extents_pin(struct rgpu_extents *extents, unsigned long addr, si
 	return ret;
 }
 
+/*
+ * Counts pages against RLIMIT_MEMLOCK, as RDMA does: without mmap_lock, which a
+ * program may hold for as long as it likes (it maps a file of a file system that is
+ * its own).
+ */
+static int rgpu_charge_pinned(struct mm_struct *mm, unsigned long pages)
+{
+	unsigned long limit = rlimit(RLIMIT_MEMLOCK) >> PAGE_SHIFT;
+
+	if (atomic64_add_return(pages, &mm->pinned_vm) <= limit || capable(CAP_IPC_LOCK))
+		return 0;
+	atomic64_sub(pages, &mm->pinned_vm);
+	return -ENOMEM;
+}
+
+static void rgpu_uncharge_pinned(struct mm_struct *mm, unsigned long pages)
+{
+	atomic64_sub(pages, &mm->pinned_vm);
+}
+
 /**
  * rgpu_region_pin - pin memory of the calling program
  * @chan: a channel of the calling process
@@ -328,7 +349,7 @@ struct rgpu_region *rgpu_region_pin(struct rgpu_channel *chan, u64 addr, u64 siz
 	ret = rgpu_user_charge_pages(chan->user, region->page_count);
 	if (ret)
 		goto err_free;
-	ret = account_locked_vm(chan->mm, region->page_count, true);
+	ret = rgpu_charge_pinned(chan->mm, region->page_count);
 	if (ret)
 		goto err_uncharge;
 	ret = rgpu_extents_pin(&region->extents, addr, size, read_only);
@@ -337,7 +358,7 @@ struct rgpu_region *rgpu_region_pin(struct rgpu_channel *chan, u64 addr, u64 siz
 	return region;
 
 err_unaccount:
-	account_locked_vm(chan->mm, region->page_count, false);
+	rgpu_uncharge_pinned(chan->mm, region->page_count);
 err_uncharge:
 	rgpu_user_uncharge_pages(chan->user, region->page_count);
 err_free:
@@ -345,11 +366,11 @@ err_free:
 	return ERR_PTR(ret);
 }
 
-/* Unpins and frees a region that the device cannot access. Takes mmap_lock. */
+/* Unpins and frees a region that the device cannot access. May wait for page locks. */
 void rgpu_region_unpin(struct rgpu_channel *chan, struct rgpu_region *region)
 {
 	rgpu_extents_unpin(&region->extents, !region->read_only);
-	account_locked_vm(chan->mm, region->page_count, false);
+	rgpu_uncharge_pinned(chan->mm, region->page_count);
 	rgpu_user_uncharge_pages(chan->user, region->page_count);
 	kfree(region);
 }

@@ -16,14 +16,34 @@
 /* Longer than the device takes to give up on reaching a server. */
 #define RGPU_REPLY_TIMEOUT	(30 * HZ)
 
-static void rgpu_request_work(struct work_struct *work)
+/**
+ * rgpu_replies_work - finish a channel's requests that need nothing more of the device
+ * @work: rgpu_channel.replies
+ *
+ * One work item for each channel: a user whose channels wait here, for page locks of
+ * their own memory, leaves work items for those of others.
+ */
+void rgpu_replies_work(struct work_struct *work)
 {
-	struct rgpu_request *request = container_of(work, struct rgpu_request, work);
-	struct rgpu_channel *chan = request->chan;
+	struct rgpu_channel *chan = container_of(work, struct rgpu_channel, replies);
+	struct rgpu_device *dev = chan->dev;
+	struct rgpu_request *request;
 
-	request->finish(request);
-	complete_all(&request->done);
-	rgpu_request_put(request);
+	for (;;) {
+		spin_lock_irq(&dev->ctrl_lock);
+		request = list_first_entry_or_null(&chan->finished, struct rgpu_request, node);
+		if (request)
+			list_del_init(&request->node);
+		spin_unlock_irq(&dev->ctrl_lock);
+		if (!request)
+			break;
+		request->finish(request);
+		/* Whoever sees this also sees what finish() has done. */
+		smp_store_release(&request->done, true);
+		wake_up_all(&request->wait);
+		rgpu_request_put(request);
+		rgpu_channel_put(chan);
+	}
 	rgpu_channel_put(chan);
 }
 
@@ -65,8 +85,7 @@ struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
 
 	kref_init(&request->ref);
 	INIT_LIST_HEAD(&request->node);
-	INIT_WORK(&request->work, rgpu_request_work);
-	init_completion(&request->done);
+	init_waitqueue_head(&request->wait);
 	request->chan = chan;
 	request->req.type = cpu_to_le32(type);
 	if (extents) {
@@ -83,10 +102,20 @@ struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
 	return request;
 }
 
+/* The device has done with a request, or will not get it. Needs ctrl_lock. */
+static void rgpu_request_finish(struct rgpu_request *request)
+{
+	struct rgpu_channel *chan = request->chan;
+
+	list_move_tail(&request->node, &chan->finished);
+	if (queue_work(rgpu_workqueue, &chan->replies))
+		rgpu_channel_get(chan);
+}
+
 static void rgpu_request_fail(struct rgpu_request *request, int error)
 {
 	request->error = error;
-	queue_work(rgpu_workqueue, &request->work);
+	rgpu_request_finish(request);
 }
 
 /* A channel's destroy is set once, before the first request for it. */
@@ -135,7 +164,7 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
 		if (ret && !list_empty(&dev->in_flight) && !virtqueue_is_broken(dev->controlq))
 			break;
 		if (ret)
-			list_del_init(&request->node);
+			rgpu_request_fail(request, -ENODEV);
 		else
 			list_move_tail(&request->node, &dev->in_flight);
 		if (user) {
@@ -144,11 +173,7 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
 			list_del_init(&user->turn);
 			rgpu_user_turn(dev, user);
 		}
-		/* Last, since the channel, and its user with it, may be gone at once. */
-		if (ret)
-			rgpu_request_fail(request, -ENODEV);
-		else
-			added = true;
+		added |= !ret;
 	}
 	if (added)
 		virtqueue_kick(dev->controlq);
@@ -192,7 +217,8 @@ void rgpu_request_submit(struct rgpu_request *request)
  * @request: a submitted request to which the caller holds a reference
  *
  * If the host side is killed, its device never replies and the hypervisor does
- * not report it. The timeout keeps programs from hanging.
+ * not report it. The timeout keeps programs from hanging. The caller must not hold a
+ * lock: the machine can be suspended meanwhile, which ends the request.
  *
  * Return: 0 if the device replied; -EINTR on a fatal signal and -ETIMEDOUT if the
  * device takes too long (the request continues in both cases); otherwise
@@ -200,7 +226,8 @@ void rgpu_request_submit(struct rgpu_request *request)
  */
 int rgpu_request_wait(struct rgpu_request *request)
 {
-	long left = wait_for_completion_killable_timeout(&request->done, RGPU_REPLY_TIMEOUT);
+	long left = rgpu_wait_event(request->wait, smp_load_acquire(&request->done),
+				    RGPU_REPLY_TIMEOUT);
 
 	if (left < 0)
 		return -EINTR;
@@ -218,7 +245,6 @@ static void rgpu_ctrl_done(struct virtqueue *vq)
 	do {
 		virtqueue_disable_cb(vq);
 		while ((request = virtqueue_get_buf(vq, &len))) {
-			list_del_init(&request->node);
 			if (!rgpu_request_is_destroy(request)) {
 				request->chan->user->in_flight--;
 				rgpu_user_turn(dev, request->chan->user);
@@ -227,7 +253,7 @@ static void rgpu_ctrl_done(struct virtqueue *vq)
 				request->error = -EIO;
 			request->status = le32_to_cpu(READ_ONCE(request->resp.status));
 			memcpy(request->reason, request->resp.reason, sizeof(request->reason) - 1);
-			queue_work(rgpu_workqueue, &request->work);
+			rgpu_request_finish(request);
 		}
 	} while (!virtqueue_enable_cb(vq));
 	if (dev->running)
@@ -391,10 +417,10 @@ bool rgpu_queues_stop(struct rgpu_device *dev)
 	dev->eventq = NULL;
 	dev->vdev->config->del_vqs(dev->vdev);
 
-	list_for_each_entry_safe(request, next, &pending, node) {
-		list_del_init(&request->node);
+	spin_lock_irqsave(&dev->ctrl_lock, flags);
+	list_for_each_entry_safe(request, next, &pending, node)
 		rgpu_request_fail(request, -ENODEV);
-	}
+	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
 	flush_workqueue(rgpu_workqueue);
 	return true;
 }

@@ -15,15 +15,15 @@
  * device structure. Pages therefore outlive a killed program as long as the
  * device may use them, and nothing outlives the last file of a removed device.
  *
- * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then
- * rgpu_device.event_lock (with the xarray's own lock inside), or
- * rgpu_device.users_lock and rgpu_device.ctrl_lock. mmap() is called with
- * mmap_lock held and therefore never takes rgpu_channel.lock.
+ * Lock order, outermost first: rgpu_channel.lock, then rgpu_device.event_lock (with
+ * the xarray's own lock inside), or rgpu_device.users_lock and
+ * rgpu_device.ctrl_lock. A program can hold its mmap_lock for as long as it likes, so
+ * nothing waits for that with any of them, or in a work item. mmap() is called with
+ * mmap_lock held, and takes none of them.
  */
 #ifndef _RGPU_H
 #define _RGPU_H
 
-#include <linux/completion.h>
 #include <linux/kref.h>
 #include <linux/list.h>
 #include <linux/miscdevice.h>
@@ -47,6 +47,21 @@
  * CONNECT for its id. A process that exits does not wait.
  */
 #define RGPU_CLOSE_TIMEOUT	(10 * HZ)
+
+/*
+ * As wait_event_killable_timeout(), but the machine can be suspended meanwhile. The
+ * caller must not hold a lock.
+ */
+#define rgpu_wait_event(wq_head, condition, timeout)				\
+({										\
+	long __ret = timeout;							\
+	might_sleep();								\
+	if (!___wait_cond_timeout(condition))					\
+		__ret = ___wait_event(wq_head, ___wait_cond_timeout(condition),	\
+				      (TASK_KILLABLE | TASK_FREEZABLE), 0, timeout, \
+				      __ret = schedule_timeout(__ret));		\
+	__ret;									\
+})
 
 struct rgpu_channel;
 struct rgpu_region;
@@ -189,9 +204,10 @@ struct rgpu_extent_chunk {
 /**
  * struct rgpu_request - one request on the control queue
  * @ref: held by the waiting caller, and by the queue until it is finished
- * @node: in rgpu_device.in_flight or .destroys, or in rgpu_user.waiting
- * @work: calls @finish
- * @done: completed after @finish
+ * @node: in rgpu_device.in_flight or .destroys, in rgpu_user.waiting, or in
+ *	rgpu_channel.finished
+ * @done: @finish has returned
+ * @wait: woken then
  * @finish: called once, in process context, after @error, @status and @reason are
  *	set
  * @chan: holds a reference from submission until @finish has returned
@@ -209,8 +225,8 @@ struct rgpu_extent_chunk {
 struct rgpu_request {
 	struct kref ref;
 	struct list_head node;
-	struct work_struct work;
-	struct completion done;
+	bool done;
+	wait_queue_head_t wait;
 	void (*finish)(struct rgpu_request *request);
 	struct rgpu_channel *chan;
 	struct rgpu_region *region;
@@ -265,10 +281,13 @@ enum rgpu_channel_state {
  * @regions: by number
  * @next_region: where to look for the next free number
  * @registered: total bytes of @regions
+ * @replies: calls the finish() of @finished, in order; holds a reference while queued
+ * @finished: requests that need nothing more of the device; protected by
+ *	rgpu_device.ctrl_lock
  * @wait: woken by WAKE, and when the channel is lost
  * @wakes: counts WAKE events; written under rgpu_device.event_lock
  * @wake_pending: a WAKE arrived that no RGPU_IOC_WAIT has consumed
- * @closed: completed when the channel is lost
+ * @closed: nothing is pinned or charged any more; with @wait
  */
 struct rgpu_channel {
 	struct kref ref;
@@ -294,10 +313,13 @@ struct rgpu_channel {
 	u32 next_region;
 	u64 registered;
 
+	struct work_struct replies;
+	struct list_head finished;
+
 	wait_queue_head_t wait;
 	unsigned long wakes;
 	bool wake_pending;
-	struct completion closed;
+	bool closed;
 };
 
 /**
@@ -331,6 +353,7 @@ struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
 void rgpu_request_submit(struct rgpu_request *request);
 int rgpu_request_wait(struct rgpu_request *request);
 void rgpu_request_put(struct rgpu_request *request);
+void rgpu_replies_work(struct work_struct *work);
 
 /* memory.c */
 void rgpu_extents_init(struct rgpu_extents *extents);

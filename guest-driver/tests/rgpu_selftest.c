@@ -5,83 +5,11 @@
  *
  * Prints "ok" and exits with 0 if the test passes. Otherwise prints what failed.
  */
-#define _GNU_SOURCE
-#include <errno.h>
-#include <fcntl.h>
-#include <poll.h>
-#include <pthread.h>
-#include <signal.h>
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
+#include "rgpu_selftest.h"
 
-#include <linux/virtio_rgpu.h>
+const char *device = "/dev/rgpu0";
 
-/* The mock device's channel; see mod layout in mock_device.rs. */
-#define MAGIC		0x4b434f4dU
-#define CHANNEL		0xffffffffU
-#define COMPLETED	128
-
-enum {
-	OP_HASH = 1,
-	OP_FILL = 2,
-	OP_NOP = 3,
-	OP_BARE_WAKE = 4,
-	OP_NEXT_ANSWER = 5,
-	OP_DOORBELLS = 6,
-	OP_STRANGE_EVENTS = 7,
-};
-
-struct command {
-	uint32_t op, region;
-	uint64_t offset, len, seed, result;
-	uint32_t error, delay_ms;
-};
-
-struct channel {
-	uint32_t magic, answer, answer_delay;
-	char pad0[64 - 12];
-	_Atomic uint32_t submitted;
-	char pad1[64 - 4];
-	_Atomic uint32_t completed;
-	char pad2[64 - 4];
-	struct command command;
-};
-
-#define FAIL(...)                                                              \
-	do {                                                                   \
-		fprintf(stderr, "line %d: ", __LINE__);                        \
-		fprintf(stderr, __VA_ARGS__);                                  \
-		fprintf(stderr, " (%s)\n", strerror(errno));                   \
-		exit(1);                                                       \
-	} while (0)
-
-#define CHECK(condition)                                                       \
-	do {                                                                   \
-		if (!(condition))                                              \
-			FAIL("%s", #condition);                                \
-	} while (0)
-
-/* The call fails with this errno. */
-#define FAILS(error, call)                                                     \
-	do {                                                                   \
-		errno = 0;                                                     \
-		if ((call) != -1 || errno != (error))                          \
-			FAIL("%s: not %s but", #call, strerror(error));        \
-	} while (0)
-
-static const char *device = "/dev/rgpu0";
-
-static int open_device(void)
+int open_device(void)
 {
 	int fd = open(device, O_RDWR | O_CLOEXEC);
 
@@ -90,7 +18,7 @@ static int open_device(void)
 	return fd;
 }
 
-static struct channel *create(int fd, uint64_t size)
+struct channel *create(int fd, uint64_t size)
 {
 	struct rgpu_create_channel create = { .size = size };
 	struct channel *channel;
@@ -102,7 +30,7 @@ static struct channel *create(int fd, uint64_t size)
 	return channel;
 }
 
-static struct channel *connect_channel(int fd, uint64_t size)
+struct channel *connect_channel(int fd, uint64_t size)
 {
 	struct channel *channel = create(fd, size);
 	struct rgpu_connect connect;
@@ -115,7 +43,7 @@ static struct channel *connect_channel(int fd, uint64_t size)
 	return channel;
 }
 
-static int wait_word(int fd, uint64_t offset, uint32_t expected, int64_t timeout_ns)
+int wait_word(int fd, uint64_t offset, uint32_t expected, int64_t timeout_ns)
 {
 	struct rgpu_wait wait = {
 		.offset = offset, .expected = expected, .timeout_ns = timeout_ns,
@@ -124,14 +52,14 @@ static int wait_word(int fd, uint64_t offset, uint32_t expected, int64_t timeout
 	return ioctl(fd, RGPU_IOC_WAIT, &wait);
 }
 
-static void submit(int fd, struct channel *channel, const struct command *command)
+void submit(int fd, struct channel *channel, const struct command *command)
 {
 	channel->command = *command;
 	atomic_fetch_add(&channel->submitted, 1);
 	CHECK(ioctl(fd, RGPU_IOC_KICK) == 0);
 }
 
-static void complete(int fd, struct channel *channel)
+void complete(int fd, struct channel *channel)
 {
 	uint32_t completed, submitted = atomic_load(&channel->submitted);
 
@@ -141,7 +69,7 @@ static void complete(int fd, struct channel *channel)
 	}
 }
 
-static uint64_t command(int fd, struct channel *channel, struct command command)
+uint64_t command(int fd, struct channel *channel, struct command command)
 {
 	submit(fd, channel, &command);
 	complete(fd, channel);
@@ -150,7 +78,7 @@ static uint64_t command(int fd, struct channel *channel, struct command command)
 	return channel->command.result;
 }
 
-static int register_memory(int fd, const void *addr, uint64_t size, uint32_t flags, uint32_t *region)
+int register_memory(int fd, const void *addr, uint64_t size, uint32_t flags, uint32_t *region)
 {
 	struct rgpu_register_memory reg = {
 		.addr = (uintptr_t)addr, .size = size, .flags = flags, .region = 0xabcd,
@@ -162,25 +90,25 @@ static int register_memory(int fd, const void *addr, uint64_t size, uint32_t fla
 	return ret;
 }
 
-static int unregister_memory(int fd, uint32_t region)
+int unregister_memory(int fd, uint32_t region)
 {
 	struct rgpu_unregister_memory unregister = { .region = region };
 
 	return ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister);
 }
 
-static uint8_t pattern(uint64_t seed, uint64_t index)
+uint8_t pattern(uint64_t seed, uint64_t index)
 {
 	return ((seed + index) * 0x9e3779b97f4a7c15ULL) >> 56;
 }
 
-static void fill(uint8_t *p, uint64_t len, uint64_t seed)
+void fill(uint8_t *p, uint64_t len, uint64_t seed)
 {
 	for (uint64_t i = 0; i < len; i++)
 		p[i] = pattern(seed, i);
 }
 
-static void check_pattern(const uint8_t *p, uint64_t len, uint64_t seed)
+void check_pattern(const uint8_t *p, uint64_t len, uint64_t seed)
 {
 	for (uint64_t i = 0; i < len; i++)
 		if (p[i] != pattern(seed, i))
@@ -188,7 +116,7 @@ static void check_pattern(const uint8_t *p, uint64_t len, uint64_t seed)
 			     (unsigned long long)len, p[i], pattern(seed, i));
 }
 
-static uint64_t hash(const uint8_t *p, uint64_t len)
+uint64_t hash(const uint8_t *p, uint64_t len)
 {
 	uint64_t hash = 0xcbf29ce484222325ULL;
 
@@ -197,7 +125,7 @@ static uint64_t hash(const uint8_t *p, uint64_t len)
 	return hash;
 }
 
-static void sleep_ms(int ms)
+void sleep_ms(int ms)
 {
 	struct timespec time = { ms / 1000, ms % 1000 * 1000000L };
 
@@ -205,7 +133,7 @@ static void sleep_ms(int ms)
 		;
 }
 
-static long long milliseconds(void)
+long long milliseconds(void)
 {
 	struct timespec time;
 
@@ -213,914 +141,37 @@ static long long milliseconds(void)
 	return time.tv_sec * 1000LL + time.tv_nsec / 1000000;
 }
 
-static void say_ready(void)
+void say_ready(void)
 {
 	printf("ready\n");
 	fflush(stdout);
 }
 
-/* Both sides access a region of any alignment without touching its surroundings. */
-static void check_region(int fd, struct channel *channel, uint8_t *base, uint64_t before,
-			 uint64_t len, uint64_t after, uint64_t seed)
+static const struct test *find(const char *name)
 {
-	uint32_t region;
+	const struct test *tables[] = { api_tests, process_tests, fuse_tests };
 
-	fill(base, before + len + after, seed);
-	CHECK(register_memory(fd, base + before, len, 0, &region) == 0);
-	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len }) ==
-	      hash(base + before, len));
-	if (len > 10)
-		CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region,
-							     .offset = 3, .len = len - 5 }) ==
-		      hash(base + before + 3, len - 5));
-	/* The device sees the program's writes after registering. */
-	base[before + len / 2] ^= 0x5a;
-	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len }) ==
-	      hash(base + before, len));
-	command(fd, channel,
-		(struct command){ .op = OP_FILL, .region = region, .len = len, .seed = ~seed });
-	check_pattern(base + before, len, ~seed);
-	check_pattern(base, before, seed);
-	for (uint64_t i = before + len; i < before + len + after; i++)
-		CHECK(base[i] == pattern(seed, i));
-	CHECK(unregister_memory(fd, region) == 0);
-	FAILS(ENOENT, unregister_memory(fd, region));
-}
-
-static void test_info(void)
-{
-	struct rgpu_info info;
-	int fd = open_device();
-
-	memset(&info, 0xff, sizeof(info));
-	CHECK(ioctl(fd, RGPU_IOC_GET_INFO, &info) == 0);
-	CHECK(info.abi_version == RGPU_ABI_VERSION);
-	CHECK(info.flags == 0);
-	for (int i = 0; i < 4; i++)
-		CHECK(info.reserved[i] == 0);
-	printf("version %u channels %u size %llu registered %llu\n", info.device_version,
-	       info.max_channels, (unsigned long long)info.max_channel_size,
-	       (unsigned long long)info.max_registered);
-}
-
-/* Program and device see the same bytes everywhere in a channel of N KiB. */
-static void test_channel(uint64_t kib)
-{
-	uint64_t size = kib << 10, begin = 4096 < size ? 4096 : 1024;
-	int fd = open_device();
-	struct channel *channel = create(fd, size);
-	uint8_t *bytes = (uint8_t *)channel;
-	struct rgpu_connect connect;
-
-	for (uint64_t i = sizeof(*channel); i < size; i++)
-		CHECK(bytes[i] == 0);
-	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-	CHECK(connect.status == 0);
-	fill(bytes + begin, size - begin, kib);
-	CHECK(command(fd, channel,
-		      (struct command){ .op = OP_HASH, .region = CHANNEL, .offset = begin,
-					.len = size - begin }) == hash(bytes + begin, size - begin));
-	command(fd, channel,
-		(struct command){ .op = OP_FILL, .region = CHANNEL, .offset = begin,
-				  .len = size - begin, .seed = kib + 7 });
-	check_pattern(bytes + begin, size - begin, kib + 7);
-
-	/* The mapping outlives the file descriptor, and the channel outlives both. */
-	close(fd);
-	check_pattern(bytes + begin, size - begin, kib + 7);
-	munmap(channel, size);
-}
-
-static void test_register(void)
-{
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	uint8_t *memory = mmap(NULL, 8 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	uint8_t *shared = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-	uint8_t *huge;
-
-	CHECK(memory != MAP_FAILED && shared != MAP_FAILED);
-	check_region(fd, channel, memory, 0, 4096, 0, 1);
-	check_region(fd, channel, memory, 0, 1 << 20, 0, 2);
-	check_region(fd, channel, memory, 100, 1, 100, 3);
-	check_region(fd, channel, memory, 4095, 2, 4095, 4);
-	check_region(fd, channel, memory, 1234, 3 << 20, 99, 5);
-	check_region(fd, channel, memory, 4096, 8191, 1, 6);
-	check_region(fd, channel, shared, 77, 500000, 77, 7);
-	huge = aligned_alloc(2 << 20, 4 << 20);
-	CHECK(huge);
-	madvise(huge, 4 << 20, MADV_HUGEPAGE);
-	check_region(fd, channel, huge, 5, (4 << 20) - 10, 5, 8);
-	/* Memory of the channel itself, and memory on the stack. */
-	check_region(fd, channel, (uint8_t *)channel + 8192, 10, 20000, 10, 9);
-	uint8_t stack[20000];
-	check_region(fd, channel, stack, 17, 19000, 17, 10);
-}
-
-/* A forked child writes to shared pages first; the parent's region must keep its pages. */
-static void test_register_then_fork(void)
-{
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	uint64_t len = 1 << 20;
-	uint8_t *memory = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	uint32_t region;
-	pid_t child;
-
-	fill(memory, len, 1);
-	CHECK(register_memory(fd, memory, len, 0, &region) == 0);
-	child = fork();
-	if (!child) {
-		sleep_ms(100);
-		_exit(0);
-	}
-	fill(memory, len, 2);
-	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len }) ==
-	      hash(memory, len));
-	command(fd, channel,
-		(struct command){ .op = OP_FILL, .region = region, .len = len, .seed = 3 });
-	check_pattern(memory, len, 3);
-	CHECK(waitpid(child, NULL, 0) == child);
-}
-
-static const char read_only[10000] = "a constant in .rodata";
-
-static void test_register_read_only(void)
-{
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	uint8_t *fresh = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	uint32_t region;
-
-	FAILS(EFAULT, register_memory(fd, read_only, sizeof(read_only), 0, NULL));
-	CHECK(register_memory(fd, read_only, sizeof(read_only), RGPU_REGISTER_READ_ONLY, &region) == 0);
-	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region,
-						     .len = sizeof(read_only) }) ==
-	      hash((const uint8_t *)read_only, sizeof(read_only)));
-	CHECK(unregister_memory(fd, region) == 0);
-
-	/* The device must see later writes to pages that were never touched. */
-	CHECK(register_memory(fd, fresh, 1 << 20, RGPU_REGISTER_READ_ONLY, &region) == 0);
-	fill(fresh, 1 << 20, 42);
-	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = 1 << 20 }) ==
-	      hash(fresh, 1 << 20));
-}
-
-/* Alternating first writes to two mappings scatter the pages of both. */
-static void test_register_scattered(uint64_t mib)
-{
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	uint64_t len = mib << 20;
-	uint8_t *memory = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	uint8_t *other = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	uint32_t region;
-
-	CHECK(memory != MAP_FAILED && other != MAP_FAILED);
-	madvise(memory, len, MADV_NOHUGEPAGE);
-	madvise(other, len, MADV_NOHUGEPAGE);
-	for (uint64_t i = 0; i < len; i += 4096) {
-		memory[i] = i >> 12;
-		other[i] = 1;
-	}
-	CHECK(register_memory(fd, memory + 5, len - 5, 0, &region) == 0);
-	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len - 5 }) ==
-	      hash(memory + 5, len - 5));
-	CHECK(unregister_memory(fd, region) == 0);
-}
-
-/* Runs as an unprivileged user with RLIMIT_MEMLOCK at 1 MiB. */
-static void test_memlock(void)
-{
-	struct rlimit limit = { 1 << 20, 1 << 20 };
-	uint32_t region, second;
-	uint8_t *memory;
-	int fd;
-
-	CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
-	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
-	fd = open_device();
-	connect_channel(fd, 65536);
-	memory = mmap(NULL, 4 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	FAILS(ENOMEM, register_memory(fd, memory, 2 << 20, 0, NULL));
-	CHECK(register_memory(fd, memory, 1 << 20, 0, &region) == 0);
-	FAILS(ENOMEM, register_memory(fd, memory + (2 << 20), 1, 0, NULL));
-	CHECK(unregister_memory(fd, region) == 0);
-	CHECK(register_memory(fd, memory, 512 << 10, 0, &region) == 0);
-	CHECK(register_memory(fd, memory + (1 << 20), 512 << 10, 0, &second) == 0);
-	CHECK(region != second);
-	/* A failure midway leaves nothing charged. */
-	CHECK(unregister_memory(fd, second) == 0);
-	CHECK(munmap(memory + (3 << 20), 4096) == 0);
-	FAILS(EFAULT, register_memory(fd, memory + (3 << 20) - 8192, 16384, 0, NULL));
-	CHECK(register_memory(fd, memory + (1 << 20), 512 << 10, 0, &second) == 0);
-}
-
-/* close() uncharges memory before it returns. */
-static void test_memlock_after_close(void)
-{
-	struct rlimit limit = { 1 << 20, 1 << 20 };
-	uint8_t *memory = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-
-	CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
-	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
-	for (int i = 0; i < 5; i++) {
-		int fd = open_device();
-		struct channel *channel = connect_channel(fd, 65536);
-
-		CHECK(register_memory(fd, memory, 1 << 20, 0, NULL) == 0);
-		munmap(channel, 65536);
-		close(fd);
-	}
-}
-
-static void test_arguments(void)
-{
-	struct rgpu_info info;
-	struct rgpu_connect connect;
-	struct rgpu_create_channel create_args = { .size = 65536 };
-	struct rgpu_wait wait = { .offset = 0 };
-	struct rgpu_register_memory reg = { .size = 4096 };
-	struct rgpu_unregister_memory unregister = { .region = 0 };
-	static uint8_t memory[65536];
-	struct channel *channel;
-	void *map;
-	int fd = open_device();
-
-	/* Without a channel, only the limits can be queried. */
-	CHECK(ioctl(fd, RGPU_IOC_GET_INFO, &info) == 0);
-	FAILS(EFAULT, ioctl(fd, RGPU_IOC_GET_INFO, NULL));
-	FAILS(ENOTTY, ioctl(fd, _IO('G', 0xA7)));
-	FAILS(ENOTTY, ioctl(fd, _IOR('G', 0xA0, int), &info));
-	FAILS(ENXIO, ioctl(fd, RGPU_IOC_CONNECT, &connect));
-	FAILS(ENXIO, ioctl(fd, RGPU_IOC_KICK));
-	FAILS(ENXIO, ioctl(fd, RGPU_IOC_WAIT, &wait));
-	FAILS(ENXIO, ioctl(fd, RGPU_IOC_REGISTER_MEMORY, &reg));
-	FAILS(ENXIO, ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister));
-	map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	CHECK(map == MAP_FAILED && errno == ENXIO);
-
-	FAILS(EFAULT, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, (void *)8));
-	create_args.size = 0;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
-	create_args.size = 4097;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
-	create_args.size = info.max_channel_size + 4096;
-	FAILS(EFBIG, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
-	create_args.size = 0ULL - 4096;
-	FAILS(EFBIG, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
-	create_args.size = 65536;
-	create_args.flags = 1;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
-	create_args.flags = 0;
-	CHECK(ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args) == 0);
-	FAILS(EEXIST, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
-
-	map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
-	CHECK(map == MAP_FAILED && errno == EINVAL);
-	map = mmap(NULL, 61440, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	CHECK(map == MAP_FAILED && errno == EINVAL);
-	map = mmap(NULL, 69632, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	CHECK(map == MAP_FAILED && errno == EINVAL);
-	map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 4096);
-	CHECK(map == MAP_FAILED && errno == EINVAL);
-	map = mmap(NULL, 65536, PROT_READ | PROT_EXEC, MAP_SHARED, fd, 0);
-	CHECK(map == MAP_FAILED && errno == EINVAL);
-	channel = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	CHECK(channel != MAP_FAILED);
-	FAILS(EACCES, mprotect(channel, 65536, PROT_READ | PROT_EXEC));
-	map = mremap(channel, 65536, 131072, MREMAP_MAYMOVE);
-	CHECK(map == MAP_FAILED && errno == EFAULT);
-
-	/* A channel that is not connected. */
-	FAILS(ENOTCONN, ioctl(fd, RGPU_IOC_KICK));
-	FAILS(ENOTCONN, ioctl(fd, RGPU_IOC_WAIT, &wait));
-	FAILS(ENOTCONN, register_memory(fd, memory, 4096, 0, NULL));
-	FAILS(ENOTCONN, unregister_memory(fd, 0));
-	FAILS(EFAULT, ioctl(fd, RGPU_IOC_CONNECT, read_only));
-
-	/* The device refuses a bad header; the program can fix it and try again. */
-	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-	CHECK(connect.status == RGPU_STATUS_INVALID && connect.reason[0]);
-	channel->magic = MAGIC;
-	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-	CHECK(connect.status == RGPU_STATUS_OK);
-	FAILS(EISCONN, ioctl(fd, RGPU_IOC_CONNECT, &connect));
-
-	wait.offset = 65536;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
-	wait.offset = 65534;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
-	wait.offset = ~3ULL;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
-	wait.offset = 65532;
-	wait.flags = 1;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
-	wait.flags = 0;
-	FAILS(ETIMEDOUT, ioctl(fd, RGPU_IOC_WAIT, &wait));
-	FAILS(EFAULT, ioctl(fd, RGPU_IOC_WAIT, (void *)1));
-
-	FAILS(EINVAL, register_memory(fd, memory, 0, 0, NULL));
-	FAILS(EINVAL, register_memory(fd, memory, 4096, 2, NULL));
-	FAILS(EINVAL, register_memory(fd, memory, ~0ULL, 0, NULL));
-	FAILS(EINVAL, register_memory(fd, (void *)~0xfffULL, 8192, 0, NULL));
-	FAILS(EFAULT, register_memory(fd, (void *)0xffff888000000000ULL, 4096, 0, NULL));
-	FAILS(EFAULT, register_memory(fd, NULL, 4096, 0, NULL));
-	FAILS(EFAULT, register_memory(fd, memory, 1ULL << 46, 0, NULL));
-	FAILS(EFAULT, ioctl(fd, RGPU_IOC_REGISTER_MEMORY, NULL));
-	FAILS(EFAULT, ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, NULL));
-	FAILS(ENOENT, unregister_memory(fd, 12345));
-	FAILS(ENOENT, unregister_memory(fd, ~0U));
-	unregister.reserved = 1;
-	FAILS(EINVAL, ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister));
-
-	/* If the result cannot be written, the region must not stay registered. */
-	struct rgpu_register_memory *ro = mmap(NULL, 4096, PROT_READ | PROT_WRITE,
-					       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	ro->addr = (uintptr_t)memory;
-	ro->size = 4096;
-	CHECK(mprotect(ro, 4096, PROT_READ) == 0);
-	FAILS(EFAULT, ioctl(fd, RGPU_IOC_REGISTER_MEMORY, ro));
-
-	/* It still works after all this. */
-	CHECK(register_memory(fd, memory, 65536, 0, NULL) == 0);
-	command(fd, channel, (struct command){ .op = OP_NOP });
-}
-
-static void nothing(int signal)
-{
-	(void)signal;
-}
-
-static void test_wait(void)
-{
-	struct sigaction action = { .sa_handler = nothing, .sa_flags = SA_RESTART };
-	struct itimerspec soon = { .it_value.tv_nsec = 50000000 };
-	struct sigevent event = { .sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGALRM };
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	struct pollfd poll_fd = { .fd = fd, .events = POLLIN };
-	long long begin;
-	timer_t timer;
-
-	/* A different value, and a timeout. */
-	CHECK(wait_word(fd, 0, MAGIC + 1, -1) == 0);
-	begin = milliseconds();
-	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 100000000));
-	CHECK(milliseconds() - begin >= 100);
-	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 0));
-
-	/* A signal, even with SA_RESTART. */
-	CHECK(sigaction(SIGALRM, &action, NULL) == 0);
-	CHECK(timer_create(CLOCK_MONOTONIC, &event, &timer) == 0);
-	CHECK(timer_settime(timer, 0, &soon, NULL) == 0);
-	FAILS(EINTR, wait_word(fd, 0, MAGIC, -1));
-
-	/* A change during the sleep, with and without a timeout. */
-	for (int i = 0; i < 2; i++) {
-		submit(fd, channel, &(struct command){ .op = OP_NOP, .delay_ms = 100 });
-		CHECK(wait_word(fd, COMPLETED, i, i ? -1 : 30000000000LL) == 0);
-		complete(fd, channel);
-	}
-
-	/* A WAKE without a change, then the change. */
-	submit(fd, channel, &(struct command){ .op = OP_BARE_WAKE, .delay_ms = 200 });
-	complete(fd, channel);
-
-	/* Events for other channels do not wake it. */
-	command(fd, channel, (struct command){ .op = OP_STRANGE_EVENTS });
-	while (wait_word(fd, 0, MAGIC, 50000000) == 0)
-		;
-	CHECK(errno == ETIMEDOUT);
-
-	/* poll() reports a WAKE that no WAIT has consumed. */
-	CHECK(poll(&poll_fd, 1, 0) == 0);
-	submit(fd, channel, &(struct command){ .op = OP_NOP, .delay_ms = 100 });
-	CHECK(poll(&poll_fd, 1, 30000) == 1 && poll_fd.revents == POLLIN);
-	CHECK(poll(&poll_fd, 1, 0) == 1);
-	CHECK(atomic_load(&channel->completed) == atomic_load(&channel->submitted));
-	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 0));
-	CHECK(poll(&poll_fd, 1, 0) == 0);
-}
-
-struct waiter {
-	pthread_t thread;
-	int fd;
-	struct channel *channel;
-};
-
-static void *wait_completed(void *arg)
-{
-	struct waiter *waiter = arg;
-
-	while (!atomic_load(&waiter->channel->completed))
-		CHECK(wait_word(waiter->fd, COMPLETED, 0, -1) == 0);
+	for (size_t i = 0; i < sizeof(tables) / sizeof(tables[0]); i++)
+		for (const struct test *test = tables[i]; test->name; test++)
+			if (!strcmp(name, test->name))
+				return test;
 	return NULL;
-}
-
-/* One WAKE wakes all waiting threads. */
-static void test_waiters(void)
-{
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	struct waiter waiters[16];
-
-	for (int i = 0; i < 16; i++) {
-		waiters[i] = (struct waiter){ .fd = fd, .channel = channel };
-		CHECK(pthread_create(&waiters[i].thread, NULL, wait_completed, &waiters[i]) == 0);
-	}
-	sleep_ms(200);
-	submit(fd, channel, &(struct command){ .op = OP_NOP });
-	for (int i = 0; i < 16; i++)
-		CHECK(pthread_join(waiters[i].thread, NULL) == 0);
-}
-
-/* The program gets every status with its reason, and can try again. */
-static void test_refused(void)
-{
-	static const int errnos[] = { 0, EINVAL, ENOSPC, EHOSTUNREACH, EPROTO, EACCES, EOPNOTSUPP, EIO };
-	static uint8_t memory[65536];
-	int fd = open_device();
-	struct channel *channel = create(fd, 65536);
-	struct rgpu_connect connect;
-	uint32_t region;
-
-	for (uint32_t status = 1; status <= 7; status++) {
-		channel->answer = status;
-		CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-		CHECK(connect.status == status);
-		CHECK(strstr((char *)connect.reason, "the test wants"));
-	}
-	channel->answer = 0;
-	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-	CHECK(connect.status == RGPU_STATUS_OK);
-
-	for (uint32_t status = 1; status <= 7; status++) {
-		command(fd, channel, (struct command){ .op = OP_NEXT_ANSWER, .seed = status });
-		FAILS(errnos[status], register_memory(fd, memory, 65536, 0, NULL));
-	}
-	CHECK(register_memory(fd, memory, 65536, 0, &region) == 0);
-	command(fd, channel, (struct command){ .op = OP_NEXT_ANSWER, .seed = RGPU_STATUS_INVALID });
-	FAILS(EINVAL, unregister_memory(fd, region));
-	/* The device refused, so the region stays registered. */
-	CHECK(unregister_memory(fd, region) == 0);
-}
-
-/* Connects @max channels, as many as are allowed. */
-static void fill_up(struct channel **channels, int *fds, uint64_t max)
-{
-	for (uint64_t i = 0; i < max; i++) {
-		fds[i] = open_device();
-		channels[i] = connect_channel(fds[i], 4096);
-	}
-}
-
-/* Closing one of them makes room immediately. */
-static void makes_room(struct channel **channels, int *fds, uint64_t max)
-{
-	for (int i = 0; i < 20; i++) {
-		munmap(channels[i % max], 4096);
-		close(fds[i % max]);
-		fds[i % max] = open_device();
-		channels[i % max] = connect_channel(fds[i % max], 4096);
-	}
-}
-
-/* The device accepts its maximum number of channels and not one more. */
-static void test_max_channels(uint64_t max)
-{
-	struct channel *channels[512];
-	struct rgpu_connect connect;
-	int fds[512], fd;
-
-	fill_up(channels, fds, max);
-	fd = open_device();
-	create(fd, 4096);
-	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-	CHECK(connect.status == RGPU_STATUS_NO_RESOURCES);
-	CHECK(strstr((char *)connect.reason, "in use"));
-	makes_room(channels, fds, max);
-}
-
-/* Runs a test of a limit in a child, as another user; returns once it has passed. */
-static void as_user(uid_t uid, void (*run)(uint64_t), uint64_t argument)
-{
-	pid_t pid = fork();
-	int status;
-
-	CHECK(pid >= 0);
-	if (!pid) {
-		CHECK(setgid(uid) == 0 && setuid(uid) == 0);
-		run(argument);
-		exit(0);
-	}
-	CHECK(waitpid(pid, &status, 0) == pid);
-	CHECK(status == 0);
-}
-
-static void connects(uint64_t count)
-{
-	for (uint64_t i = 0; i < count; i++)
-		connect_channel(open_device(), 4096);
-}
-
-/* Has as many channels as one user may have, which keeps no other user out. */
-static void user_at_its_limit(uint64_t max)
-{
-	struct channel *channels[512];
-	struct rgpu_connect connect;
-	int fds[512], fd;
-
-	fill_up(channels, fds, max);
-	fd = open_device();
-	create(fd, 4096);
-	for (int i = 0; i < 3; i++) {
-		CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-		CHECK(connect.status == RGPU_STATUS_NO_RESOURCES);
-		CHECK(strstr((char *)connect.reason, "user_channels"));
-	}
-	printf("full\n");
-	fflush(stdout);
-	while (access("/tmp/go-on", F_OK))
-		sleep_ms(10);
-	makes_room(channels, fds, max);
-	munmap(channels[0], 4096);
-	close(fds[0]);
-	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
-	CHECK(connect.status == RGPU_STATUS_OK);
-}
-
-static void test_user_channels(uint64_t max)
-{
-	as_user(1000, user_at_its_limit, max);
-}
-
-static void test_connects_as(uint64_t uid)
-{
-	as_user(uid, connects, 2);
-}
-
-static void *register_page(void *arg)
-{
-	const struct waiter *waiter = arg;
-
-	register_memory(waiter->fd, (uint8_t *)waiter->channel, 4096, 0, NULL);
-	return NULL;
-}
-
-/* A user has @count requests at the same time, which the device does not answer. */
-static void test_registers_at_once(uint64_t count)
-{
-	uint8_t *memory = mmap(NULL, count * 4096, PROT_READ | PROT_WRITE,
-			       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	struct waiter *waiters = calloc(count, sizeof(*waiters));
-	int fd;
-
-	CHECK(memory != MAP_FAILED && waiters);
-	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
-	fd = open_device();
-	connect_channel(fd, 65536);
-	for (uint64_t i = 0; i < count; i++) {
-		waiters[i] = (struct waiter){ .fd = fd, .channel = (void *)(memory + i * 4096) };
-		CHECK(pthread_create(&waiters[i].thread, NULL, register_page, &waiters[i]) == 0);
-	}
-	say_ready();
-	for (uint64_t i = 0; i < count; i++)
-		CHECK(pthread_join(waiters[i].thread, NULL) == 0);
-}
-
-/* Runs as an unprivileged user who may have @mib MiB of channels and memory. */
-static void test_user_memory(uint64_t mib)
-{
-	const uint64_t unit = 1 << 20;
-	struct rgpu_create_channel large = { .size = mib * unit };
-	uint8_t *memory = mmap(NULL, mib * unit, PROT_READ | PROT_WRITE,
-			       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	struct channel *channel;
-	uint32_t region;
-	int fd, other;
-
-	CHECK(memory != MAP_FAILED);
-	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
-	fd = open_device();
-	channel = connect_channel(fd, unit);
-	/* The channel counts, and several processes and files are one user. */
-	FAILS(EDQUOT, register_memory(fd, memory, mib * unit, 0, NULL));
-	CHECK(register_memory(fd, memory, (mib - 1) * unit, 0, &region) == 0);
-	FAILS(EDQUOT, register_memory(fd, memory, 1, 0, NULL));
-	other = open_device();
-	FAILS(EDQUOT, ioctl(other, RGPU_IOC_CREATE_CHANNEL, &large));
-	CHECK(unregister_memory(fd, region) == 0);
-	FAILS(EDQUOT, ioctl(other, RGPU_IOC_CREATE_CHANNEL, &large));
-	/* A failure midway leaves nothing charged. */
-	CHECK(munmap(memory + (mib - 2) * unit, 4096) == 0);
-	FAILS(EFAULT, register_memory(fd, memory, (mib - 1) * unit, 0, NULL));
-	CHECK(munmap(channel, unit) == 0);
-	close(fd);
-	/* On a busy machine the device may not have let go of it when close() stops waiting. */
-	for (int i = 0; ioctl(other, RGPU_IOC_CREATE_CHANNEL, &large); i++) {
-		CHECK(errno == EDQUOT && i < 600);
-		sleep_ms(100);
-	}
-}
-
-static void one_of_many(unsigned int seed)
-{
-	uint64_t len = 40000 + seed * 1000;
-	uint8_t *memory = malloc(len);
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 1 << 20);
-
-	for (int i = 0; i < 5; i++) {
-		uint32_t region;
-
-		fill(memory, len, seed + i);
-		CHECK(register_memory(fd, memory, len, 0, &region) == 0);
-		CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region,
-							     .len = len }) == hash(memory, len));
-		command(fd, channel, (struct command){ .op = OP_FILL, .region = region, .len = len,
-						       .seed = seed * 100 });
-		check_pattern(memory, len, seed * 100);
-		fill((uint8_t *)channel + 4096, 20000, seed);
-		CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = CHANNEL,
-							     .offset = 4096, .len = 20000 }) ==
-		      hash((uint8_t *)channel + 4096, 20000));
-		if (i % 2)
-			CHECK(unregister_memory(fd, region) == 0);
-	}
-}
-
-static void test_many(uint64_t count)
-{
-	for (uint64_t i = 0; i < count; i++) {
-		pid_t pid = fork();
-
-		CHECK(pid >= 0);
-		if (!pid) {
-			one_of_many(i);
-			_exit(0);
-		}
-	}
-	for (uint64_t i = 0; i < count; i++) {
-		int status;
-
-		CHECK(wait(&status) > 0);
-		CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-	}
-}
-
-/* A forked child has neither its parent's channel nor the memory. */
-static void test_fork(void)
-{
-	struct rgpu_wait wait_args = { .timeout_ns = 0 };
-	struct rgpu_connect connect;
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	int status;
-	pid_t pid;
-
-	pid = fork();
-	if (!pid) {
-		void *map;
-
-		FAILS(EPERM, ioctl(fd, RGPU_IOC_KICK));
-		FAILS(EPERM, ioctl(fd, RGPU_IOC_WAIT, &wait_args));
-		FAILS(EPERM, ioctl(fd, RGPU_IOC_CONNECT, &connect));
-		FAILS(EPERM, register_memory(fd, &status, 4, 0, NULL));
-		FAILS(EPERM, unregister_memory(fd, 0));
-		map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-		CHECK(map == MAP_FAILED && errno == EPERM);
-		channel->magic = 0;
-		_exit(0);
-	}
-	CHECK(waitpid(pid, &status, 0) == pid);
-	CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
-	/* A child can have a channel of its own. */
-	pid = fork();
-	if (!pid) {
-		one_of_many(1);
-		_exit(0);
-	}
-	CHECK(waitpid(pid, &status, 0) == pid);
-	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-	command(fd, channel, (struct command){ .op = OP_NOP });
-}
-
-/* Exits and leaves a child that inherited the file. */
-static void test_orphan(void)
-{
-	int fd = open_device();
-
-	connect_channel(fd, 65536);
-	if (!fork()) {
-		close(0);
-		close(1);
-		close(2);
-		sleep_ms(60000);
-		_exit(0);
-	}
-}
-
-/* Connects, registers memory, prints "ready", and waits to be killed. */
-static void test_hold(void)
-{
-	uint64_t len = 4 << 20;
-	uint8_t *memory = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 1 << 20);
-
-	CHECK(register_memory(fd, memory, len, 0, NULL) == 0);
-	command(fd, channel, (struct command){ .op = OP_NOP });
-	say_ready();
-	for (;;)
-		wait_word(fd, COMPLETED, atomic_load(&channel->completed), -1);
-}
-
-/* Prints "ready" and connects, to be killed before the device replies. */
-static void test_connect_slowly(void)
-{
-	struct rgpu_connect connect;
-	int fd = open_device();
-
-	create(fd, 1 << 20);
-	say_ready();
-	ioctl(fd, RGPU_IOC_CONNECT, &connect);
-	FAIL("connect returned");
-}
-
-static void test_register_slowly(void)
-{
-	static uint8_t memory[1 << 20];
-	int fd = open_device();
-
-	connect_channel(fd, 1 << 20);
-	say_ready();
-	register_memory(fd, memory, sizeof(memory), 0, NULL);
-	FAIL("register returned");
-}
-
-static void *wait_gone(void *arg)
-{
-	struct waiter *waiter = arg;
-
-	/* Suspending the machine interrupts the call like a signal. */
-	while (wait_word(waiter->fd, 0, MAGIC, -1) == -1 && errno == EINTR)
-		;
-	CHECK(errno == ENODEV);
-	return NULL;
-}
-
-static void *poll_gone(void *arg)
-{
-	struct waiter *waiter = arg;
-	struct pollfd poll_fd = { .fd = waiter->fd, .events = POLLIN };
-
-	CHECK(poll(&poll_fd, 1, -1) == 1);
-	CHECK(poll_fd.revents & POLLHUP);
-	return NULL;
-}
-
-static void *connect_gone(void *arg)
-{
-	struct waiter *waiter = arg;
-	struct rgpu_connect connect;
-
-	FAILS(ENODEV, ioctl(waiter->fd, RGPU_IOC_CONNECT, &connect));
-	return NULL;
-}
-
-/* Prints "ready"; then the device is removed while files are open and in use. */
-static void test_gone(void)
-{
-	static uint8_t memory[1 << 20];
-	int fd = open_device(), second = open_device(), third = open_device();
-	struct channel *channel = connect_channel(fd, 1 << 20);
-	struct waiter waiter = { .fd = fd }, unused = { .fd = second }, slow = { .fd = third };
-	pthread_t threads[4];
-	struct rgpu_connect connect;
-	struct rgpu_info info;
-
-	CHECK(register_memory(fd, memory, sizeof(memory), 0, NULL) == 0);
-	create(second, 65536);
-	create(third, 65536)->answer_delay = 60000;
-	CHECK(pthread_create(&threads[0], NULL, wait_gone, &waiter) == 0);
-	CHECK(pthread_create(&threads[1], NULL, poll_gone, &waiter) == 0);
-	CHECK(pthread_create(&threads[2], NULL, poll_gone, &unused) == 0);
-	CHECK(pthread_create(&threads[3], NULL, connect_gone, &slow) == 0);
-	sleep_ms(200);
-	say_ready();
-	for (int i = 0; i < 4; i++)
-		CHECK(pthread_join(threads[i], NULL) == 0);
-
-	FAILS(ENODEV, ioctl(fd, RGPU_IOC_KICK));
-	FAILS(ENODEV, ioctl(fd, RGPU_IOC_GET_INFO, &info));
-	FAILS(ENODEV, register_memory(fd, memory, 4096, 0, NULL));
-	FAILS(ENODEV, unregister_memory(fd, 0));
-	FAILS(ENODEV, ioctl(second, RGPU_IOC_CONNECT, &connect));
-	/* The memory stays accessible after the device is gone. */
-	CHECK(channel->magic == MAGIC);
-	memset((uint8_t *)channel + 4096, 1, (1 << 20) - 4096);
-	memset(memory, 1, sizeof(memory));
-}
-
-/* Prints "ready"; then the machine suspends, which ends channels but not the device. */
-static void test_suspend(void)
-{
-	static uint8_t memory[1 << 20];
-	int fd = open_device(), second = open_device();
-	struct channel *channel = connect_channel(fd, 1 << 20);
-	struct waiter waiter = { .fd = fd };
-	struct rgpu_connect connect;
-	pthread_t thread;
-
-	CHECK(register_memory(fd, memory, sizeof(memory), 0, NULL) == 0);
-	create(second, 65536);
-	CHECK(pthread_create(&thread, NULL, wait_gone, &waiter) == 0);
-	say_ready();
-	CHECK(pthread_join(thread, NULL) == 0);
-	FAILS(ENODEV, ioctl(fd, RGPU_IOC_KICK));
-	FAILS(ENODEV, register_memory(fd, memory, 4096, 0, NULL));
-	CHECK(channel->magic == MAGIC);
-	/* A channel that was not connected can still be used. */
-	CHECK(ioctl(second, RGPU_IOC_CONNECT, &connect) == 0);
-	CHECK(connect.status == RGPU_STATUS_OK);
-}
-
-static void test_doorbells(uint64_t count)
-{
-	int fd = open_device();
-	struct channel *channel = connect_channel(fd, 65536);
-	uint64_t before = command(fd, channel, (struct command){ .op = OP_DOORBELLS });
-	uint64_t after;
-
-	for (uint64_t i = 0; i < count; i++) {
-		CHECK(ioctl(fd, RGPU_IOC_KICK) == 0);
-		sleep_ms(10);
-	}
-	after = command(fd, channel, (struct command){ .op = OP_DOORBELLS });
-	printf("%llu doorbells\n", (unsigned long long)(after - before));
-}
-
-/* The kernel can access the memory, as for a core dump or gdb. */
-static void test_kernel_access(void)
-{
-	int fd = open_device(), mem = open("/proc/self/mem", O_RDONLY);
-	struct channel *channel = connect_channel(fd, 65536);
-	uint8_t bytes[64];
-
-	fill((uint8_t *)channel + 8192, 64, 5);
-	CHECK(pread(mem, bytes, 64, (uintptr_t)channel + 8192) == 64);
-	check_pattern(bytes, 64, 5);
 }
 
 int main(int argc, char **argv)
 {
-	static const struct {
-		const char *name;
-		void (*run)(void);
-		void (*run_with)(uint64_t argument);
-	} tests[] = {
-		{ "info", test_info, NULL },
-		{ "channel", NULL, test_channel },
-		{ "register", test_register, NULL },
-		{ "register-then-fork", test_register_then_fork, NULL },
-		{ "register-read-only", test_register_read_only, NULL },
-		{ "register-scattered", NULL, test_register_scattered },
-		{ "memlock", test_memlock, NULL },
-		{ "memlock-after-close", test_memlock_after_close, NULL },
-		{ "arguments", test_arguments, NULL },
-		{ "wait", test_wait, NULL },
-		{ "waiters", test_waiters, NULL },
-		{ "refused", test_refused, NULL },
-		{ "max-channels", NULL, test_max_channels },
-		{ "user-channels", NULL, test_user_channels },
-		{ "connects-as", NULL, test_connects_as },
-		{ "registers-at-once", NULL, test_registers_at_once },
-		{ "user-memory", NULL, test_user_memory },
-		{ "many", NULL, test_many },
-		{ "fork", test_fork, NULL },
-		{ "orphan", test_orphan, NULL },
-		{ "hold", test_hold, NULL },
-		{ "connect-slowly", test_connect_slowly, NULL },
-		{ "register-slowly", test_register_slowly, NULL },
-		{ "gone", test_gone, NULL },
-		{ "suspend", test_suspend, NULL },
-		{ "doorbells", NULL, test_doorbells },
-		{ "kernel-access", test_kernel_access, NULL },
-	};
+	const struct test *test = argc < 2 ? NULL : find(argv[1]);
 
+	if (!test) {
+		fprintf(stderr, "usage: rgpu_selftest TEST [ARGUMENT]\n");
+		return 2;
+	}
 	if (getenv("RGPU_DEVICE"))
 		device = getenv("RGPU_DEVICE");
-	for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
-		if (argc < 2 || strcmp(argv[1], tests[i].name))
-			continue;
-		if (tests[i].run)
-			tests[i].run();
-		else
-			tests[i].run_with(argc > 2 ? strtoull(argv[2], NULL, 0) : 1);
-		printf("ok\n");
-		return 0;
-	}
-	fprintf(stderr, "usage: rgpu_selftest TEST [ARGUMENT]\n");
-	return 2;
+	if (test->run)
+		test->run();
+	else
+		test->run_with(argc > 2 ? strtoull(argv[2], NULL, 0) : 1);
+	printf("ok\n");
+	return 0;
 }

@@ -116,6 +116,8 @@ struct Mapping {
     memory: Memory,
     at: NonNull<u8>,
     file: OwnedFd,
+    /// Device and inode of the file.
+    id: (u64, u64),
     /// Bytes of a page of the file: what is mapped of it is a multiple of this.
     page: u64,
 }
@@ -187,7 +189,8 @@ impl Memories {
             let at = unsafe { mmap(None, length, protection, flags, &file, memory.file_offset as i64) }
                 .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
             let page = page_size(&file);
-            mappings.push(Mapping { memory, at: at.cast(), file, page });
+            let id = (stat.st_dev, stat.st_ino);
+            mappings.push(Mapping { memory, at: at.cast(), file, id, page });
         }
         Ok(Memories { mappings: Arc::new(mappings) })
     }
@@ -203,6 +206,16 @@ impl Memories {
             let offset = extent.addr.checked_sub(m.memory.addr)?;
             (offset.checked_add(extent.len)? <= m.memory.size).then_some((m, offset))
         })
+    }
+
+    /// Whether extents of `other` lie in memories that are also among these: the same parts of the same files
+    /// at the same addresses.
+    pub(crate) fn have(&self, other: &Memories, extents: &[Extent]) -> bool {
+        let has = |theirs: &Mapping| {
+            self.mappings.iter().any(|ours| (ours.memory, ours.id) == (theirs.memory, theirs.id))
+        };
+        Arc::ptr_eq(&self.mappings, &other.mappings)
+            || extents.iter().all(|extent| other.find(extent).is_some_and(|(theirs, _)| has(theirs)))
     }
 
     /// Checks extents against the client's memory and takes them together as one range of `size` bytes.

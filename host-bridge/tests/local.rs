@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
@@ -16,19 +17,21 @@ use protocol::channel::{NO_SLOT, State};
 use protocol::device::{Answer, Extent};
 use protocol::handle::StreamId;
 use protocol::link::{
-    ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, FrameHeader, Hello, Memory, REGION_READ_ONLY, RegionAdd,
-    frame,
+    ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, FrameHeader, Hello, MEMORIES_SINCE, Memory,
+    REGION_READ_ONLY, RegionAdd, frame,
 };
 use protocol::ops::stream::StreamSynchronize;
+use protocol::version::Version;
 use rgpu_host_bridge::bridge::{
     ChannelMemory, Closed, ConnectError, Prepared, RegionError, Session, SessionConfig, Turn, Wakeup,
 };
 use rgpu_host_bridge::endpoint::{Commands, LocalCommands, Polling};
 use rgpu_host_bridge::framing::{Address, recv_frame, recv_struct, send_frame, send_message};
+use rgpu_host_bridge::memory::Memories;
 use test_kit::channel::in_a_file;
 use test_kit::link::welcome;
 use test_kit::local_server::{Behavior, LocalServer};
-use test_kit::session::Client;
+use test_kit::session::{Client, RAM};
 use test_kit::*;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -136,6 +139,59 @@ fn closing_waits_until_the_worker_has_released_memory() {
     }
 }
 
+#[test]
+fn a_worker_of_an_older_version_is_not_told_of_memory_that_was_plugged_in() {
+    let server = LocalServer::start(Behavior::Good);
+    for (version, plugs) in [(MEMORIES_SINCE, true), (Version { minor: 6, ..MEMORIES_SINCE }, false)] {
+        let mut client = Client::of_version(&server.config, version);
+        let places = [0, RAM].map(|addr| Memory { addr, size: RAM, file_offset: 0 });
+        let (_, first) = client.memories.files().next().unwrap();
+        let files = [first.try_clone().unwrap(), memfd(RAM)];
+        client.memories = Memories::map(places.into_iter().zip(files).collect()).unwrap();
+        let extents = |addr| vec![Extent { addr, len: 4096 }];
+        match client.register(1, extents(RAM), false) {
+            Err(error @ RegionError::NewMemory { .. }) if !plugs => {
+                assert!(error.to_string().contains("version 2.7"), "{error}");
+            }
+            result => assert!(result.is_ok() && plugs, "{result:?}"),
+        }
+        // What the worker has can be registered as before.
+        client.register(2, extents(0x200_0000), false).unwrap();
+        client.synchronize();
+    }
+}
+
+#[test]
+fn a_worker_that_cannot_map_the_clients_memories_refuses_them_and_goes_on() {
+    let (worker, first) = Succeeded::begin();
+    let answer = || {
+        let mut body = Vec::new();
+        assert_eq!(recv_frame(first.as_fd(), &mut body, &mut Vec::new()).unwrap(), Some(frame::ACK));
+        Answer::from_number(Ack::read_from_prefix(&body).unwrap().0.status)
+    };
+    let memories = |size: u64, files: &[OwnedFd]| {
+        let memory = Memory { addr: 0, size, file_offset: 0 };
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        send_frame(first.as_fd(), frame::MEMORIES, &[memory.as_bytes()], &files).unwrap();
+        answer()
+    };
+    let adds = |region| {
+        (&first).write_all(&add(region, 0, &[1])).unwrap();
+        answer()
+    };
+    assert_eq!(adds(1), Answer::Ok);
+    assert_eq!(memories(1 << 20, &[memfd(1 << 20)]), Answer::Ok);
+    assert_eq!(adds(2), Answer::Ok);
+    // A file that is shorter than it should be, and too few files.
+    assert_eq!(memories(1 << 30, &[memfd(1 << 20)]), Answer::NoResources);
+    assert_eq!(adds(3), Answer::Invalid);
+    assert_eq!(memories(1 << 20, &[]), Answer::Invalid);
+    assert_eq!(memories(1 << 20, &[memfd(1 << 20)]), Answer::Ok);
+    assert_eq!(adds(3), Answer::Ok);
+    drop(first);
+    assert_eq!(worker.ended(), Ok(()));
+}
+
 /// A worker whose bridge's process can be replaced.
 struct Succeeded {
     /// Gives how the session ended.
@@ -212,7 +268,6 @@ fn add(region: u32, flags: u32, pages: &[u64]) -> Vec<u8> {
 
 #[test]
 fn a_worker_goes_on_with_the_next_process_of_its_bridge() {
-    use std::io::Write;
     let (worker, mut first) = Succeeded::begin();
     // Two regions, of which nobody reads the answers, and half of a third.
     first.write_all(&add(9, REGION_READ_ONLY, &[7])).unwrap();

@@ -54,7 +54,8 @@
 //! [`Welcome`].
 //!
 //! **local.** A Unix stream socket. After the welcome the bridge sends [`frame::ATTACH`], and later
-//! [`frame::REGION_ADD`] and [`frame::REGION_REMOVE`]; the worker answers each with [`frame::ACK`].
+//! [`frame::REGION_ADD`] and [`frame::REGION_REMOVE`], and [`frame::MEMORIES`] when the client has got other
+//! memory; the worker answers each with [`frame::ACK`].
 //! Descriptors travel with the first byte of their frame. Commands, replies and progress cross in the
 //! channel's memory. With [`ATTACH_SUCCESSION`], a socket that closes without a [`frame::BYE`] does not end
 //! the session: another process of the bridge passes in another socket ([`frame::TAKE_OVER`]). The session
@@ -126,6 +127,8 @@ pub const COMPRESSED_OUT_SINCE: Version = Version { major: 2, minor: 2 };
 pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 5 };
 /// The first version in which a server can do with several [keys](RegionKey) for a memory at a time.
 pub const SEVERAL_KEYS_SINCE: Version = Version { major: 2, minor: 7 };
+/// The first version in which a worker can be told of other [memories](frame::MEMORIES) of the client.
+pub const MEMORIES_SINCE: Version = Version { major: 2, minor: 7 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
 /// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
@@ -267,8 +270,8 @@ numbers! {
         REGION_ADD = 8;
         /// Bridge → worker, `local`: u32 region. Acknowledged when the worker no longer touches it.
         REGION_REMOVE = 9;
-        /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD` and `REGION_REMOVE`, in
-        /// order.
+        /// Worker → bridge, `local`: [`Ack`](super::Ack), to `ATTACH`, `REGION_ADD`, `REGION_REMOVE` and
+        /// `MEMORIES`, in order.
         ACK = 10;
         /// Either way, `verbs`, the first frame on the session's first control connection, and behind
         /// `RESUMED` on others: [`Queues`](super::Queues).
@@ -333,6 +336,10 @@ numbers! {
         /// those of a queue in order: writes that the bridge's `RESUMED` does not count and that are in the
         /// client's memory. They came to a process that has ended.
         WRITTEN = 27, since 5;
+        /// Bridge → worker, `local`: one or more [`Memory`](super::Memory)s, with a descriptor for each: the
+        /// memories that the client has now, in which the extents of later `REGION_ADD`s lie. Channel and
+        /// regions stay what they are. A worker that cannot map one of them refuses, and has none.
+        MEMORIES = 28, since 7;
     }
 
     /// Kinds of [`ProgressUpdate`](super::ProgressUpdate).

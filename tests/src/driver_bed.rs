@@ -2,14 +2,12 @@
 //! ([`mock_device`](crate::mock_device)).
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
 use crate::machine::{Builder, Kernel, Machine, image};
 use crate::mock_device::{Config, MockDevice};
-use crate::tree;
 
 /// Time limit of everything in an emulated guest on a busy machine. No test depends on how long something
 /// takes.
@@ -26,7 +24,7 @@ pub struct Bed {
 
 /// Puts one of the programs in `guest-driver/tests` into a guest's `/bin`.
 pub fn with_program(builder: Builder, name: &str) -> Result<Builder> {
-    let program: PathBuf = image::guest_program(&tree::root().join(format!("guest-driver/tests/{name}.c")))?;
+    let program = image::guest_program(name)?;
     Ok(builder.file(program, format!("/bin/{name}")))
 }
 

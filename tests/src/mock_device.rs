@@ -20,7 +20,7 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, Guest
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier};
 
-/// The layout of a channel of the mock; `guest-driver/tests/rgpu_selftest.c` has the same.
+/// The layout of a channel of the mock; `guest-driver/tests/rgpu_selftest.h` has the same.
 pub mod layout {
     /// At 0: [`MAGIC`], as the channel header.
     pub const MAGIC: u32 = 0x4b43_4f4d;

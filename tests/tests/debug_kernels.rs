@@ -60,13 +60,13 @@ const DEFECTS: &[Defect] = &[
         is: "\trgpu_device_put(chan->dev);\n\tkfree(chan);\n",
         becomes: "\trgpu_device_put(chan->dev);\n\tkfree(chan);\n\tif (READ_ONCE(chan->ops) == 12345)\n\t\tpr_debug(\"never\");\n",
     },
-    // mmap_lock is held; elsewhere it is taken while chan->lock is.
+    // An interrupt takes the same lock.
     Defect {
         on: Watches::Memory,
-        says: "possible circular locking",
-        file: "file.c",
-        is: "\tpages = smp_load_acquire(&chan->pages);\n",
-        becomes: "\tmutex_lock(&chan->lock);\n\tmutex_unlock(&chan->lock);\n\tpages = smp_load_acquire(&chan->pages);\n",
+        says: "inconsistent lock state",
+        file: "channel.c",
+        is: "\txa_erase_irq(&dev->channels, chan->id);\n",
+        becomes: "\txa_erase(&dev->channels, chan->id);\n",
     },
     Defect {
         on: Watches::Memory,

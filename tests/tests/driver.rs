@@ -1,6 +1,6 @@
 //! The guest driver, in booted machines, against a device that checks what the driver does (`mock_device`).
 //!
-//! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here check what
+//! `guest-driver/tests/rgpu_selftest*.c` run in the guest and judge the user API; the tests here check what
 //! reaches the device, what is pinned, and that the kernel logs no complaint.
 
 use std::time::{Duration, Instant};
@@ -87,6 +87,21 @@ fn pinned_memory_is_limited_by_memlock() -> Result<()> {
     bed.check_idle()
 }
 
+/// Locks of a program's memory can be held for as long as the program likes, by a file system of its own.
+fn with_fuse() -> Result<Bed> {
+    let bed = Bed::boot(Machine::builder().module("fuse"), Config::default())?;
+    // They are held on purpose.
+    bed.machine.check("echo 0 > /proc/sys/kernel/hung_task_timeout_secs", LONG)?;
+    Ok(bed)
+}
+
+#[test]
+fn memory_is_let_go_without_the_programs_mmap_lock() -> Result<()> {
+    let bed = with_fuse()?;
+    bed.selftest("unregister-while-mmap-waits")?;
+    bed.check_idle()
+}
+
 #[test]
 fn registrations_beyond_the_devices_limit_are_refused() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { max_registered: 1 << 20, ..Config::default() }, 512)?;
@@ -165,6 +180,24 @@ fn one_user_leaves_room_for_requests_of_others() -> Result<()> {
     process.kill()?;
     bed.device.wait_until("the first one's as well", LONG, |d| d.count(Kind::Destroy) == 3)?;
     bed.device.release();
+    bed.check_idle()
+}
+
+#[test]
+fn users_who_keep_page_locks_hinder_no_others() -> Result<()> {
+    let bed = with_fuse()?;
+    bed.device.hold(Kind::Unregister);
+    let spawn = |uid| bed.machine.spawn(&format!("exec rgpu_selftest unregister-locked-pages {uid}"));
+    let processes: Vec<_> = (1001..=1004).map(spawn).collect::<Result<_>>()?;
+    // As many as the driver could have work items.
+    bed.device.wait_until("all requests arrive", LONG, |d| d.count(Kind::Unregister) == 256)?;
+    bed.device.release();
+    bed.selftest("connects-as 1005")?;
+    bed.machine.check("touch /tmp/go-on", LONG)?;
+    for process in processes {
+        let output = process.wait(LONG)?;
+        ensure!(output.success(), "{output}");
+    }
     bed.check_idle()
 }
 
@@ -352,8 +385,11 @@ fn files_that_stay_open_after_removal_do_no_harm() -> Result<()> {
 #[test]
 fn a_suspend_ends_channels_but_not_the_device() -> Result<()> {
     let bed = Bed::new()?;
+    bed.device.hold(Kind::Unregister);
     let process = bed.machine.spawn("rgpu_selftest suspend")?;
     process.wait_for("ready", LONG)?;
+    // A request that is not answered does not keep the machine from it.
+    bed.device.wait_until("it is sent", LONG, |d| d.count(Kind::Unregister) == 1)?;
     bed.machine.suspend_and_wake(LONG)?;
     let output = process.wait(LONG)?;
     assert!(output.success(), "{output}");

@@ -36,7 +36,9 @@ impl From<RegionError> for Refusal {
         match e {
             RegionError::Memory(e) => e.into(),
             RegionError::InUse(_) | RegionError::Unknown(_) | RegionError::Over(_) => invalid(e.to_string()),
-            RegionError::Limit { .. } | RegionError::Verbs(_) => no_resources(e.to_string()),
+            RegionError::Limit { .. } | RegionError::NewMemory { .. } | RegionError::Verbs(_) => {
+                no_resources(e.to_string())
+            }
             RegionError::Refused { answer, .. } => Refusal(answer, e.to_string()),
         }
     }

@@ -14,6 +14,7 @@ use std::sync::mpsc;
 use daemon::Daemon;
 use guest::{Guest, create, message, plain};
 use host_bridge::framing::{recv_frame, recv_struct, send_frame, send_message};
+use host_bridge::memory::Memories;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use protocol::channel::{NO_SLOT, State};
@@ -22,7 +23,7 @@ use protocol::device::{
     Answer, CONTROL_QUEUE, DOORBELL_QUEUE, EVENT_QUEUE, EVENT_WAKE, Event, Extent, Request, request,
 };
 use protocol::handle::StreamId;
-use protocol::link::{Ack, Hello, frame, wish};
+use protocol::link::{Ack, Hello, Memory, frame, wish};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamMark;
 use test_kit::link::welcome;
@@ -375,6 +376,49 @@ fn goes_on_in_the_next_device_process(daemon: &Daemon, ended: impl Fn() -> usize
     crash(daemon);
     drop(guest);
     eventually(|| ended() == 3);
+}
+
+#[test]
+fn programs_that_were_there_before_can_register_memory_that_is_plugged_in() {
+    let server = LocalServer::start(Workers::Good);
+    let daemon = serving_locally(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let (at, size) = (1 << 32, 1 << 20);
+    let low = [Extent { addr: 0x30_0000, len: 3000 }];
+    let extents = [low[0], Extent { addr: at + 4096, len: 5000 }];
+    let back = scattered(8000, 3);
+    assert_eq!(guest.ask(register(100, &back), &back).0, Answer::Ok);
+    for round in 0..4 {
+        // Another one each time, where the one before was.
+        let file = memfd(size);
+        let memory = Memory { addr: at, size, file_offset: 0 };
+        let plugged = Memories::map(vec![(memory, file.try_clone().unwrap())]).unwrap();
+        guest.add_memory(at, size, &file);
+        guest.settle();
+        let bytes = pattern(8000, round.into());
+        session::write(&guest.memories, &low, &bytes[..3000]);
+        session::write(&plugged, &extents[1..], &bytes[3000..]);
+        if round == 2 {
+            crash(&daemon);
+        }
+        assert_eq!(guest.ask(register(round, &extents), &extents), (Answer::Ok, String::new()));
+        channel.htod(7, region(round, 0, 8000));
+        channel.dtoh(7, region(100, 0, 8000));
+        channel.synchronize();
+        assert!(session::read(&guest.memories, &back) == bytes, "round {round}");
+        if round == 1 {
+            crash(&daemon);
+        }
+        assert_eq!(guest.ask(unregister(round), &[]), (Answer::Ok, String::new()));
+        guest.remove_memory(at, size);
+        guest.settle();
+    }
+    // What is not plugged in any more cannot be registered.
+    assert_eq!(guest.ask(register(9, &extents), &extents).0, Answer::Invalid);
+    assert_eq!(guest.ask(register(9, &low), &low), (Answer::Ok, String::new()));
+    assert_eq!(daemon.number("malformed_requests"), 1);
+    assert!(server.trouble.lock().unwrap().is_empty(), "{:?}", server.trouble);
 }
 
 #[test]

@@ -125,6 +125,14 @@ pub enum RegionError {
         /// The most regions.
         max_count: usize,
     },
+    /// The server does not know the memory, which the client has got since its session began.
+    #[error("the server at {server} cannot be told of memory that was plugged into the guest: {reason}")]
+    NewMemory {
+        /// The server.
+        server: String,
+        /// Why.
+        reason: String,
+    },
     /// The memory is not the client's.
     #[error(transparent)]
     Memory(#[from] MemoryError),

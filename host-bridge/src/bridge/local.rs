@@ -1,6 +1,7 @@
 //! Transport `local`: the server is on this host. It gets the descriptors of the client's memory and of the
 //! doorbell and reads the ring itself. What remains here is a Unix socket on which regions are added and
-//! removed, and whose end says that the worker is gone.
+//! removed, and whose end says that the worker is gone. A region in memory that the client has got since the
+//! session began is preceded by a list of the memories that there are now.
 //!
 //! A session that was saved ([`Saved`](super::Saved)) outlives this process: the next one gives the worker a
 //! new socket and continues the session.
@@ -27,9 +28,10 @@ use nix::sys::time::TimeVal;
 use protocol::channel::Header;
 use protocol::device::Answer;
 use protocol::link::{
-    ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, FrameHeader, REGION_OWN_MEMORY, REGION_READ_ONLY,
-    RegionAdd, frame, purpose,
+    ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, FrameHeader, MEMORIES_SINCE, REGION_OWN_MEMORY,
+    REGION_READ_ONLY, RegionAdd, frame, purpose,
 };
+use protocol::version::OURS;
 use std::os::fd::AsRawFd;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -40,6 +42,7 @@ use super::state::{ChannelMemory, SessionState, thread_name};
 use super::transport::{Closed, RegionMemory, Transport};
 use super::welcome::{Handshake, Turn, hello, welcome_in_turn};
 use crate::framing::{Address, MAX_FDS, recv_frame, send_frame, send_message, split_struct};
+use crate::memory::Memories;
 use crate::stream::Stream;
 
 /// A session with a worker after the handshake.
@@ -125,6 +128,8 @@ struct Shared {
     /// The worker writes it to wake a guest's threads. `None`: threads are reached by futex, which the worker
     /// does itself.
     wake: Option<EventFd>,
+    /// Whether the worker can be told of other memories than it had at first.
+    takes_memories: bool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -133,6 +138,8 @@ struct Shared {
 struct State {
     /// The calls that wait for an acknowledgement, in the order of the requests sent.
     waiters: VecDeque<Waiter>,
+    /// The memories that the worker has. `None`: a process before this one has told it.
+    memories: Option<Memories>,
     /// Set by `close`.
     asked: Option<String>,
     /// Gets the regions that the session had under another process.
@@ -208,13 +215,15 @@ impl Local {
         setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(0, 0)).map_err(|e| here(e.into()))?;
         setsockopt(&socket, sockopt::SendTimeout, &TimeVal::new(10, 0)).map_err(|e| here(e.into()))?;
         session.header().set_ready();
+        let memories = Some(session.channel.memories.clone());
         Local::watched(Shared {
+            takes_memories: takes_memories(&session),
             session,
             socket,
             succession,
             presence,
             wake,
-            state: Mutex::default(),
+            state: Mutex::new(State { memories, ..State::default() }),
             changed: Condvar::new(),
         })
         .map_err(here)
@@ -245,7 +254,8 @@ impl Local {
         let state = State { inherits: Some((inherits, max_regions)), ..State::default() };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         let wake = (!session.futex()).then_some(wake);
-        let shared = Shared { session, socket, succession: Some(worker), presence, wake, state, changed };
+        let (succession, takes_memories) = (Some(worker), takes_memories(&session));
+        let shared = Shared { session, socket, succession, presence, wake, takes_memories, state, changed };
         Ok((Local::watched(shared)?, inherited))
     }
 
@@ -263,22 +273,67 @@ impl Local {
 
     /// Sends a request and waits for its acknowledgement. `None`: the worker is gone.
     fn request(&self, kind: u32, parts: &[&[u8]], fds: &[BorrowedFd<'_>]) -> Option<(Answer, String)> {
-        let (waiter, answer) = channel();
-        {
-            let mut state = self.shared.lock();
-            if state.over {
-                return None;
-            }
-            state.waiters.push_back(waiter);
-            // Under the lock, so that requests and waiters have one order.
-            if let Err(e) = send_frame(self.shared.socket.as_fd(), kind, parts, fds) {
-                // The stream may be cut in mid-frame: it is of no further use.
-                tracing::warn!(server = %self.shared.session.server, "sending to the worker: {e}");
-                self.shared.hang_up();
-            }
-        }
+        let answer = self.send(&mut self.shared.lock(), kind, parts, fds)?;
         answer.recv().ok()
     }
+
+    /// Sends a request. The receiver gets its acknowledgement, or nothing if the worker goes before. `None`:
+    /// it is gone. With the state's lock, so that requests and waiters have one order.
+    fn send(
+        &self,
+        state: &mut State,
+        kind: u32,
+        parts: &[&[u8]],
+        fds: &[BorrowedFd<'_>],
+    ) -> Option<Receiver<(Answer, String)>> {
+        if state.over {
+            return None;
+        }
+        let (waiter, answer) = channel();
+        state.waiters.push_back(waiter);
+        if let Err(e) = send_frame(self.shared.socket.as_fd(), kind, parts, fds) {
+            // The stream may be cut in mid-frame: it is of no further use.
+            tracing::warn!(server = %self.shared.session.server, "sending to the worker: {e}");
+            self.shared.hang_up();
+        }
+        Some(answer)
+    }
+
+    /// Tells the worker of the memories that a region's extents lie in, if it does not have them: that
+    /// request's acknowledgement is still to come.
+    fn tell_memories(
+        &self,
+        state: &mut State,
+        region: &RegionMemory,
+    ) -> Result<Option<Receiver<(Answer, String)>>, RegionError> {
+        let takes = self.shared.takes_memories;
+        let has = |known: &Memories| known.have(&region.memories, &region.extents);
+        // What an older worker was told before is not known.
+        if region.own_memory || state.memories.as_ref().map_or(!takes, has) {
+            return Ok(None);
+        }
+        let (places, files): (Vec<_>, Vec<_>) =
+            region.memories.files().map(|(memory, file)| (memory, file.as_fd())).unzip();
+        let reason = if !takes {
+            format!(
+                "it, or the program's library, is older than version {MEMORIES_SINCE}; a program that is started anew can use the memory"
+            )
+        } else if files.len() > MAX_FDS {
+            format!("the guest has {} memories, and transport local can pass {MAX_FDS}", files.len())
+        } else {
+            let told = self.send(state, frame::MEMORIES, &[places.as_bytes()], &files);
+            state.memories = Some(region.memories.clone());
+            return told.map(Some).ok_or_else(|| self.over());
+        };
+        Err(RegionError::NewMemory { server: self.shared.session.server.clone(), reason })
+    }
+}
+
+/// Whether a session's worker can be told of other memories. A client that says something else of its session
+/// harms only itself.
+fn takes_memories(session: &SessionState) -> bool {
+    let (version, fingerprint) = session.header().session_version();
+    version >= MEMORIES_SINCE && OURS.agree(version, fingerprint).is_ok()
 }
 
 fn first_ack(socket: BorrowedFd<'_>) -> io::Result<(Answer, String)> {
@@ -459,9 +514,20 @@ impl Transport for Local {
             reserved: 0,
             size: region.size,
         };
-        match self.request(frame::REGION_ADD, &[add.as_bytes(), region.extents.as_bytes()], &descriptors) {
+        let mut state = self.shared.lock();
+        let told = self.tell_memories(&mut state, &region)?;
+        let parts = [add.as_bytes(), region.extents.as_bytes()];
+        let added = self.send(&mut state, frame::REGION_ADD, &parts, &descriptors);
+        drop(state);
+        let refused = told.and_then(|told| told.recv().ok()).filter(|(answer, _)| *answer != Answer::Ok);
+        if refused.is_some() {
+            // The worker has none now.
+            self.shared.lock().memories = Some(Memories::default());
+        }
+        match added.and_then(|added| added.recv().ok()) {
             Some((Answer::Ok, _)) => Ok(()),
-            Some((answer, reason)) => {
+            Some(answer) => {
+                let (answer, reason) = refused.unwrap_or(answer);
                 Err(RegionError::Refused { server: self.shared.session.server.clone(), answer, reason })
             }
             None => Err(self.over()),

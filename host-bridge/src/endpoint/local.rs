@@ -64,7 +64,8 @@ pub struct LocalCommands {
 pub struct LocalClient {
     view: Arc<ChannelView>,
     touch: Arc<Touch>,
-    memories: Memories,
+    /// What new regions lie in.
+    memories: Mutex<Memories>,
     released: Arc<Released>,
     regions: Regions,
     /// The connection with the bridge: another one when another process has taken its place.
@@ -134,7 +135,7 @@ impl LocalCommands {
             regions: Regions::new(Arc::clone(&view), Arc::clone(&released)),
             view,
             touch,
-            memories,
+            memories: Mutex::new(memories),
             released,
             socket: Mutex::new(Arc::new(socket)),
             succession,
@@ -364,6 +365,11 @@ impl LocalClient {
                         None => self.ack(Answer::Invalid, &format!("no region {id:?}")),
                     }
                 }
+                Ok(Some(frame::MEMORIES)) => {
+                    let (answer, reason) =
+                        self.take_memories(&body, &mut fds).err().unwrap_or((Answer::Ok, String::new()));
+                    self.ack(answer, &reason);
+                }
                 Ok(Some(kind)) => break Some(Lost::new(format!("the bridge sent a frame of kind {kind}"))),
             }
         };
@@ -518,7 +524,7 @@ impl LocalClient {
             let memories = Memories::map(vec![(memory, file)]).map_err(|e| with_causes(&e))?;
             memories.resolve(&extents, fixed.size)
         } else {
-            self.memories.resolve(&extents, fixed.size)
+            self.memories.lock().unwrap_or_else(PoisonError::into_inner).resolve(&extents, fixed.size)
         };
         let runs = runs.map_err(|e| with_causes(&e))?;
         if self.regions.add(fixed.region, runs, fixed.flags & REGION_READ_ONLY != 0) {
@@ -526,6 +532,22 @@ impl LocalClient {
         } else {
             Err(format!("region {} is in use", fixed.region))
         }
+    }
+
+    /// The client has other memories now. If they cannot be mapped it has none: what regions lie in must not
+    /// be memory that it had before.
+    fn take_memories(&self, body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(), (Answer, String)> {
+        let mut now = self.memories.lock().unwrap_or_else(PoisonError::into_inner);
+        *now = Memories::default();
+        let (memories, rest) = list::<Memory>(body, (body.len() / size_of::<Memory>()) as u32)
+            .map_err(|reason| (Answer::Invalid, reason))?;
+        if memories.len() != fds.len() || !rest.is_empty() {
+            let (bytes, count) = (body.len(), fds.len());
+            return Err((Answer::Invalid, format!("MEMORIES of {bytes} bytes with {count} descriptors")));
+        }
+        *now = Memories::map(memories.into_iter().zip(fds.drain(..)).collect())
+            .map_err(|e| (Answer::NoResources, with_causes(&e)))?;
+        Ok(())
     }
 
     /// To be called with leave to touch the client's memory.

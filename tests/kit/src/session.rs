@@ -13,6 +13,7 @@ use host_bridge::memory::Memories;
 use protocol::channel::{Geometry, State};
 use protocol::device::Extent;
 use protocol::link::Memory;
+use protocol::version::Version;
 
 use crate::channel::{Channel, write_header};
 use crate::{eventually, memfd};
@@ -68,6 +69,20 @@ impl Client {
     /// Opens a session.
     pub fn try_connect(config: &SessionConfig) -> Result<Client, ConnectError> {
         let (memories, channel) = channel(4 << 20);
+        Client::begin(config, memories, channel)
+    }
+
+    /// Opens a session as a program of this version does.
+    pub fn of_version(config: &SessionConfig, version: Version) -> Client {
+        let (memories, channel) = channel(4 << 20);
+        Client::begin(config, memories, ChannelMemory { version, ..channel }).unwrap()
+    }
+
+    fn begin(
+        config: &SessionConfig,
+        memories: Memories,
+        channel: ChannelMemory,
+    ) -> Result<Client, ConnectError> {
         let view = memories.view(&channel.extents, channel.size).unwrap();
         let (lost, wakes) = (Arc::new(Mutex::new(None)), Arc::new(AtomicUsize::new(0)));
         let (for_loss, for_wakes) = (lost.clone(), wakes.clone());

@@ -230,30 +230,49 @@ fn member(archive: &mut Vec<u8>, inode: usize, name: &str, mode: u32, data: &[u8
 pub(super) fn agent() -> Result<PathBuf> {
     const SOURCE: &str = include_str!("agent.c");
     let program = setup::build_dir().join("agent");
-    setup::once("agent", SOURCE, || static_program("agent.c", SOURCE, &program))?;
-    Ok(program)
-}
-
-/// Compiles a single-file C program statically, with the driver's user API available, so that it needs
-/// nothing in the guest. Returns the program's path. It is compiled again when the file changes.
-pub fn guest_program(file: &Path) -> Result<PathBuf> {
-    let source = fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    let header = tree::root().join("guest-driver/include/uapi/linux/virtio_rgpu.h");
-    let header = fs::read_to_string(&header).with_context(|| format!("cannot read {}", header.display()))?;
-    let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let program = setup::build_dir().join("programs").join(&name);
-    setup::once(&format!("program-{name}"), &format!("{source}{header}"), || {
-        fs::create_dir_all(setup::build_dir().join("programs"))?;
-        static_program(&format!("{name}.c"), &source, &program)
+    setup::once("agent", SOURCE, || {
+        static_program(&[("agent.c".to_owned(), SOURCE.to_owned())].into(), &program)
     })?;
     Ok(program)
 }
 
-fn static_program(name: &str, source: &str, program: &Path) -> Result<()> {
+/// Compiles a C program of `guest-driver/tests` statically, with the driver's user API available, so that it
+/// needs nothing in the guest: from `NAME.c`, `NAME_….c` and `NAME.h`. Returns the program's path. It is
+/// compiled again when one of them changes.
+pub fn guest_program(name: &str) -> Result<PathBuf> {
+    let folder = tree::root().join("guest-driver/tests");
+    let api = tree::root().join("guest-driver/include/uapi/linux/virtio_rgpu.h");
+    let mut sources = BTreeMap::new();
+    for entry in fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))? {
+        let path = entry?.path();
+        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let part = file.strip_prefix(name).and_then(|rest| rest.rsplit_once('.'));
+        if part.is_some_and(|(part, kind)| {
+            matches!(kind, "c" | "h") && (part.is_empty() || part.starts_with('_'))
+        }) {
+            sources.insert(file, text(&path)?);
+        }
+    }
+    let key = sources.values().fold(text(&api)?, |key, source| key + source);
+    let program = setup::build_dir().join("programs").join(name);
+    setup::once(&format!("program-{name}"), &key, || {
+        fs::create_dir_all(setup::build_dir().join("programs"))?;
+        static_program(&sources, &program)
+    })?;
+    Ok(program)
+}
+
+fn text(file: &Path) -> Result<String> {
+    fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))
+}
+
+/// Compiles a program from these files, by their names.
+fn static_program(sources: &BTreeMap<String, String>, program: &Path) -> Result<()> {
     setup::need_program("gcc", "gcc")?;
     let dir = tempfile::tempdir()?;
-    let file = dir.path().join(name);
-    fs::write(&file, source)?;
+    for (name, source) in sources {
+        fs::write(dir.path().join(name), source)?;
+    }
     let include = tree::root().join("guest-driver/include/uapi");
     setup::run(
         Command::new("gcc")
@@ -262,7 +281,7 @@ fn static_program(name: &str, source: &str, program: &Path) -> Result<()> {
             .arg(include)
             .arg("-o")
             .arg(program)
-            .arg(&file),
+            .args(sources.keys().filter(|name| name.ends_with(".c")).map(|name| dir.path().join(name))),
     )?;
     Ok(())
 }
