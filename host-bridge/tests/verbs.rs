@@ -284,6 +284,32 @@ fn a_session_outlives_its_queue_pairs() {
     });
 }
 
+/// As when a subnet manager gives the port another LID, or its interface gets another IP address.
+#[test]
+fn a_session_outlives_the_address_of_its_port() {
+    disturbed(11, number("RGPU_SURVIVAL_CUTS", 3), |bridge, _| {
+        let resumed = bridge.session().counters().resumed.get();
+        software::readdress();
+        until("it goes on", || {
+            bridge.session().counters().resumed.get() > resumed || bridge.lost().is_some()
+        });
+    });
+}
+
+#[test]
+fn a_process_that_begins_while_the_port_is_down_goes_on_when_it_is_up() {
+    disturbed(12, number("RGPU_SURVIVAL_CUTS", 3), |bridge, random| {
+        let ended = software::processes_ended();
+        software::end_process_after(random.below(300) as u64);
+        until("its process has ended", || software::processes_ended() > ended || bridge.lost().is_some());
+        software::port_down(true);
+        bridge.succeed();
+        software::port_down(false);
+        let resumed = || bridge.session().counters().resumed.get();
+        until("it goes on", || resumed() > 0 || bridge.lost().is_some());
+    });
+}
+
 /// Some devices take requests to a queue pair that has broken and give them back, others refuse them.
 #[test]
 fn a_session_outlives_queue_pairs_that_refuse_what_is_posted_to_them() {

@@ -20,7 +20,7 @@ use std::time::Duration;
 use protocol::link::{DirectHeader, DirectQueue};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use super::device::mtu_number;
+use super::device::{Port, mtu_number};
 use super::error::VerbsError;
 use super::failure::{describe, failure};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target, first_packet_number};
@@ -76,6 +76,8 @@ pub struct Pieces<B> {
     headers: Slab,
     posted: VecDeque<Posted<B>>,
     domain: Arc<Domain>,
+    /// What the peer is told of it.
+    port: Port,
     end: End,
     /// Number of the next request; the front of `posted` is `next - posted.len()`.
     next: u64,
@@ -98,16 +100,18 @@ impl<B: PieceBuffer> Pieces<B> {
             End::Sending => (depth as u32, 1),
             End::Receiving => (1, depth as u32),
         };
+        let port = domain.device().port()?;
         let completions = Completions::new(domain.device(), sends + receives)?;
         let headers = Slab::new(domain, depth * HEADER, Access::Write)?;
-        let pair =
-            QueuePair::new(domain, &completions, Depth { sends, receives, receive_segments: 2, inline: 0 })?;
+        let depth_of = Depth { sends, receives, receive_segments: 2, inline: 0 };
+        let pair = QueuePair::new(domain, &completions, &port, depth_of)?;
         Ok(Pieces {
             pair,
             completions,
             headers,
             posted: VecDeque::with_capacity(depth),
             domain: Arc::clone(domain),
+            port,
             end,
             next: 0,
             depth,
@@ -119,7 +123,7 @@ impl<B: PieceBuffer> Pieces<B> {
 
     /// What the peer must know. A receiving end says this when it has posted its first receives.
     pub fn offer(&self) -> DirectQueue {
-        let port = self.domain.device().port();
+        let port = &self.port;
         let receives = self.posted.len() as u32;
         DirectQueue {
             queue_pair: self.pair.number(),
@@ -135,13 +139,13 @@ impl<B: PieceBuffer> Pieces<B> {
 
     /// Connects to the peer's queue pair.
     pub fn connect(&mut self, peer: &DirectQueue) -> Result<(), VerbsError> {
-        let port = self.domain.device().port();
+        let port = &self.port;
         check_peer(peer)?;
         port.check_route(peer.global)?;
         self.credits.grant(peer.receives as usize)?;
         let mtu = peer.mtu.min(port.mtu);
         let target = Target { qpn: peer.queue_pair, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu };
-        self.pair.connect(&target, self.psn, self.loss)
+        self.pair.connect(port, &target, self.psn, self.loss)
     }
 
     /// The domain in which buffers must be registered.
@@ -247,7 +251,7 @@ impl<B: PieceBuffer> Pieces<B> {
             for wc in &batch[..count] {
                 if wc.status != number::WC_SUCCESS {
                     let device = self.domain.device();
-                    let on = format!("{} port {}", device.name(), device.port().number);
+                    let on = format!("{} port {}", device.name(), device.port_number());
                     let cause = failure(&batch[..count]).unwrap_or(*wc);
                     return Err(describe(&on, &cause));
                 }

@@ -175,6 +175,7 @@ impl QueuePair {
     pub(super) fn new(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
+        port: &Port,
         depth: Depth,
     ) -> Result<QueuePair, VerbsError> {
         let library = Library::get()?;
@@ -220,7 +221,7 @@ impl QueuePair {
         let pair = QueuePair { qp, library, post_send, post_recv, inline, _completions: completions, domain };
         let mut attr = QpAttr {
             qp_state: number::QPS_INIT,
-            port_num: pair.domain.device().port().number,
+            port_num: port.number,
             qp_access_flags: number::ACCESS_REMOTE_WRITE as u32,
             ..QpAttr::default()
         };
@@ -240,10 +241,15 @@ impl QueuePair {
         unsafe { self.qp.as_ref().qp_num }
     }
 
-    /// Connects it. `psn` is this side's first packet number, `loss` the time after which a silent peer is
-    /// considered lost.
-    pub(super) fn connect(&self, target: &Target, psn: u32, loss: Duration) -> Result<(), VerbsError> {
-        let port: &Port = self.domain.device().port();
+    /// Connects it, from this port. `psn` is this side's first packet number, `loss` the time after which a
+    /// silent peer is considered lost.
+    pub(super) fn connect(
+        &self,
+        port: &Port,
+        target: &Target,
+        psn: u32,
+        loss: Duration,
+    ) -> Result<(), VerbsError> {
         let grh = GlobalRoute {
             dgid: Gid(target.gid),
             flow_label: 0,

@@ -183,12 +183,12 @@ impl Drop for Handle {
 impl Loop {
     fn new(domain: &Arc<Domain>) -> Result<Loop, VerbsError> {
         let device: &Arc<Device> = domain.device();
+        let (port, psn) = (device.port()?, first_packet_number()?);
         let completions = Completions::new(device, 4)?;
         let depth = Depth { sends: 2, receives: 1, receive_segments: 1, inline: 0 };
-        let pair = QueuePair::new(domain, &completions, depth)?;
-        let (port, psn) = (device.port(), first_packet_number()?);
+        let pair = QueuePair::new(domain, &completions, &port, depth)?;
         let own = Target { qpn: pair.number(), psn, lid: port.lid, gid: port.gid, mtu: port.mtu };
-        pair.connect(&own, psn, WITHIN)?;
+        pair.connect(&port, &own, psn, WITHIN)?;
         Ok(Loop { pair, completions })
     }
 

@@ -510,7 +510,7 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
 
     fn silent(&self, seconds: u64) -> String {
         let device = self.link.domain().device();
-        let (name, port) = (device.name(), device.port().number);
+        let (name, port) = (device.name(), device.port_number());
         format!("nothing came over RDMA device {name} port {port} for {seconds} s: is the link down?")
     }
 

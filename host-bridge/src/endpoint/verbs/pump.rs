@@ -414,7 +414,7 @@ impl VerbsClient {
                     frame::BYE if body.is_empty() => return Err(End::Asked),
                     frame::BYE => {
                         let (device, why) = (engine.link.domain().device(), String::from_utf8_lossy(body));
-                        let (name, port) = (device.name(), device.port().number);
+                        let (name, port) = (device.name(), device.port_number());
                         return Err(End::Lost(format!(
                             "the client at {}, reached over RDMA device {name} port {port}, ended the session: {why}",
                             self.peer

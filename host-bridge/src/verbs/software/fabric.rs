@@ -11,6 +11,8 @@ use nix::errno::Errno;
 
 use crate::verbs::sys::{Sge, Wc, number};
 
+/// The port's first local identifier.
+pub(super) const FIRST_LID: u16 = 7;
 /// The peer's message was longer than its receive.
 const LOCAL_LENGTH: u32 = 1;
 
@@ -56,6 +58,10 @@ pub(super) struct Fabric {
     pub(super) failing: Option<u32>,
     pub(super) silent: bool,
     pub(super) refuses: bool,
+    /// The port is down.
+    pub(super) is_down: bool,
+    /// How often the port was given another local identifier.
+    pub(super) moved: u16,
 }
 
 pub(super) struct Memory {
@@ -89,6 +95,8 @@ pub(super) struct Pair {
     pub(super) most_segments: (c_int, c_int),
     pub(super) state: u32,
     pub(super) peer: Option<u32>,
+    /// The local identifier to which it sends.
+    pub(super) lid: u16,
     pub(super) sends: VecDeque<Request>,
     pub(super) receives: VecDeque<(u64, Vec<Sge>)>,
 }
@@ -108,6 +116,10 @@ pub(super) enum Payload {
 }
 
 impl Fabric {
+    pub(super) fn lid(&self) -> u16 {
+        FIRST_LID.wrapping_add(self.moved)
+    }
+
     pub(super) fn next(&mut self) -> u32 {
         self.last = self.last % 0xff_ffff + 1;
         self.last
@@ -268,11 +280,12 @@ impl Fabric {
         while let Some(pair) = self.pairs.get(&from)
             && let Some(request) = pair.sends.front()
         {
-            if self.silent && pair.peer != Some(from) {
-                return;
-            }
             let there =
                 pair.peer.filter(|peer| self.pairs.get(peer).is_some_and(|peer| peer.peer == Some(from)));
+            let is_elsewhere = there.is_some() && pair.lid != self.lid();
+            if (self.silent || self.is_down || is_elsewhere) && pair.peer != Some(from) {
+                return;
+            }
             let status = match (there, self.outside) {
                 (Some(peer), _) => {
                     let sent = self.gather(pair.domain, request);

@@ -5,14 +5,13 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
 
-use super::fabric::{Fabric, Memory, Pair, Payload, Queue, Request, Shown, fabric};
+use super::fabric::{FIRST_LID, Fabric, Memory, Pair, Payload, Queue, Request, Shown, fabric};
 use crate::verbs::sys::{
     AsyncEvent, CompChannel, Context, Cq, Device, DeviceAttr, Gid, Library, Mr, Mw, MwBind, Pd, PortAttr, Qp,
     QpAttr, QpInitAttr, RecvWr, SendWr, Sge, Wc, number,
 };
 
-/// The port's local identifier, and its MTU as `enum ibv_mtu`.
-const LID: u16 = 7;
+/// The port's MTU as `enum ibv_mtu`.
 const MTU: u32 = 5;
 
 fn eventfd() -> RawFd {
@@ -113,17 +112,18 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
 }
 
 extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
-    let (state, active_mtu, gid_tbl_len, link_layer) = (number::PORT_ACTIVE, MTU, 1, 1);
+    let fabric = fabric();
+    // IBV_PORT_DOWN is 1.
+    let state = if fabric.is_down { 1 } else { number::PORT_ACTIVE };
+    let (lid, active_mtu, gid_tbl_len, link_layer) = (fabric.lid(), MTU, 1, 1);
     // SAFETY: the caller passes a writable structure.
-    unsafe {
-        *attr = PortAttr { state, active_mtu, gid_tbl_len, link_layer, lid: LID, ..PortAttr::default() }
-    };
+    unsafe { *attr = PortAttr { state, active_mtu, gid_tbl_len, link_layer, lid, ..PortAttr::default() } };
     0
 }
 
 extern "C" fn query_gid(_context: *mut Context, _port: u8, _index: c_int, gid: *mut Gid) -> c_int {
     // SAFETY: the caller passes a writable GID.
-    unsafe { *gid = Gid([LID as u8; 16]) };
+    unsafe { *gid = Gid([FIRST_LID as u8; 16]) };
     0
 }
 
@@ -322,6 +322,7 @@ extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
             most_segments: (cap.max_send_sge as c_int, cap.max_recv_sge as c_int),
             state: 0,
             peer: None,
+            lid: 0,
             sends: VecDeque::new(),
             receives: VecDeque::new(),
         };
@@ -341,11 +342,11 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
         (_, number::QPS_ERR) => fabric.stop(number),
         (0, number::QPS_INIT) | (number::QPS_RTR, number::QPS_RTS) => pair.state = to,
         (number::QPS_INIT, number::QPS_RTR) => {
-            let (mtu, peer) = (of!(attr, path_mtu), of!(attr, dest_qp_num));
+            let (mtu, peer, way) = (of!(attr, path_mtu), of!(attr, dest_qp_num), of!(attr, ah_attr));
             if !(1..=MTU).contains(&mtu) || !(1..=0xff_ffff).contains(&peer) {
                 return libc::EINVAL;
             }
-            (pair.state, pair.peer) = (to, Some(peer));
+            (pair.state, pair.peer, pair.lid) = (to, Some(peer), way.dlid);
         }
         _ => return libc::EINVAL,
     }

@@ -97,6 +97,17 @@ pub fn silence(silent: bool) {
     fabric().silent = silent;
 }
 
+/// Whether the port is down: nothing gets through, as while it is [silent](silence).
+pub fn port_down(down: bool) {
+    fabric().is_down = down;
+}
+
+/// The port has another local identifier from now on. What is sent to its former one gets lost.
+pub fn readdress() {
+    let mut fabric = fabric();
+    fabric.moved = fabric.moved.wrapping_add(1);
+}
+
 /// A queue pair's device sends what is under way once more.
 pub fn repeat(pair: u32) {
     fabric().carry(pair);
