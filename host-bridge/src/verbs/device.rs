@@ -90,6 +90,8 @@ pub enum DeviceEvent {
     PortDown(u8),
     /// A port came up.
     PortUp(u8),
+    /// A queue pair or a completion queue works no more. Others do.
+    Broken(String),
     /// Nothing works any more.
     Fatal(String),
     /// Something that does not matter here.
@@ -389,12 +391,11 @@ impl Device {
             number::EVENT_PORT_ERR => DeviceEvent::PortDown(port),
             number::EVENT_PORT_ACTIVE => DeviceEvent::PortUp(port),
             number::EVENT_DEVICE_FATAL => DeviceEvent::Fatal(format!("RDMA device {} has failed", self.name)),
-            number::EVENT_CQ_ERR => DeviceEvent::Fatal("a completion queue has failed".into()),
-            number::EVENT_QP_FATAL | number::EVENT_QP_REQ_ERR | number::EVENT_QP_ACCESS_ERR => {
-                DeviceEvent::Fatal(
-                    "a queue pair has failed: the peer asked for what it may not, or the device gave up"
-                        .into(),
-                )
+            number::EVENT_CQ_ERR => self.broken("a completion queue has failed"),
+            // Some devices say so of each connection that they give up, whatever the reason.
+            number::EVENT_QP_FATAL => self.broken("a queue pair has failed"),
+            number::EVENT_QP_REQ_ERR | number::EVENT_QP_ACCESS_ERR => {
+                self.broken("a queue pair has failed: the peer asked for what it may not")
             }
             _ => DeviceEvent::Other,
         };
@@ -402,6 +403,12 @@ impl Device {
         // destroyed.
         unsafe { (library.ack_async_event)(&mut event) };
         Some(seen)
+    }
+}
+
+impl Device {
+    fn broken(&self, what: &str) -> DeviceEvent {
+        DeviceEvent::Broken(format!("{} port {}: {what}", self.name, self.settings.port))
     }
 }
 

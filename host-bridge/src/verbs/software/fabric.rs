@@ -1,7 +1,7 @@
 //! What there is: queue pairs, registrations, windows and completion queues, and what goes between queue
 //! pairs.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
@@ -43,8 +43,9 @@ pub struct Sent {
 
 #[derive(Default)]
 pub(super) struct Fabric {
-    pub(super) contexts: HashSet<usize>,
-    pub(super) domains: HashSet<usize>,
+    pub(super) contexts: HashMap<usize, Events>,
+    /// With their contexts.
+    pub(super) domains: HashMap<usize, usize>,
     /// By key.
     pub(super) regions: HashMap<u32, Memory>,
     pub(super) windows: HashMap<u32, Shown>,
@@ -62,6 +63,12 @@ pub(super) struct Fabric {
     pub(super) is_down: bool,
     /// How often the port was given another local identifier.
     pub(super) moved: u16,
+}
+
+/// What a context has to tell, in order, and the descriptor that says so.
+pub(super) struct Events {
+    pub(super) fd: RawFd,
+    pub(super) kinds: VecDeque<u32>,
 }
 
 pub(super) struct Memory {
@@ -261,6 +268,15 @@ impl Fabric {
         for (queue, wr_id) in sends.chain(receives).collect::<Vec<_>>() {
             let status = number::WC_WR_FLUSH_ERR;
             self.completed(queue, Wc { wr_id, status, qp_num: number, ..Wc::default() });
+        }
+    }
+
+    /// Something happened to the device, of which the owner of a queue pair is told.
+    pub(super) fn happened(&mut self, number: u32, kind: u32) {
+        let context = self.pairs.get(&number).and_then(|pair| self.domains.get(&pair.domain));
+        if let Some(events) = context.and_then(|context| self.contexts.get_mut(context)) {
+            events.kinds.push_back(kind);
+            signal(events.fd);
         }
     }
 

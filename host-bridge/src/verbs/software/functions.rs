@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
 
-use super::fabric::{FIRST_LID, Fabric, Memory, Pair, Payload, Queue, Request, Shown, fabric};
+use super::fabric::{Events, FIRST_LID, Fabric, Memory, Pair, Payload, Queue, Request, Shown, fabric};
 use crate::verbs::sys::{
     AsyncEvent, CompChannel, Context, Cq, Device, DeviceAttr, Gid, Library, Mr, Mw, MwBind, Pd, PortAttr, Qp,
     QpAttr, QpInitAttr, RecvWr, SendWr, Sge, Wc, number,
@@ -83,14 +83,14 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
         context.ops.post_recv = Some(post_recv);
         Some(context)
     };
-    make(context, |fabric, at, _| {
-        fabric.contexts.insert(at);
+    make(context, |fabric, at, context| {
+        fabric.contexts.insert(at, Events { fd: context.async_fd, kinds: VecDeque::new() });
     })
 }
 
 extern "C" fn close_device(context: *mut Context) -> c_int {
     let mut fabric = fabric();
-    assert!(fabric.contexts.remove(&(context as usize)), "an unknown context");
+    assert!(fabric.contexts.remove(&(context as usize)).is_some(), "an unknown context");
     if fabric.contexts.is_empty() {
         // Programs of a fuzzer find the same numbers in each run.
         fabric.last = 0;
@@ -127,8 +127,17 @@ extern "C" fn query_gid(_context: *mut Context, _port: u8, _index: c_int, gid: *
     0
 }
 
-extern "C" fn get_async_event(_context: *mut Context, _event: *mut AsyncEvent) -> c_int {
-    -1
+extern "C" fn get_async_event(context: *mut Context, event: *mut AsyncEvent) -> c_int {
+    let mut fabric = fabric();
+    let Some(events) = fabric.contexts.get_mut(&(context as usize)) else { panic!("an unknown context") };
+    let Some(event_type) = events.kinds.pop_front() else { return -1 };
+    let mut count = [0u8; 8];
+    // SAFETY: the buffer has the size that is given.
+    let read = unsafe { libc::read(events.fd, count.as_mut_ptr().cast(), count.len()) };
+    assert!(read > 0, "an event without a signal");
+    // SAFETY: the caller passes a writable structure.
+    unsafe { *event = AsyncEvent { element: 1, event_type } };
+    0
 }
 
 extern "C" fn ack_async_event(_event: *mut AsyncEvent) {}
@@ -137,7 +146,7 @@ extern "C" fn alloc_pd(context: *mut Context) -> *mut Pd {
     make(
         |_| Some(Pd { context }),
         |fabric, at, _| {
-            fabric.domains.insert(at);
+            fabric.domains.insert(at, context as usize);
         },
     )
 }
@@ -145,7 +154,7 @@ extern "C" fn alloc_pd(context: *mut Context) -> *mut Pd {
 extern "C" fn dealloc_pd(pd: *mut Pd) -> c_int {
     let mut fabric = fabric();
     let domain = pd as usize;
-    assert!(fabric.domains.remove(&domain), "an unknown domain");
+    assert!(fabric.domains.remove(&domain).is_some(), "an unknown domain");
     let used = fabric.regions.values().any(|region| region.domain == domain)
         || fabric.windows.values().any(|window| window.domain == domain)
         || fabric.pairs.values().any(|pair| pair.domain == domain);
@@ -203,8 +212,14 @@ extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
         panic!("an unknown queue pair")
     };
     let (domain, stands, queue) = (*domain, *state == number::QPS_RTS, *send_queue);
+    let wr_id = of!(bind, wr_id);
+    if !stands {
+        let status = number::WC_WR_FLUSH_ERR;
+        fabric.completed(queue, Wc { wr_id, status, qp_num: number, ..Wc::default() });
+        return 0;
+    }
     let Some(window) = fabric.windows.remove(&old) else { panic!("an unknown window") };
-    assert!(window.domain == domain && stands, "a window and a queue pair that do not fit");
+    assert!(window.domain == domain, "a window and a queue pair that do not fit");
     let mr = of!(bind, mr);
     let region_key = of!(mr, lkey);
     let Some(region) = fabric.regions.get(&region_key) else { panic!("an unknown registration") };
@@ -216,7 +231,6 @@ extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
     fabric.windows.insert(key, Shown { domain, shown });
     // SAFETY: the caller passes a live window, which nobody else uses now.
     unsafe { (*mw).rkey = key };
-    let wr_id = of!(bind, wr_id);
     assert!(of!(bind, send_flags) & number::SEND_SIGNALED != 0, "a request that nobody waits for");
     // IBV_WC_BIND_MW.
     fabric.completed(queue, Wc { wr_id, opcode: 5, qp_num: number, ..Wc::default() });

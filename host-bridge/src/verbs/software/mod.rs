@@ -108,6 +108,12 @@ pub fn readdress() {
     fabric.moved = fabric.moved.wrapping_add(1);
 }
 
+/// An event of a queue pair's device (`enum ibv_event_type`), which its owner's context tells of. `QP_FATAL`
+/// is 1, `DEVICE_FATAL` is 8.
+pub fn event(pair: u32, kind: u32) {
+    fabric().happened(pair, kind);
+}
+
 /// A queue pair's device sends what is under way once more.
 pub fn repeat(pair: u32) {
     fabric().carry(pair);
