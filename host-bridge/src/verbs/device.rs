@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::error::VerbsError;
 use super::settings::Settings;
@@ -20,6 +20,8 @@ pub struct Device {
     limits: Limits,
     /// The GID that was used last.
     gid: Mutex<Option<GidEntry>>,
+    /// It works no more.
+    failure: OnceLock<String>,
 }
 
 // SAFETY: libibverbs allows every call on a context from any thread.
@@ -257,8 +259,9 @@ impl Device {
         })?;
         let limits = Limits { queue: 0, completions: 0, resends: None, windows: false };
         // From here on dropping it closes it.
-        let (settings, gid) = (settings.clone(), Mutex::default());
-        let mut opened = Device { context, name, settings, limits, gid };
+        let settings = settings.clone();
+        let (gid, failure) = (Mutex::default(), OnceLock::new());
+        let mut opened = Device { context, name, settings, limits, gid, failure };
         nonblocking(opened.event_fd()).map_err(|e| VerbsError::call("preparing the device's events", e))?;
         let mut attr = sys::DeviceAttr::zeroed();
         // SAFETY: an open context; `attr` is writable and of the size that the library knows.
@@ -390,7 +393,10 @@ impl Device {
         let seen = match event.event_type {
             number::EVENT_PORT_ERR => DeviceEvent::PortDown(port),
             number::EVENT_PORT_ACTIVE => DeviceEvent::PortUp(port),
-            number::EVENT_DEVICE_FATAL => DeviceEvent::Fatal(format!("RDMA device {} has failed", self.name)),
+            number::EVENT_DEVICE_FATAL => {
+                let what = self.failure.get_or_init(|| format!("RDMA device {} has failed", self.name));
+                DeviceEvent::Fatal(what.clone())
+            }
             number::EVENT_CQ_ERR => self.broken("a completion queue has failed"),
             // Some devices say so of each connection that they give up, whatever the reason.
             number::EVENT_QP_FATAL => self.broken("a queue pair has failed"),
@@ -407,6 +413,13 @@ impl Device {
 }
 
 impl Device {
+    /// Why it works no more. Takes its events: for devices that several threads use, each of which sees by
+    /// other means what else they tell.
+    pub fn failure(&self) -> Option<&str> {
+        while self.failure.get().is_none() && self.next_event().is_some() {}
+        self.failure.get().map(String::as_str)
+    }
+
     fn broken(&self, what: &str) -> DeviceEvent {
         DeviceEvent::Broken(format!("{} port {}: {what}", self.name, self.settings.port))
     }

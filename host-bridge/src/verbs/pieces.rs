@@ -242,7 +242,7 @@ impl<B: PieceBuffer> Pieces<B> {
     /// Appends what was sent or received. Never waits.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// The connection is broken, or its device is.
     pub fn poll(&mut self, done: &mut Vec<Done<B>>) -> Result<(), VerbsError> {
         let mut batch = [Wc::default(); POLL_BATCH];
         loop {
@@ -258,9 +258,12 @@ impl<B: PieceBuffer> Pieces<B> {
                 done.push(self.completed(wc)?);
             }
             if count < POLL_BATCH {
-                return Ok(());
+                break;
             }
         }
+        // A device that has something to do needs no look at its events.
+        let failure = if done.is_empty() { self.domain.device().failure() } else { None };
+        failure.map_or(Ok(()), |why| Err(VerbsError::Broken(why.to_owned())))
     }
 
     fn completed(&mut self, wc: &Wc) -> Result<Done<B>, VerbsError> {
@@ -287,12 +290,12 @@ impl<B: PieceBuffer> Pieces<B> {
         Ok(Done { header, len: came, buffer })
     }
 
-    /// Readable when something has happened after [`arm`](Self::arm).
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.completions.as_fd()
+    /// One of them is readable when something has happened after [`arm`](Self::arm).
+    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.completions.as_fd(), self.domain.device().event_fd()]
     }
 
-    /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake:
+    /// To be called before sleeping on [`fds`](Self::fds). What came before it does not wake:
     /// [`poll`](Self::poll) once more after it.
     pub fn arm(&self) -> Result<(), VerbsError> {
         self.completions.arm()
