@@ -73,7 +73,7 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
         // SAFETY: pointers, numbers, and functions that may be missing: all of it may be zero.
         let mut context: Context = unsafe { std::mem::zeroed() };
         (context.device, context.cmd_fd, context.async_fd, context.num_comp_vectors) =
-            (device, -1, eventfd(), 1);
+            (device, -1, eventfd(), 3);
         context.ops.alloc_mw = Some(alloc_mw);
         context.ops.bind_mw = Some(bind_mw);
         context.ops.dealloc_mw = Some(dealloc_mw);
@@ -261,8 +261,9 @@ extern "C" fn create_cq(
     cqe: c_int,
     _cq_context: *mut c_void,
     channel: *mut CompChannel,
-    _comp_vector: c_int,
+    comp_vector: c_int,
 ) -> *mut Cq {
+    assert!((0..of!(context, num_comp_vectors)).contains(&comp_vector), "no such completion vector");
     make(
         |_| Some(Cq { context }),
         |fabric, at, _| {
