@@ -44,6 +44,8 @@ pub struct Port {
     pub gid_index: u8,
     /// The GID.
     pub gid: [u8; 16],
+    /// Index of the partition in the port's table.
+    pub pkey_index: u16,
     /// MTU to use, in bytes.
     pub mtu: u32,
     /// Traffic class of the packets.
@@ -148,6 +150,17 @@ fn entry_now<'t>(
         Some(index) => table.iter().find(|entry| entry.index == index),
         None => choose_gid(table),
     })
+}
+
+/// The bits of a P_Key that say which partition it is. The other one says that its holder may talk to all
+/// members, not just to those that have this bit.
+const MEMBERS: u16 = 0x7fff;
+
+/// The index of a partition in a table of indices and P_Keys, rather as the full member that it was asked
+/// for.
+fn partition_now(table: &[(u16, u16)], partition: u16) -> Option<u16> {
+    let same = table.iter().filter(|(_, key)| key & MEMBERS == partition & MEMBERS);
+    same.min_by_key(|(_, key)| *key != partition).map(|(index, _)| *index)
 }
 
 /// The devices of this host, by name.
@@ -318,7 +331,31 @@ impl Device {
         let global = ethernet || settings.gid_index.is_some();
         let (gid_index, gid) = if global { self.choose_entry(attr.gid_tbl_len)? } else { (0, [0; 16]) };
         let (lid, traffic_class) = (attr.lid, settings.traffic_class);
-        Ok(Port { number, lid, global, gid_index, gid, mtu, traffic_class })
+        let pkey_index = match settings.partition {
+            Some(partition) => self.choose_partition(partition, attr.pkey_tbl_len)?,
+            None => 0,
+        };
+        Ok(Port { number, lid, global, gid_index, gid, pkey_index, mtu, traffic_class })
+    }
+
+    /// The index of a partition in a table with so many entries.
+    fn choose_partition(&self, partition: u16, count: u16) -> Result<u16, VerbsError> {
+        let library = Library::get()?;
+        let key = |index: u16| {
+            let mut key = 0;
+            // SAFETY: an open context; `key` is writable.
+            let result = unsafe {
+                (library.query_pkey)(self.context.as_ptr(), self.settings.port, index.into(), &mut key)
+            };
+            (result == 0).then_some((index, u16::from_be(key))).filter(|(_, key)| key & MEMBERS != 0)
+        };
+        let table: Vec<(u16, u16)> = (0..count).filter_map(key).collect();
+        partition_now(&table, partition).ok_or_else(|| VerbsError::NoPartition {
+            device: self.name.clone(),
+            port: self.settings.port,
+            partition,
+            have: table.iter().map(|(_, key)| format!("{key:#06x}")).collect::<Vec<_>>().join(", "),
+        })
     }
 
     /// Index and GID of the entry to use, of a table with so many.
@@ -493,6 +530,14 @@ mod tests {
             [None, Some(2), Some(4)].map(|configured| index(&[other.clone()], configured)),
             [Some(2), Some(2), None]
         );
+    }
+
+    #[test]
+    fn a_partition_is_found_however_the_port_is_a_member() {
+        let table = [(0, 0xffff), (2, 0x0001), (3, 0x8001), (5, 0x0002)];
+        let index = |partition| partition_now(&table, partition);
+        assert_eq!([0x8001, 0x0001, 0x8002, 0x7fff].map(index), [Some(3), Some(2), Some(5), Some(0)]);
+        assert_eq!(index(0x8003), None);
     }
 
     #[test]

@@ -237,6 +237,7 @@ impl QueuePair {
         let mut attr = QpAttr {
             qp_state: number::QPS_INIT,
             port_num: port.number,
+            pkey_index: port.pkey_index,
             qp_access_flags: number::ACCESS_REMOTE_WRITE as u32,
             ..QpAttr::default()
         };

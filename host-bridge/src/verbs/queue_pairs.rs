@@ -302,6 +302,22 @@ pub(super) fn post_receive(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::verbs::{Device, software};
+
+    #[test]
+    fn queue_pairs_are_in_the_partition_that_is_set() {
+        software::install();
+        for (partition, index) in [(None, 0), (Some(0x8001), 1), (Some(0x0001), 1), (Some(0x7fff), 0)] {
+            let settings = Settings { partition, ..Settings::default() };
+            let domain = Domain::new(Device::open(&settings).unwrap()).unwrap();
+            let made = Unconnected::new(&domain, &settings).unwrap();
+            let used = made.queues.iter().map(|queue| software::partition(queue.pair.number()));
+            assert!(used.into_iter().all(|used| used == Some(index)), "{partition:?}");
+        }
+        let other = Settings { partition: Some(0x8002), ..Settings::default() };
+        let refusal = Device::open(&other).unwrap_err().to_string();
+        assert!(refusal.contains("not in partition 0x8002, only in 0xffff, 0x8001"), "{refusal}");
+    }
 
     #[test]
     fn offers_that_make_no_sense_are_refused() {

@@ -122,10 +122,16 @@ impl Port<'_> {
             Ok(mtu) => mtu,
             Err(wrong) => return wrong,
         };
+        let partition = match self.partition(ethernet, choice.partition) {
+            Ok(partition) => partition,
+            Err(wrong) => return wrong,
+        };
         let folder = root.join("sys/class/infiniband").join(device).join("device/physfn");
         let function = if folder.exists() { ", a virtual function" } else { "" };
         let firewall = if ethernet { "; firewalls must allow UDP port 4791" } else { "" };
-        Good(format!("RDMA device {device} port {number}{function}: active, {path}{mtu}{firewall}"))
+        Good(format!(
+            "RDMA device {device} port {number}{function}: active, {path}{partition}{mtu}{firewall}"
+        ))
     }
 
     fn gid(&self, index: Option<u8>) -> Result<String, Finding> {
@@ -176,6 +182,50 @@ impl Port<'_> {
                 step(),
             )),
         }
+    }
+
+    /// Describes the partition: the one that is wanted, or that of the port's first entry.
+    fn partition(&self, ethernet: bool, wanted: Option<u16>) -> Result<String, Finding> {
+        /// What a P_Key says beside its partition: its holder may talk to all members.
+        const FULL: u16 = 1 << 15;
+        let (device, number) = (self.device, self.number);
+        let entry = |index: u8| {
+            let key = self.file(&format!("pkeys/{index}"))?;
+            u16::from_str_radix(key.trim_start_matches("0x"), 16).ok()
+        };
+        let table: Vec<u16> = (0..=u8::MAX).map_while(entry).collect();
+        let of = |wanted: u16| table.iter().copied().filter(move |key| key & !FULL == wanted & !FULL).max();
+        let key = match wanted {
+            Some(wanted) => of(wanted).ok_or_else(|| {
+                let have: Vec<_> = table.iter().filter(|key| *key & !FULL != 0).collect();
+                let have: Vec<_> = have.into_iter().map(|key| format!("{key:#06x}")).collect();
+                Wrong(
+                    format!(
+                        "port {number} of RDMA device {device} is not in partition {wanted:#06x}, only in {}",
+                        have.join(", ")
+                    ),
+                    "add it in the subnet manager (partitions.conf of opensm); on Ethernet use a VLAN, and omit --rdma-partition (`rdma.partition`)"
+                        .into(),
+                )
+            })?,
+            None if ethernet => return Ok(String::new()),
+            None => match table.first() {
+                Some(key) => *key,
+                None => return Ok(String::new()),
+            },
+        };
+        if key & FULL == 0 {
+            return Err(Note(
+                format!(
+                    "port {number} of RDMA device {device} is a limited member of partition {key:#06x}: it reaches no other limited member"
+                ),
+                Some(
+                    "make hosts or servers full members in the subnet manager, or choose another partition with --rdma-partition (`rdma.partition`)"
+                        .into(),
+                ),
+            ));
+        }
+        Ok(format!(", partition {key:#06x}"))
     }
 
     /// Describes the MTU. sysfs has it only for RoCE, where it follows from the interface's.
@@ -367,6 +417,29 @@ mod tests {
         assert!(tree.wrong(|c| c.gid_index = Some(0)).0.contains("RoCE v1"));
         tree.put("sys/class/infiniband/mlx5_0/ports/1/gid_attrs/types/1", "IB/RoCE v1");
         assert!(tree.wrong(|_| {}).1.contains("IP address"));
+    }
+
+    #[test]
+    fn a_partition_that_the_port_is_not_a_full_member_of_is_named() {
+        let tree = Tree::new("partition");
+        let port = "sys/class/infiniband/mlx5_0/ports/1";
+        tree.put(&format!("{port}/link_layer"), "InfiniBand");
+        for (index, key) in ["0xffff", "0x8001", "0x0002", "0x0000"].into_iter().enumerate() {
+            tree.put(&format!("{port}/pkeys/{index}"), key);
+        }
+        let says = |findings: &[Finding], what: &str| {
+            let has =
+                |finding: &&Finding| matches!(finding, Good(text) | Note(text, _) if text.contains(what));
+            assert!(findings.iter().any(|finding| has(&finding)), "{what}: {findings:?}");
+        };
+        says(&tree.check(|_| {}), "partition 0xffff");
+        says(&tree.check(|c| c.partition = Some(0x8001)), "active, LID 0x0, partition 0x8001");
+        says(&tree.check(|c| c.partition = Some(0x8002)), "limited member of partition 0x0002");
+        let (text, step) = tree.wrong(|c| c.partition = Some(0x8003));
+        assert!(
+            text.contains("only in 0xffff, 0x8001, 0x0002") && step.contains("partitions.conf"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -104,6 +104,8 @@ pub(super) struct Pair {
     pub(super) peer: Option<u32>,
     /// The local identifier to which it sends.
     pub(super) lid: u16,
+    /// Its index.
+    pub(super) partition: u16,
     pub(super) sends: VecDeque<Request>,
     pub(super) receives: VecDeque<(u64, Vec<Sge>)>,
 }
@@ -298,7 +300,9 @@ impl Fabric {
         {
             let there =
                 pair.peer.filter(|peer| self.pairs.get(peer).is_some_and(|peer| peer.peer == Some(from)));
-            let is_elsewhere = there.is_some() && pair.lid != self.lid();
+            let partition = there.and_then(|peer| Some(self.pairs.get(&peer)?.partition));
+            let is_elsewhere =
+                there.is_some() && (pair.lid != self.lid() || partition != Some(pair.partition));
             if (self.silent || self.is_down || is_elsewhere) && pair.peer != Some(from) {
                 return;
             }

@@ -13,6 +13,8 @@ use crate::verbs::sys::{
 
 /// The port's MTU as `enum ibv_mtu`.
 const MTU: u32 = 5;
+/// The port's partitions.
+const PARTITIONS: [u16; 2] = [0xffff, 0x8001];
 
 fn eventfd() -> RawFd {
     // SAFETY: takes two numbers.
@@ -116,14 +118,24 @@ extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr)
     // IBV_PORT_DOWN is 1.
     let state = if fabric.is_down { 1 } else { number::PORT_ACTIVE };
     let (lid, active_mtu, gid_tbl_len, link_layer) = (fabric.lid(), MTU, 1, 1);
+    let pkey_tbl_len = PARTITIONS.len() as u16;
+    let port =
+        PortAttr { state, active_mtu, gid_tbl_len, pkey_tbl_len, link_layer, lid, ..PortAttr::default() };
     // SAFETY: the caller passes a writable structure.
-    unsafe { *attr = PortAttr { state, active_mtu, gid_tbl_len, link_layer, lid, ..PortAttr::default() } };
+    unsafe { *attr = port };
     0
 }
 
 extern "C" fn query_gid(_context: *mut Context, _port: u8, _index: c_int, gid: *mut Gid) -> c_int {
     // SAFETY: the caller passes a writable GID.
     unsafe { *gid = Gid([FIRST_LID as u8; 16]) };
+    0
+}
+
+extern "C" fn query_pkey(_context: *mut Context, _port: u8, index: c_int, pkey: *mut u16) -> c_int {
+    let Some(key) = usize::try_from(index).ok().and_then(|index| PARTITIONS.get(index)) else { return -1 };
+    // SAFETY: the caller passes a writable number.
+    unsafe { *pkey = key.to_be() };
     0
 }
 
@@ -338,6 +350,7 @@ extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
             state: 0,
             peer: None,
             lid: 0,
+            partition: 0,
             sends: VecDeque::new(),
             receives: VecDeque::new(),
         };
@@ -355,7 +368,14 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
     let Some(pair) = fabric.pairs.get_mut(&number) else { panic!("an unknown queue pair") };
     match (pair.state, to) {
         (_, number::QPS_ERR) => fabric.stop(number),
-        (0, number::QPS_INIT) | (number::QPS_RTR, number::QPS_RTS) => pair.state = to,
+        (0, number::QPS_INIT) => {
+            assert!(mask & number::QP_PKEY_INDEX != 0, "a queue pair in no partition");
+            (pair.state, pair.partition) = (to, of!(attr, pkey_index));
+            if usize::from(pair.partition) >= PARTITIONS.len() {
+                return libc::EINVAL;
+            }
+        }
+        (number::QPS_RTR, number::QPS_RTS) => pair.state = to,
         (number::QPS_INIT, number::QPS_RTR) => {
             let (mtu, peer, way) = (of!(attr, path_mtu), of!(attr, dest_qp_num), of!(attr, ah_attr));
             if !(1..=MTU).contains(&mtu) || !(1..=0xff_ffff).contains(&peer) {
@@ -462,6 +482,7 @@ pub(super) static LIBRARY: Library = Library {
     query_device,
     query_port,
     query_gid,
+    query_pkey,
     get_async_event,
     ack_async_event,
     alloc_pd,

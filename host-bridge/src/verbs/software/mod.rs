@@ -168,6 +168,11 @@ pub fn peer(pair: u32) -> Option<u32> {
     fabric().pairs.get(&pair)?.peer
 }
 
+/// The index of a queue pair's partition. The port is in 0xffff and 0x8001.
+pub fn partition(pair: u32) -> Option<u16> {
+    Some(fabric().pairs.get(&pair)?.partition)
+}
+
 /// Number of receives that a queue pair has posted.
 pub fn receives(pair: u32) -> usize {
     fabric().pairs.get(&pair).map_or(0, |pair| pair.receives.len())
