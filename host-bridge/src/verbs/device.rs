@@ -119,18 +119,14 @@ impl GidEntry {
     }
 
     fn is_link_local(&self) -> bool {
-        self.gid[..2] == [0xfe, 0x80]
+        self.gid[..2] == [0xfe, 0x80] || self.is_v4() && self.gid[12..14] == [169, 254]
     }
 }
 
-/// The GID to use on an Ethernet port: RoCE v2 only, since nothing routes v1; an IPv4 address before a global
-/// IPv6 one before a link-local one.
+/// The GID to use on an Ethernet port: RoCE v2 only, since nothing routes v1; an IPv4 address before an IPv6
+/// one, but link-local ones last.
 pub fn choose_gid(table: &[GidEntry]) -> Option<&GidEntry> {
-    let rank = |entry: &&GidEntry| match entry {
-        e if e.is_v4() => 0,
-        e if !e.is_link_local() => 1,
-        _ => 2,
-    };
+    let rank = |entry: &&GidEntry| (entry.is_link_local(), !entry.is_v4());
     table.iter().filter(|entry| entry.kind == "RoCE v2" && entry.gid != [0; 16]).min_by_key(rank)
 }
 
@@ -510,6 +506,9 @@ mod tests {
         assert_eq!(choose_gid(&table[..4]).map(|e| e.index), Some(3));
         assert_eq!(choose_gid(&table[..3]).map(|e| e.index), Some(1));
         assert_eq!(choose_gid(&table[..1]), None);
+        let link_local = [entry(5, "fe80::1", "RoCE v2"), entry(6, "::ffff:169.254.3.1", "RoCE v2")];
+        assert_eq!(choose_gid(&[&table[..4], &link_local].concat()).map(|e| e.index), Some(3));
+        assert_eq!(choose_gid(&link_local).map(|e| e.index), Some(6));
     }
 
     #[test]

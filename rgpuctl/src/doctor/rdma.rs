@@ -8,6 +8,7 @@ use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 
 use host_bridge::verbs::Settings;
+use host_bridge::verbs::device::{GidEntry, choose_gid};
 
 use super::Finding::{self, Good, Note, Wrong};
 
@@ -139,15 +140,16 @@ impl Port<'_> {
         let entry = |index: u8| {
             let gid: Ipv6Addr = self.file(&format!("gids/{index}"))?.parse().ok()?;
             let kind = self.file(&format!("gid_attrs/types/{index}"))?;
-            (!gid.is_unspecified()).then_some((index, gid, kind))
+            (!gid.is_unspecified()).then_some(GidEntry { index, gid: gid.octets(), kind })
         };
         let table: Vec<_> = (0..=u8::MAX).filter_map(entry).collect();
         let step = || {
             "give the port's network interface an IP address (ip addr add …); --rdma-gid-index (`rdma.gid_index`) is an index of `show_gids` or /sys/class/infiniband/*/ports/*/gids".to_owned()
         };
+        let address = |entry: &GidEntry| Ipv6Addr::from(entry.gid);
         if let Some(index) = index {
-            let Some((_, gid, kind)) = table.iter().find(|entry| entry.0 == index) else {
-                let have: Vec<_> = table.iter().map(|entry| entry.0.to_string()).collect();
+            let Some(entry) = table.iter().find(|entry| entry.index == index) else {
+                let have: Vec<_> = table.iter().map(|entry| entry.index.to_string()).collect();
                 return Err(Wrong(
                     format!(
                         "entry {index} of the GID table of {device} port {number} is empty; entries in use: {}",
@@ -156,7 +158,7 @@ impl Port<'_> {
                     step(),
                 ));
             };
-            if kind == "IB/RoCE v1" && self.file("link_layer").as_deref() == Some("Ethernet") {
+            if entry.kind == "IB/RoCE v1" && self.file("link_layer").as_deref() == Some("Ethernet") {
                 return Err(Wrong(
                     format!(
                         "GID {index} of {device} port {number} is RoCE v1, which routers do not forward and many cards no longer support"
@@ -164,16 +166,10 @@ impl Port<'_> {
                     "omit --rdma-gid-index (`rdma.gid_index`): a RoCE v2 entry is then chosen".into(),
                 ));
             }
-            return Ok(format!("GID {index} ({gid})"));
+            return Ok(format!("GID {index} ({})", address(entry)));
         }
-        let rank = |gid: &Ipv6Addr| match gid {
-            gid if gid.to_ipv4_mapped().is_some() => 0,
-            gid if gid.segments()[0] != 0xfe80 => 1,
-            _ => 2,
-        };
-        let best = table.iter().filter(|entry| entry.2 == "RoCE v2").min_by_key(|entry| rank(&entry.1));
-        match best {
-            Some((index, gid, _)) => Ok(format!("GID {index} ({gid}), RoCE v2")),
+        match choose_gid(&table) {
+            Some(entry) => Ok(format!("GID {} ({}), RoCE v2", entry.index, address(entry))),
             None => Err(Wrong(
                 format!(
                     "port {number} of RDMA device {device} has no RoCE v2 GID among its {} entries",
