@@ -356,8 +356,16 @@ impl Device {
 
     /// Index and GID of the entry to use, of a table with so many.
     fn choose_entry(&self, count: i32) -> Result<(u8, [u8; 16]), VerbsError> {
-        let table = self.gid_table(Library::get()?, u8::try_from(count.max(0)).unwrap_or(u8::MAX));
+        let library = Library::get()?;
         let mut last = self.gid.lock().unwrap_or_else(PoisonError::into_inner);
+        // Usually it is where it was, and the table need not be read.
+        if let Some(last) = last.as_ref()
+            && self.gid_entry(library, last.index).as_ref() == Some(last)
+        {
+            return Ok((last.index, last.gid));
+        }
+        let indices = 0..u8::try_from(count.max(0)).unwrap_or(u8::MAX);
+        let table: Vec<_> = indices.filter_map(|index| self.gid_entry(library, index)).collect();
         let why = || match self.settings.gid_index {
             Some(index) => format!("entry {index} of its {count} is empty"),
             None => format!("none of {} entries is RoCE v2", table.len()),
@@ -376,17 +384,14 @@ impl Device {
         (result == 0).then_some(gid.0)
     }
 
-    /// Entries that are not empty. Their kinds come from sysfs, if it has them: the library's call for them is
-    /// younger than many hosts.
-    fn gid_table(&self, library: &Library, count: u8) -> Vec<GidEntry> {
-        let types =
-            format!("/sys/class/infiniband/{}/ports/{}/gid_attrs/types", self.name, self.settings.port);
-        let entry = |index: u8| {
-            let gid = self.gid(library, index).filter(|gid| *gid != [0; 16])?;
-            let kind = fs::read_to_string(format!("{types}/{index}")).unwrap_or_default();
-            Some(GidEntry { index, gid, kind: kind.trim().to_owned() })
-        };
-        (0..count).filter_map(entry).collect()
+    /// An entry of the port's table, if it is not empty. Its kind comes from sysfs, if that has it: the
+    /// library's call for it is younger than many hosts.
+    fn gid_entry(&self, library: &Library, index: u8) -> Option<GidEntry> {
+        let (device, port) = (&self.name, self.settings.port);
+        let gid = self.gid(library, index).filter(|gid| *gid != [0; 16])?;
+        let kind = format!("/sys/class/infiniband/{device}/ports/{port}/gid_attrs/types/{index}");
+        let kind = fs::read_to_string(kind).unwrap_or_default();
+        Some(GidEntry { index, gid, kind: kind.trim().to_owned() })
     }
 
     /// The device's name.
@@ -486,6 +491,8 @@ pub(super) fn mtu_number(bytes: u32) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use std::slice::from_ref;
+
     use super::*;
 
     fn entry(index: u8, gid: &str, kind: &str) -> GidEntry {
@@ -522,11 +529,11 @@ mod tests {
         for configured in [None, Some(2), Some(4)] {
             assert_eq!(index(&moved, configured), Some(7));
             // Of several, it is the one at its former place.
-            assert_eq!(index(&[&moved[..], &[last.clone()]].concat(), configured), Some(4));
+            assert_eq!(index(&[&moved[..], from_ref(&last)].concat(), configured), Some(4));
         }
         // It is gone.
         assert_eq!(
-            [None, Some(2), Some(4)].map(|configured| index(&[other.clone()], configured)),
+            [None, Some(2), Some(4)].map(|configured| index(from_ref(&other), configured)),
             [Some(2), Some(2), None]
         );
     }
