@@ -530,6 +530,7 @@ pub fn parts() -> [Part; 1] {
             ("poll_us", "50"),
             ("rdma.device", "\"mlx5_0\""),
             ("rdma.gid_index", "3"),
+            ("rdma.partition", "0x8001"),
             ("rdma.mtu", "4096"),
             ("rdma.queue_pairs", "7"),
             ("rdma.queue_depth", "256"),

@@ -284,6 +284,78 @@ fn a_session_outlives_its_queue_pairs() {
     });
 }
 
+/// Some devices report a connection that they have given up by an event (irdma does so when its interface
+/// loses its address). Here nothing else shows it.
+#[test]
+fn a_session_outlives_queue_pairs_of_which_the_device_says_that_they_have_failed() {
+    // A completion queue, and a queue pair in three ways.
+    let kinds = [0, 1, 2, 3];
+    disturbed(13, number("RGPU_SURVIVAL_CUTS", 12), |bridge, random| {
+        let resumed = bridge.session().counters().resumed.get();
+        let pairs = software::pairs();
+        if !pairs.is_empty() {
+            let pair = pairs[random.below(pairs.len())];
+            software::give_up(pair);
+            software::event(pair, kinds[random.below(kinds.len())]);
+        }
+        until("it goes on", || {
+            bridge.session().counters().resumed.get() > resumed || bridge.lost().is_some()
+        });
+    });
+}
+
+/// Its queue pairs carry nothing of the session, but they may fail like any other.
+#[test]
+fn keys_are_given_when_the_queue_pair_that_makes_them_has_failed() {
+    disturbed(14, number("RGPU_SURVIVAL_CUTS", 20), |bridge, _| {
+        let received = || bridge.session().counters().data_bytes_received.get();
+        let before = received();
+        let own = |pair: &u32| software::peer(*pair) == Some(*pair);
+        software::every_pair().into_iter().filter(own).for_each(software::stop);
+        until("it goes on", || received() > before || bridge.lost().is_some());
+    });
+}
+
+#[test]
+fn a_device_that_fails_ends_its_sessions_and_is_named() {
+    let _one = alone();
+    let server = TcpServer::start();
+    let (bridge, mut client) = Bridge::begin(&server.config, true);
+    client.synchronize();
+    software::event(software::pairs()[0], 8);
+    until("the session is lost", || bridge.lost().is_some());
+    let reasons = [bridge.lost().into_iter().collect(), server.trouble()].concat();
+    assert!(reasons.iter().any(|why| why.contains("RDMA device software0 has failed")), "{reasons:?}");
+    drop(bridge);
+    until("nothing is left", || software::objects() == 0);
+}
+
+/// As when a subnet manager gives the port another LID, or its interface gets another IP address.
+#[test]
+fn a_session_outlives_the_address_of_its_port() {
+    disturbed(11, number("RGPU_SURVIVAL_CUTS", 3), |bridge, _| {
+        let resumed = bridge.session().counters().resumed.get();
+        software::readdress();
+        until("it goes on", || {
+            bridge.session().counters().resumed.get() > resumed || bridge.lost().is_some()
+        });
+    });
+}
+
+#[test]
+fn a_process_that_begins_while_the_port_is_down_goes_on_when_it_is_up() {
+    disturbed(12, number("RGPU_SURVIVAL_CUTS", 3), |bridge, random| {
+        let ended = software::processes_ended();
+        software::end_process_after(random.below(300) as u64);
+        until("its process has ended", || software::processes_ended() > ended || bridge.lost().is_some());
+        software::port_down(true);
+        bridge.succeed();
+        software::port_down(false);
+        let resumed = || bridge.session().counters().resumed.get();
+        until("it goes on", || resumed() > 0 || bridge.lost().is_some());
+    });
+}
+
 /// Some devices take requests to a queue pair that has broken and give them back, others refuse them.
 #[test]
 fn a_session_outlives_queue_pairs_that_refuse_what_is_posted_to_them() {

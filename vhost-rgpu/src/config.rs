@@ -586,6 +586,7 @@ fn parts(brief: bool) -> [Part; 3] {
         ("transport", "\"tcp\""),
         ("rdma.device", "\"mlx5_0\""),
         ("rdma.gid_index", "3"),
+        ("rdma.partition", "0x8001"),
         ("rdma.mtu", "4096"),
         ("rdma.queue_pairs", "2"),
         ("rdma.queue_depth", "128"),

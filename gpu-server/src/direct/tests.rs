@@ -400,6 +400,22 @@ fn a_connection_over_verbs_that_was_idle_takes_the_next_piece() {
 }
 
 #[test]
+fn a_connection_over_a_device_that_fails_ends_and_the_next_one_opens_a_device_again() {
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let verbs = Verbs::new(Settings::default());
+    let (_first, stream, _outgoing, mut sender) = sending_over_verbs(&verbs, 2);
+    let (bytes, now) = (Common::default(), Instant::now());
+    sender.turn(&stream, &bytes, now).unwrap();
+    // Of `IBV_EVENT_DEVICE_FATAL`. Another connection's thread may be the first to see it.
+    software::event(software::pairs()[0], 8);
+    let (_second, other, _outgoing, mut next) = sending_over_verbs(&verbs, 2);
+    let failed = sender.turn(&stream, &bytes, now).err().unwrap().to_string();
+    assert!(failed.contains("RDMA device software0 has failed"), "{failed}");
+    next.turn(&other, &bytes, now).unwrap();
+}
+
+#[test]
 fn pieces_go_over_verbs_from_one_end_to_the_other() {
     const BATCH: u64 = 8;
     let _one = lock(&fuzzing::ONE);

@@ -47,7 +47,7 @@ const LOOK: Duration = Duration::from_secs(1);
 /// How a session's connections use verbs.
 pub(super) struct Verbs {
     settings: Settings,
-    /// Opened for the first connection.
+    /// Opened for the first connection, and again when the device has failed.
     domain: Mutex<Option<Arc<Domain>>>,
 }
 
@@ -59,8 +59,8 @@ impl Verbs {
     fn queue<B: PieceBuffer>(&self, end: End) -> Result<Pieces<B>, VerbsError> {
         let mut kept = lock(&self.domain);
         let domain = match &*kept {
-            Some(domain) => Arc::clone(domain),
-            None => Arc::clone(kept.insert(Domain::new(Device::open(&self.settings)?)?)),
+            Some(domain) if domain.device().failure().is_none() => Arc::clone(domain),
+            _ => Arc::clone(kept.insert(Domain::new(Device::open(&self.settings)?)?)),
         };
         drop(kept);
         Pieces::new(&domain, end, PIECES, &self.settings)
@@ -145,7 +145,7 @@ fn probe(queue: &mut Pieces<Source>) -> Result<(), String> {
                 "the other server's device does not answer within {WITHIN:?} (is UDP port 4791 blocked?)"
             ));
         }
-        wait(&[queue.fd()], Some(left)).map_err(|e| e.to_string())?;
+        wait(&queue.fds(), Some(left)).map_err(|e| e.to_string())?;
         queue.disarm();
     }
 }
@@ -276,7 +276,8 @@ pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving
         match queue.turn(incoming, stream)? {
             Turn::Worked => {}
             Turn::Idle(limit) => {
-                wait(&[queue.pieces.fd(), stream.as_fd(), queue.bell.as_fd()], limit)?;
+                let [done, device] = queue.pieces.fds();
+                wait(&[done, device, stream.as_fd(), queue.bell.as_fd()], limit)?;
                 queue.bell.silence();
             }
             Turn::Over => return Ok(()),
@@ -388,7 +389,8 @@ pub(super) fn send(
         match turn {
             Turn::Worked => {}
             Turn::Idle(limit) => {
-                wait(&[sender.pieces.fd(), stream.as_fd(), bell.as_fd()], limit)?;
+                let [done, device] = sender.pieces.fds();
+                wait(&[done, device, stream.as_fd(), bell.as_fd()], limit)?;
                 bell.silence();
             }
             Turn::Over => return Ok(()),

@@ -72,6 +72,20 @@ pub enum VerbsError {
         /// What was looked for.
         why: String,
     },
+    /// The port is not a member of the partition.
+    #[error(
+        "port {port} of RDMA device {device} is not in partition {partition:#06x}, only in {have}: the subnet manager decides that (partitions.conf of opensm); on Ethernet use a VLAN instead"
+    )]
+    NoPartition {
+        /// The device.
+        device: String,
+        /// The port.
+        port: u8,
+        /// The P_Key asked for.
+        partition: u16,
+        /// The port's P_Keys.
+        have: String,
+    },
     /// The MTU is no MTU, or more than the port has.
     #[error(
         "rdma: mtu {mtu}: port {port} of RDMA device {device} can do 256, 512, 1024, 2048 and 4096 up to its own {active}, which follows the interface's MTU"

@@ -496,7 +496,7 @@ impl Link {
             if stalled {
                 self.stop();
                 let device = self.domain.device();
-                let (name, port) = (device.name(), device.port().number);
+                let (name, port) = (device.name(), device.port_number());
                 return Err(VerbsError::Broken(format!(
                     "queue {number} of {name} port {port}: the peer's device does not answer"
                 )));
@@ -625,7 +625,7 @@ impl Link {
         let number = |up: &Up| up.queues.iter().position(|q| q.pair.number() == wc.qp_num);
         let queue = self.up.as_ref().and_then(number).unwrap_or(0);
         let device = self.domain.device();
-        let device = format!("{} port {}", device.name(), device.port().number);
+        let device = format!("{} port {}", device.name(), device.port_number());
         let why = describe(&format!("queue {queue} of {device}"), &wc);
         let (why, of) = match (self.up.as_mut().and_then(|up| up.refusal.take()), wc.status) {
             // The first that was seen of it.

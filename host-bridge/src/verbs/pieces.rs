@@ -20,7 +20,7 @@ use std::time::Duration;
 use protocol::link::{DirectHeader, DirectQueue};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use super::device::mtu_number;
+use super::device::{Port, mtu_number};
 use super::error::VerbsError;
 use super::failure::{describe, failure};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target, first_packet_number};
@@ -81,6 +81,8 @@ pub struct Pieces<B> {
     headers: Slab,
     posted: VecDeque<Posted<B>>,
     domain: Arc<Domain>,
+    /// What the peer is told of it.
+    port: Port,
     end: End,
     /// Number of the next request; the front of `posted` is `next - posted.len()`.
     next: u64,
@@ -103,16 +105,18 @@ impl<B: PieceBuffer> Pieces<B> {
             End::Sending => (depth as u32, 1),
             End::Receiving => (1, depth as u32),
         };
+        let port = domain.device().port()?;
         let completions = Completions::new(domain.device(), sends + receives)?;
         let headers = Slab::new(domain, depth * HEADER, Access::Write)?;
-        let pair =
-            QueuePair::new(domain, &completions, Depth { sends, receives, receive_segments: 2, inline: 0 })?;
+        let depth_of = Depth { sends, receives, receive_segments: 2, inline: 0 };
+        let pair = QueuePair::new(domain, &completions, &port, depth_of)?;
         Ok(Pieces {
             pair,
             completions,
             headers,
             posted: VecDeque::with_capacity(depth),
             domain: Arc::clone(domain),
+            port,
             end,
             next: 0,
             depth,
@@ -124,7 +128,7 @@ impl<B: PieceBuffer> Pieces<B> {
 
     /// What the peer must know. A receiving end says this when it has posted its first receives.
     pub fn offer(&self) -> DirectQueue {
-        let port = self.domain.device().port();
+        let port = &self.port;
         let receives = self.posted.len() as u32;
         DirectQueue {
             queue_pair: self.pair.number(),
@@ -140,13 +144,13 @@ impl<B: PieceBuffer> Pieces<B> {
 
     /// Connects to the peer's queue pair.
     pub fn connect(&mut self, peer: &DirectQueue) -> Result<(), VerbsError> {
-        let port = self.domain.device().port();
+        let port = &self.port;
         check_peer(peer)?;
         port.check_route(peer.global)?;
         self.credits.grant(peer.receives as usize)?;
         let mtu = peer.mtu.min(port.mtu);
         let target = Target { qpn: peer.queue_pair, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu };
-        self.pair.connect(&target, self.psn, self.loss)
+        self.pair.connect(port, &target, self.psn, self.loss)
     }
 
     /// The domain in which buffers must be registered.
@@ -244,7 +248,7 @@ impl<B: PieceBuffer> Pieces<B> {
     /// Appends what was sent or received. Never waits.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// The connection is broken, or its device is.
     pub fn poll(&mut self, done: &mut Vec<Done<B>>) -> Result<(), VerbsError> {
         let mut batch = [Wc::default(); POLL_BATCH];
         loop {
@@ -253,16 +257,19 @@ impl<B: PieceBuffer> Pieces<B> {
             for wc in &batch[..count] {
                 if wc.status != number::WC_SUCCESS {
                     let device = self.domain.device();
-                    let on = format!("{} port {}", device.name(), device.port().number);
+                    let on = format!("{} port {}", device.name(), device.port_number());
                     let cause = failure(&batch[..count]).unwrap_or(*wc);
                     return Err(describe(&on, &cause));
                 }
                 done.push(self.completed(wc)?);
             }
             if count < POLL_BATCH {
-                return Ok(());
+                break;
             }
         }
+        // A device that has something to do needs no look at its events.
+        let failure = if done.is_empty() { self.domain.device().failure() } else { None };
+        failure.map_or(Ok(()), |why| Err(VerbsError::Broken(why.to_owned())))
     }
 
     fn completed(&mut self, wc: &Wc) -> Result<Done<B>, VerbsError> {
@@ -289,12 +296,12 @@ impl<B: PieceBuffer> Pieces<B> {
         Ok(Done { header, len: came, buffer })
     }
 
-    /// Readable when something has happened after [`arm`](Self::arm).
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.completions.as_fd()
+    /// One of them is readable when something has happened after [`arm`](Self::arm).
+    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.completions.as_fd(), self.domain.device().event_fd()]
     }
 
-    /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake:
+    /// To be called before sleeping on [`fds`](Self::fds). What came before it does not wake:
     /// [`poll`](Self::poll) once more after it.
     pub fn arm(&self) -> Result<(), VerbsError> {
         self.completions.arm()

@@ -2,11 +2,13 @@
 //!
 //! Posting and polling allocate nothing and make no system call of their own (the provider may).
 
+use std::ffi::c_int;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::device::{Device, Port, RESENDS, mtu_number, nonblocking};
@@ -40,6 +42,16 @@ pub(super) fn lacks(what: &str) -> VerbsError {
     VerbsError::call(what, io::Error::new(io::ErrorKind::Unsupported, "the provider does not have it"))
 }
 
+/// Completion queues of this process so far.
+static MADE: AtomicU32 = AtomicU32::new(0);
+
+/// Which of the device's completion vectors, of which there is at least one, the `made`-th queue of a process
+/// uses. Each vector has an interrupt, and each interrupt a processor, so the sessions of a server, which have
+/// a process each, do not all use the first one.
+fn vector(process: u32, made: u32, vectors: c_int) -> c_int {
+    (process.wrapping_add(made) % vectors.max(1) as u32) as c_int
+}
+
 impl Completions {
     pub(super) fn new(device: &Arc<Device>, entries: u32) -> Result<Arc<Completions>, VerbsError> {
         let library = Library::get()?;
@@ -64,9 +76,12 @@ impl Completions {
             drop_channel();
             return Err(VerbsError::call("preparing the completion channel", e));
         }
-        // SAFETY: an open context and its channel; vector 0 always exists.
+        // SAFETY: an open context.
+        let vectors = unsafe { context.as_ref().num_comp_vectors };
+        let vector = vector(std::process::id(), MADE.fetch_add(1, Ordering::Relaxed), vectors);
+        // SAFETY: an open context, its channel, and a vector that it has.
         let cq = unsafe {
-            (library.create_cq)(context.as_ptr(), entries as i32, ptr::null_mut(), channel.as_ptr(), 0)
+            (library.create_cq)(context.as_ptr(), entries as i32, ptr::null_mut(), channel.as_ptr(), vector)
         };
         let Some(cq) = NonNull::new(cq) else {
             let error = io::Error::last_os_error();
@@ -175,6 +190,7 @@ impl QueuePair {
     pub(super) fn new(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
+        port: &Port,
         depth: Depth,
     ) -> Result<QueuePair, VerbsError> {
         let library = Library::get()?;
@@ -220,7 +236,8 @@ impl QueuePair {
         let pair = QueuePair { qp, library, post_send, post_recv, inline, _completions: completions, domain };
         let mut attr = QpAttr {
             qp_state: number::QPS_INIT,
-            port_num: pair.domain.device().port().number,
+            port_num: port.number,
+            pkey_index: port.pkey_index,
             qp_access_flags: number::ACCESS_REMOTE_WRITE as u32,
             ..QpAttr::default()
         };
@@ -240,10 +257,15 @@ impl QueuePair {
         unsafe { self.qp.as_ref().qp_num }
     }
 
-    /// Connects it. `psn` is this side's first packet number, `loss` the time after which a silent peer is
-    /// considered lost.
-    pub(super) fn connect(&self, target: &Target, psn: u32, loss: Duration) -> Result<(), VerbsError> {
-        let port: &Port = self.domain.device().port();
+    /// Connects it, from this port. `psn` is this side's first packet number, `loss` the time after which a
+    /// silent peer is considered lost.
+    pub(super) fn connect(
+        &self,
+        port: &Port,
+        target: &Target,
+        psn: u32,
+        loss: Duration,
+    ) -> Result<(), VerbsError> {
         let grh = GlobalRoute {
             dgid: Gid(target.gid),
             flow_label: 0,
@@ -383,6 +405,14 @@ fn retry_timeout(loss: Duration, resends: Option<u8>) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_queues_of_a_process_and_of_others_are_spread_over_the_vectors_that_there_are() {
+        let used: std::collections::BTreeSet<_> = (0..4).map(|made| vector(u32::MAX - 1, made, 4)).collect();
+        assert!(used.into_iter().eq(0..4));
+        assert_ne!(vector(100, 0, 8), vector(101, 0, 8));
+        assert_eq!((vector(7, 7, 1), vector(7, 7, 0)), (0, 0));
+    }
 
     #[test]
     fn retries_outlast_a_second_and_end_within_the_time_given() {

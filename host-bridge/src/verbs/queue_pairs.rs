@@ -6,7 +6,7 @@ use std::time::Duration;
 use protocol::link::{MAX_QUEUES, Queues};
 
 use super::credits::{Credits, LEAST_RECEIVES};
-use super::device::mtu_number;
+use super::device::{Port, mtu_number};
 use super::error::VerbsError;
 use super::link::Before;
 use super::queue::{Completions, Depth, QueuePair, Target, first_packet_number};
@@ -54,6 +54,8 @@ pub struct Unconnected {
     outbox: Slab,
     headers: Slab,
     pub(super) domain: Arc<Domain>,
+    /// What the peer is told of it.
+    port: Port,
     receives: u32,
     depth: u32,
     psn: u32,
@@ -115,7 +117,7 @@ impl Unconnected {
     ) -> Result<Unconnected, VerbsError> {
         let count = pairs + 1;
         let receives = depth.max(LEAST_RECEIVES);
-        let limits = domain.device().limits();
+        let (limits, port) = (domain.device().limits(), domain.device().port()?);
         let most = limits.queue.min(limits.completions / (2 * count));
         if receives > most {
             return Err(VerbsError::Range {
@@ -136,14 +138,26 @@ impl Unconnected {
             let pair = QueuePair::new(
                 domain,
                 &completions,
+                &port,
                 Depth { sends, receives, receive_segments: 1, inline: INLINE },
             )?;
             queues.push(Queue { pair, depth, unsignalled: 0, signalled: 0 });
         }
         let psn = first_packet_number()?;
         let (domain, loss) = (Arc::clone(domain), settings.loss);
-        let link =
-            Unconnected { queues, completions, inbox, outbox, headers, domain, receives, depth, psn, loss };
+        let link = Unconnected {
+            queues,
+            completions,
+            inbox,
+            outbox,
+            headers,
+            domain,
+            port,
+            receives,
+            depth,
+            psn,
+            loss,
+        };
         for index in 0..receives {
             for queue in 0..link.queues.len() {
                 post_receive(&link.queues[queue].pair, &link.inbox, queue, index as usize)?;
@@ -154,7 +168,7 @@ impl Unconnected {
 
     /// What the peer must know. `slots`: the server's, with the size of each.
     pub fn offer(&self, slots: Option<(&Slab, u32)>) -> Queues {
-        let port = self.domain.device().port();
+        let port = &self.port;
         let mut queue_pairs = [0; MAX_QUEUES];
         for (number, queue) in queue_pairs.iter_mut().zip(&self.queues) {
             *number = queue.pair.number();
@@ -184,12 +198,13 @@ impl Unconnected {
     /// Connects them to the peer's. Those that the peer does not have are dropped.
     pub(super) fn up(mut self, peer: &Queues) -> Result<Up, VerbsError> {
         check_peer(peer)?;
-        let port = self.domain.device().port();
+        let port = self.port;
         port.check_route(peer.global)?;
         self.queues.truncate(peer.count as usize);
         for (queue, qpn) in self.queues.iter().zip(peer.queue_pairs) {
             let mtu = peer.mtu.min(port.mtu);
             queue.pair.connect(
+                &port,
                 &Target { qpn, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu },
                 self.psn,
                 self.loss,
@@ -287,6 +302,22 @@ pub(super) fn post_receive(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::verbs::{Device, software};
+
+    #[test]
+    fn queue_pairs_are_in_the_partition_that_is_set() {
+        software::install();
+        for (partition, index) in [(None, 0), (Some(0x8001), 1), (Some(0x0001), 1), (Some(0x7fff), 0)] {
+            let settings = Settings { partition, ..Settings::default() };
+            let domain = Domain::new(Device::open(&settings).unwrap()).unwrap();
+            let made = Unconnected::new(&domain, &settings).unwrap();
+            let used = made.queues.iter().map(|queue| software::partition(queue.pair.number()));
+            assert!(used.into_iter().all(|used| used == Some(index)), "{partition:?}");
+        }
+        let other = Settings { partition: Some(0x8002), ..Settings::default() };
+        let refusal = Device::open(&other).unwrap_err().to_string();
+        assert!(refusal.contains("not in partition 0x8002, only in 0xffff, 0x8001"), "{refusal}");
+    }
 
     #[test]
     fn offers_that_make_no_sense_are_refused() {

@@ -29,6 +29,10 @@ pub struct Settings {
     /// InfiniBand the LID is used and no GID
     #[arg(id = "rdma.gid_index", long = "rdma-gid-index", value_name = "N")]
     pub gid_index: Option<u8>,
+    /// Transport verbs, on InfiniBand: partition of the queue pairs by its P_Key, such as 0x8001. By default
+    /// that of entry 0 in the port's table, usually the fabric's default partition
+    #[arg(id = "rdma.partition", long = "rdma-partition", value_name = "P_KEY", value_parser = partition)]
+    pub partition: Option<u16>,
     /// Transport verbs: MTU in bytes: 256, 512, 1024, 2048 or 4096. By default the port's own
     #[arg(id = "rdma.mtu", long = "rdma-mtu", value_name = "N", value_parser = value_parser!(u32).range(256..=4096))]
     pub mtu: Option<u32>,
@@ -67,6 +71,7 @@ impl Default for Settings {
             device: None,
             port: 1,
             gid_index: None,
+            partition: None,
             mtu: None,
             traffic_class: 0,
             queue_pairs: None,
@@ -74,6 +79,12 @@ impl Default for Settings {
             loss: Duration::from_secs(10),
         }
     }
+}
+
+/// A P_Key, decimal or hexadecimal.
+fn partition(text: &str) -> Result<u16, String> {
+    let number = text.strip_prefix("0x").map_or_else(|| text.parse(), |hex| u16::from_str_radix(hex, 16));
+    number.map_err(|_| "a P_Key is a number such as 0x8001".to_owned())
 }
 
 impl Settings {
@@ -88,6 +99,8 @@ impl Settings {
         range("queue_pairs", self.queue_pairs, 1, MOST_QUEUE_PAIRS)?;
         range("queue_depth", self.queue_depth, 1, DEEPEST)?;
         range("port", Some(self.port.into()), 1, 255)?;
+        // The highest bit says how a port is a member, not of which partition.
+        range("partition", self.partition.map(|key| u32::from(key & 0x7fff)), 1, 0x7fff)?;
         range("mtu", self.mtu, 256, 4096)
     }
 
@@ -113,7 +126,15 @@ mod tests {
         assert_eq!(wrong.check().unwrap_err().to_string(), "rdma: queue_pairs 8: must be 1 to 7");
         assert!(Settings { queue_depth: Some(0), ..Settings::default() }.check().is_err());
         assert!(Settings { mtu: Some(9000), ..Settings::default() }.check().is_err());
+        assert!(Settings { partition: Some(0x8000), ..Settings::default() }.check().is_err());
+        assert!(Settings { partition: Some(0xffff), ..Settings::default() }.check().is_ok());
         assert!(Settings::default().check().is_ok());
+    }
+
+    #[test]
+    fn a_partition_is_given_as_tools_print_it() {
+        assert_eq!((partition("0x8001"), partition("32769")), (Ok(0x8001), Ok(0x8001)));
+        assert!(["", "0x", "8001h", "0x18001", "-1"].into_iter().all(|text| partition(text).is_err()));
     }
 
     #[test]

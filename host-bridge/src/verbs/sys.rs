@@ -434,6 +434,8 @@ pub struct Library {
     pub query_port: unsafe extern "C" fn(context: *mut Context, port: u8, attr: *mut PortAttr) -> c_int,
     pub query_gid:
         unsafe extern "C" fn(context: *mut Context, port: u8, index: c_int, gid: *mut Gid) -> c_int,
+    pub query_pkey:
+        unsafe extern "C" fn(context: *mut Context, port: u8, index: c_int, pkey: *mut u16) -> c_int,
     pub get_async_event: unsafe extern "C" fn(context: *mut Context, event: *mut AsyncEvent) -> c_int,
     pub ack_async_event: unsafe extern "C" fn(event: *mut AsyncEvent),
     pub alloc_pd: unsafe extern "C" fn(context: *mut Context) -> *mut Pd,
@@ -534,6 +536,7 @@ impl Library {
             query_device: symbol!(c"ibv_query_device"),
             query_port: symbol!(c"ibv_query_port"),
             query_gid: symbol!(c"ibv_query_gid"),
+            query_pkey: symbol!(c"ibv_query_pkey"),
             get_async_event: symbol!(c"ibv_get_async_event"),
             ack_async_event: symbol!(c"ibv_ack_async_event"),
             alloc_pd: symbol!(c"ibv_alloc_pd"),

@@ -97,13 +97,16 @@ impl Windows {
             return Err(VerbsError::Wrong(format!("a window to {len} bytes at {offset:#x}")));
         }
         let mut state = self.lock();
-        let handle = match state.closed.pop() {
-            Some(handle) => handle,
-            None => Handle::new(&self.domain)?,
-        };
         let shown = Shown { mr: registration.mr(), address: registration.address() + offset, len };
-        // SAFETY: both live, and the caller drops the window before the registration.
-        unsafe { state.bind(&self.domain, &handle, shown) }?;
+        let had_requests = state.requests.is_some();
+        // SAFETY: the registration lives, and the caller drops the window before it.
+        let handle = match unsafe { state.open(&self.domain, shown) } {
+            // The queue pair may have failed since the last request, as those of the link do. Another one
+            // takes its place.
+            // SAFETY: likewise.
+            Err(_) if had_requests => unsafe { state.open(&self.domain, shown) },
+            opened => opened,
+        }?;
         let key = handle.key();
         Ok(Window { handle: Some(handle), shown, key, windows: Arc::clone(self) })
     }
@@ -114,6 +117,17 @@ impl Windows {
 }
 
 impl State {
+    /// Opens a window.
+    ///
+    /// # Safety
+    /// As for [`bind`](Self::bind).
+    unsafe fn open(&mut self, domain: &Arc<Domain>, shown: Shown) -> Result<Handle, VerbsError> {
+        let handle = self.closed.pop().map_or_else(|| Handle::new(domain), Ok)?;
+        // SAFETY: the caller's promise; the window lives, and after an error its request is gone.
+        unsafe { self.bind(domain, &handle, shown) }?;
+        Ok(handle)
+    }
+
     /// Opens or closes a window, and waits until the device has done so. After an error nothing is known of
     /// the window: it is to be dropped.
     ///
@@ -183,12 +197,12 @@ impl Drop for Handle {
 impl Loop {
     fn new(domain: &Arc<Domain>) -> Result<Loop, VerbsError> {
         let device: &Arc<Device> = domain.device();
+        let (port, psn) = (device.port()?, first_packet_number()?);
         let completions = Completions::new(device, 4)?;
         let depth = Depth { sends: 2, receives: 1, receive_segments: 1, inline: 0 };
-        let pair = QueuePair::new(domain, &completions, depth)?;
-        let (port, psn) = (device.port(), first_packet_number()?);
+        let pair = QueuePair::new(domain, &completions, &port, depth)?;
         let own = Target { qpn: pair.number(), psn, lid: port.lid, gid: port.gid, mtu: port.mtu };
-        pair.connect(&own, psn, WITHIN)?;
+        pair.connect(&port, &own, psn, WITHIN)?;
         Ok(Loop { pair, completions })
     }
 

@@ -8,6 +8,7 @@ use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 
 use host_bridge::verbs::Settings;
+use host_bridge::verbs::device::{GidEntry, choose_gid};
 
 use super::Finding::{self, Good, Note, Wrong};
 
@@ -122,10 +123,16 @@ impl Port<'_> {
             Ok(mtu) => mtu,
             Err(wrong) => return wrong,
         };
+        let partition = match self.partition(ethernet, choice.partition) {
+            Ok(partition) => partition,
+            Err(wrong) => return wrong,
+        };
         let folder = root.join("sys/class/infiniband").join(device).join("device/physfn");
         let function = if folder.exists() { ", a virtual function" } else { "" };
         let firewall = if ethernet { "; firewalls must allow UDP port 4791" } else { "" };
-        Good(format!("RDMA device {device} port {number}{function}: active, {path}{mtu}{firewall}"))
+        Good(format!(
+            "RDMA device {device} port {number}{function}: active, {path}{partition}{mtu}{firewall}"
+        ))
     }
 
     fn gid(&self, index: Option<u8>) -> Result<String, Finding> {
@@ -133,15 +140,16 @@ impl Port<'_> {
         let entry = |index: u8| {
             let gid: Ipv6Addr = self.file(&format!("gids/{index}"))?.parse().ok()?;
             let kind = self.file(&format!("gid_attrs/types/{index}"))?;
-            (!gid.is_unspecified()).then_some((index, gid, kind))
+            (!gid.is_unspecified()).then_some(GidEntry { index, gid: gid.octets(), kind })
         };
         let table: Vec<_> = (0..=u8::MAX).filter_map(entry).collect();
         let step = || {
             "give the port's network interface an IP address (ip addr add …); --rdma-gid-index (`rdma.gid_index`) is an index of `show_gids` or /sys/class/infiniband/*/ports/*/gids".to_owned()
         };
+        let address = |entry: &GidEntry| Ipv6Addr::from(entry.gid);
         if let Some(index) = index {
-            let Some((_, gid, kind)) = table.iter().find(|entry| entry.0 == index) else {
-                let have: Vec<_> = table.iter().map(|entry| entry.0.to_string()).collect();
+            let Some(entry) = table.iter().find(|entry| entry.index == index) else {
+                let have: Vec<_> = table.iter().map(|entry| entry.index.to_string()).collect();
                 return Err(Wrong(
                     format!(
                         "entry {index} of the GID table of {device} port {number} is empty; entries in use: {}",
@@ -150,7 +158,7 @@ impl Port<'_> {
                     step(),
                 ));
             };
-            if kind == "IB/RoCE v1" && self.file("link_layer").as_deref() == Some("Ethernet") {
+            if entry.kind == "IB/RoCE v1" && self.file("link_layer").as_deref() == Some("Ethernet") {
                 return Err(Wrong(
                     format!(
                         "GID {index} of {device} port {number} is RoCE v1, which routers do not forward and many cards no longer support"
@@ -158,16 +166,10 @@ impl Port<'_> {
                     "omit --rdma-gid-index (`rdma.gid_index`): a RoCE v2 entry is then chosen".into(),
                 ));
             }
-            return Ok(format!("GID {index} ({gid})"));
+            return Ok(format!("GID {index} ({})", address(entry)));
         }
-        let rank = |gid: &Ipv6Addr| match gid {
-            gid if gid.to_ipv4_mapped().is_some() => 0,
-            gid if gid.segments()[0] != 0xfe80 => 1,
-            _ => 2,
-        };
-        let best = table.iter().filter(|entry| entry.2 == "RoCE v2").min_by_key(|entry| rank(&entry.1));
-        match best {
-            Some((index, gid, _)) => Ok(format!("GID {index} ({gid}), RoCE v2")),
+        match choose_gid(&table) {
+            Some(entry) => Ok(format!("GID {} ({}), RoCE v2", entry.index, address(entry))),
             None => Err(Wrong(
                 format!(
                     "port {number} of RDMA device {device} has no RoCE v2 GID among its {} entries",
@@ -176,6 +178,50 @@ impl Port<'_> {
                 step(),
             )),
         }
+    }
+
+    /// Describes the partition: the one that is wanted, or that of the port's first entry.
+    fn partition(&self, ethernet: bool, wanted: Option<u16>) -> Result<String, Finding> {
+        /// What a P_Key says beside its partition: its holder may talk to all members.
+        const FULL: u16 = 1 << 15;
+        let (device, number) = (self.device, self.number);
+        let entry = |index: u8| {
+            let key = self.file(&format!("pkeys/{index}"))?;
+            u16::from_str_radix(key.trim_start_matches("0x"), 16).ok()
+        };
+        let table: Vec<u16> = (0..=u8::MAX).map_while(entry).collect();
+        let of = |wanted: u16| table.iter().copied().filter(move |key| key & !FULL == wanted & !FULL).max();
+        let key = match wanted {
+            Some(wanted) => of(wanted).ok_or_else(|| {
+                let have: Vec<_> = table.iter().filter(|key| *key & !FULL != 0).collect();
+                let have: Vec<_> = have.into_iter().map(|key| format!("{key:#06x}")).collect();
+                Wrong(
+                    format!(
+                        "port {number} of RDMA device {device} is not in partition {wanted:#06x}, only in {}",
+                        have.join(", ")
+                    ),
+                    "add it in the subnet manager (partitions.conf of opensm); on Ethernet use a VLAN, and omit --rdma-partition (`rdma.partition`)"
+                        .into(),
+                )
+            })?,
+            None if ethernet => return Ok(String::new()),
+            None => match table.first() {
+                Some(key) => *key,
+                None => return Ok(String::new()),
+            },
+        };
+        if key & FULL == 0 {
+            return Err(Note(
+                format!(
+                    "port {number} of RDMA device {device} is a limited member of partition {key:#06x}: it reaches no other limited member"
+                ),
+                Some(
+                    "make hosts or servers full members in the subnet manager, or choose another partition with --rdma-partition (`rdma.partition`)"
+                        .into(),
+                ),
+            ));
+        }
+        Ok(format!(", partition {key:#06x}"))
     }
 
     /// Describes the MTU. sysfs has it only for RoCE, where it follows from the interface's.
@@ -367,6 +413,29 @@ mod tests {
         assert!(tree.wrong(|c| c.gid_index = Some(0)).0.contains("RoCE v1"));
         tree.put("sys/class/infiniband/mlx5_0/ports/1/gid_attrs/types/1", "IB/RoCE v1");
         assert!(tree.wrong(|_| {}).1.contains("IP address"));
+    }
+
+    #[test]
+    fn a_partition_that_the_port_is_not_a_full_member_of_is_named() {
+        let tree = Tree::new("partition");
+        let port = "sys/class/infiniband/mlx5_0/ports/1";
+        tree.put(&format!("{port}/link_layer"), "InfiniBand");
+        for (index, key) in ["0xffff", "0x8001", "0x0002", "0x0000"].into_iter().enumerate() {
+            tree.put(&format!("{port}/pkeys/{index}"), key);
+        }
+        let says = |findings: &[Finding], what: &str| {
+            let has =
+                |finding: &&Finding| matches!(finding, Good(text) | Note(text, _) if text.contains(what));
+            assert!(findings.iter().any(|finding| has(&finding)), "{what}: {findings:?}");
+        };
+        says(&tree.check(|_| {}), "partition 0xffff");
+        says(&tree.check(|c| c.partition = Some(0x8001)), "active, LID 0x0, partition 0x8001");
+        says(&tree.check(|c| c.partition = Some(0x8002)), "limited member of partition 0x0002");
+        let (text, step) = tree.wrong(|c| c.partition = Some(0x8003));
+        assert!(
+            text.contains("only in 0xffff, 0x8001, 0x0002") && step.contains("partitions.conf"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -394,21 +394,23 @@ fn put(queues: &SavedQueues, queue: usize, write: &Write<DeviceMemory>) -> Resul
     })
 }
 
-/// Takes what the device has to tell.
+/// Takes what the device has to tell. The error [`EndReason::Gone`]: a queue pair is of no use any more.
 fn device_events(link: &Link) -> Result<(), EndReason> {
     let device = link.domain().device();
+    let mut broken = None;
     while let Some(event) = device.next_event() {
         match event {
             DeviceEvent::PortDown(port) => {
                 tracing::warn!(device = device.name(), port, "RDMA port went down")
             }
             DeviceEvent::PortUp(port) => tracing::info!(device = device.name(), port, "RDMA port came up"),
+            DeviceEvent::Broken(what) => broken = Some(what),
             // The memory that is registered with it is gone, too.
             DeviceEvent::Fatal(what) => return Err(EndReason::Here(what)),
             DeviceEvent::Other => {}
         }
     }
-    Ok(())
+    broken.map_or(Ok(()), |what| Err(EndReason::Gone(what)))
 }
 
 impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
@@ -483,9 +485,10 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
             // Once queue pairs have carried nothing, little is sent until others do.
             let before = if failed.is_none() { Before::Everything } else { Before::Messages };
             let resumption = resume::resume(&self.session, mailbox, self.attempt, failed, redial)?;
-            let turn = || {
-                device_events(&self.link)?;
-                machine.serve(mailbox)
+            let turn = || match device_events(&self.link) {
+                // There are no queue pairs that anything goes through.
+                Ok(()) | Err(EndReason::Gone(_)) => machine.serve(mailbox),
+                failed => failed,
             };
             let resumed = resumption.wait(&lost, &mut self.wakeups, self.daemon.as_mut(), turn)?;
             match self
@@ -510,7 +513,7 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
 
     fn silent(&self, seconds: u64) -> String {
         let device = self.link.domain().device();
-        let (name, port) = (device.name(), device.port().number);
+        let (name, port) = (device.name(), device.port_number());
         format!("nothing came over RDMA device {name} port {port} for {seconds} s: is the link down?")
     }
 

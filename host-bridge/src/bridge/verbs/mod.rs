@@ -101,7 +101,8 @@ pub(super) fn resume(
     config.verbs.queue_depth = Some(queues.depth);
     config.verbs.queue_pairs = Some(saved.terms().connections() as u32);
     config.verbs.check().map_err(io::Error::other)?;
-    let domain = Device::open(&config.verbs).and_then(Domain::new).map_err(io::Error::other)?;
+    // The link may have been down when the other process ended.
+    let domain = Device::open_again(&config.verbs).and_then(Domain::new).map_err(io::Error::other)?;
     // Whether the server can do with several keys is not known here.
     let (keys, terms) = (Keys::new(&domain, false), saved.terms());
     let for_relay = (Arc::clone(&domain), keys.clone());

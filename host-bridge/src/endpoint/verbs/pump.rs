@@ -360,6 +360,7 @@ impl VerbsClient {
         let mut engine = self.lock();
         engine.unwatched = false;
         engine.link.disarm();
+        let mut broken = None;
         while let Some(event) = device.next_event() {
             match event {
                 DeviceEvent::PortDown(port) => {
@@ -368,12 +369,15 @@ impl VerbsClient {
                 DeviceEvent::PortUp(port) => {
                     tracing::info!(device = device.name(), port, "RDMA port came up")
                 }
+                DeviceEvent::Broken(what) => broken = Some(what),
                 // The memory that is registered with it is, too.
                 DeviceEvent::Fatal(what) => return Err(End::Lost(self.gone(&what))),
                 DeviceEvent::Other => {}
             }
         }
-        match self.look(&mut engine, control.as_ref()) {
+        let broken = broken.filter(|_| engine.link.fd().is_some());
+        let seen = broken.map_or(Ok(()), |what| Err(End::Gone(what)));
+        match seen.and_then(|()| self.look(&mut engine, control.as_ref())) {
             Err(end) => self.given_up(engine, end),
             seen => seen,
         }
@@ -414,7 +418,7 @@ impl VerbsClient {
                     frame::BYE if body.is_empty() => return Err(End::Asked),
                     frame::BYE => {
                         let (device, why) = (engine.link.domain().device(), String::from_utf8_lossy(body));
-                        let (name, port) = (device.name(), device.port().number);
+                        let (name, port) = (device.name(), device.port_number());
                         return Err(End::Lost(format!(
                             "the client at {}, reached over RDMA device {name} port {port}, ended the session: {why}",
                             self.peer

@@ -1,7 +1,7 @@
 //! What there is: queue pairs, registrations, windows and completion queues, and what goes between queue
 //! pairs.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
@@ -11,6 +11,8 @@ use nix::errno::Errno;
 
 use crate::verbs::sys::{Sge, Wc, number};
 
+/// The port's first local identifier.
+pub(super) const FIRST_LID: u16 = 7;
 /// The peer's message was longer than its receive.
 const LOCAL_LENGTH: u32 = 1;
 
@@ -41,8 +43,9 @@ pub struct Sent {
 
 #[derive(Default)]
 pub(super) struct Fabric {
-    pub(super) contexts: HashSet<usize>,
-    pub(super) domains: HashSet<usize>,
+    pub(super) contexts: HashMap<usize, Events>,
+    /// With their contexts.
+    pub(super) domains: HashMap<usize, usize>,
     /// By key.
     pub(super) regions: HashMap<u32, Memory>,
     pub(super) windows: HashMap<u32, Shown>,
@@ -56,6 +59,16 @@ pub(super) struct Fabric {
     pub(super) failing: Option<u32>,
     pub(super) silent: bool,
     pub(super) refuses: bool,
+    /// The port is down.
+    pub(super) is_down: bool,
+    /// How often the port was given another local identifier.
+    pub(super) moved: u16,
+}
+
+/// What a context has to tell, in order, and the descriptor that says so.
+pub(super) struct Events {
+    pub(super) fd: RawFd,
+    pub(super) kinds: VecDeque<u32>,
 }
 
 pub(super) struct Memory {
@@ -89,6 +102,10 @@ pub(super) struct Pair {
     pub(super) most_segments: (c_int, c_int),
     pub(super) state: u32,
     pub(super) peer: Option<u32>,
+    /// The local identifier to which it sends.
+    pub(super) lid: u16,
+    /// Its index.
+    pub(super) partition: u16,
     pub(super) sends: VecDeque<Request>,
     pub(super) receives: VecDeque<(u64, Vec<Sge>)>,
 }
@@ -108,6 +125,10 @@ pub(super) enum Payload {
 }
 
 impl Fabric {
+    pub(super) fn lid(&self) -> u16 {
+        FIRST_LID.wrapping_add(self.moved)
+    }
+
     pub(super) fn next(&mut self) -> u32 {
         self.last = self.last % 0xff_ffff + 1;
         self.last
@@ -252,6 +273,15 @@ impl Fabric {
         }
     }
 
+    /// Something happened to the device, of which the owner of a queue pair is told.
+    pub(super) fn happened(&mut self, number: u32, kind: u32) {
+        let context = self.pairs.get(&number).and_then(|pair| self.domains.get(&pair.domain));
+        if let Some(events) = context.and_then(|context| self.contexts.get_mut(context)) {
+            events.kinds.push_back(kind);
+            signal(events.fd);
+        }
+    }
+
     pub(super) fn completed(&mut self, queue: usize, wc: Wc) {
         let Some(queue) = self.queues.get_mut(&queue) else { panic!("a completion queue was destroyed") };
         assert!(queue.entries.len() < queue.capacity, "a completion queue is full");
@@ -268,11 +298,14 @@ impl Fabric {
         while let Some(pair) = self.pairs.get(&from)
             && let Some(request) = pair.sends.front()
         {
-            if self.silent && pair.peer != Some(from) {
-                return;
-            }
             let there =
                 pair.peer.filter(|peer| self.pairs.get(peer).is_some_and(|peer| peer.peer == Some(from)));
+            let partition = there.and_then(|peer| Some(self.pairs.get(&peer)?.partition));
+            let is_elsewhere =
+                there.is_some() && (pair.lid != self.lid() || partition != Some(pair.partition));
+            if (self.silent || self.is_down || is_elsewhere) && pair.peer != Some(from) {
+                return;
+            }
             let status = match (there, self.outside) {
                 (Some(peer), _) => {
                     let sent = self.gather(pair.domain, request);

@@ -5,15 +5,16 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
 
-use super::fabric::{Fabric, Memory, Pair, Payload, Queue, Request, Shown, fabric};
+use super::fabric::{Events, FIRST_LID, Fabric, Memory, Pair, Payload, Queue, Request, Shown, fabric};
 use crate::verbs::sys::{
     AsyncEvent, CompChannel, Context, Cq, Device, DeviceAttr, Gid, Library, Mr, Mw, MwBind, Pd, PortAttr, Qp,
     QpAttr, QpInitAttr, RecvWr, SendWr, Sge, Wc, number,
 };
 
-/// The port's local identifier, and its MTU as `enum ibv_mtu`.
-const LID: u16 = 7;
+/// The port's MTU as `enum ibv_mtu`.
 const MTU: u32 = 5;
+/// The port's partitions.
+const PARTITIONS: [u16; 2] = [0xffff, 0x8001];
 
 fn eventfd() -> RawFd {
     // SAFETY: takes two numbers.
@@ -74,7 +75,7 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
         // SAFETY: pointers, numbers, and functions that may be missing: all of it may be zero.
         let mut context: Context = unsafe { std::mem::zeroed() };
         (context.device, context.cmd_fd, context.async_fd, context.num_comp_vectors) =
-            (device, -1, eventfd(), 1);
+            (device, -1, eventfd(), 3);
         context.ops.alloc_mw = Some(alloc_mw);
         context.ops.bind_mw = Some(bind_mw);
         context.ops.dealloc_mw = Some(dealloc_mw);
@@ -84,14 +85,14 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
         context.ops.post_recv = Some(post_recv);
         Some(context)
     };
-    make(context, |fabric, at, _| {
-        fabric.contexts.insert(at);
+    make(context, |fabric, at, context| {
+        fabric.contexts.insert(at, Events { fd: context.async_fd, kinds: VecDeque::new() });
     })
 }
 
 extern "C" fn close_device(context: *mut Context) -> c_int {
     let mut fabric = fabric();
-    assert!(fabric.contexts.remove(&(context as usize)), "an unknown context");
+    assert!(fabric.contexts.remove(&(context as usize)).is_some(), "an unknown context");
     if fabric.contexts.is_empty() {
         // Programs of a fuzzer find the same numbers in each run.
         fabric.last = 0;
@@ -113,22 +114,42 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
 }
 
 extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
-    let (state, active_mtu, gid_tbl_len, link_layer) = (number::PORT_ACTIVE, MTU, 1, 1);
+    let fabric = fabric();
+    // IBV_PORT_DOWN is 1.
+    let state = if fabric.is_down { 1 } else { number::PORT_ACTIVE };
+    let (lid, active_mtu, gid_tbl_len, link_layer) = (fabric.lid(), MTU, 1, 1);
+    let pkey_tbl_len = PARTITIONS.len() as u16;
+    let port =
+        PortAttr { state, active_mtu, gid_tbl_len, pkey_tbl_len, link_layer, lid, ..PortAttr::default() };
     // SAFETY: the caller passes a writable structure.
-    unsafe {
-        *attr = PortAttr { state, active_mtu, gid_tbl_len, link_layer, lid: LID, ..PortAttr::default() }
-    };
+    unsafe { *attr = port };
     0
 }
 
 extern "C" fn query_gid(_context: *mut Context, _port: u8, _index: c_int, gid: *mut Gid) -> c_int {
     // SAFETY: the caller passes a writable GID.
-    unsafe { *gid = Gid([LID as u8; 16]) };
+    unsafe { *gid = Gid([FIRST_LID as u8; 16]) };
     0
 }
 
-extern "C" fn get_async_event(_context: *mut Context, _event: *mut AsyncEvent) -> c_int {
-    -1
+extern "C" fn query_pkey(_context: *mut Context, _port: u8, index: c_int, pkey: *mut u16) -> c_int {
+    let Some(key) = usize::try_from(index).ok().and_then(|index| PARTITIONS.get(index)) else { return -1 };
+    // SAFETY: the caller passes a writable number.
+    unsafe { *pkey = key.to_be() };
+    0
+}
+
+extern "C" fn get_async_event(context: *mut Context, event: *mut AsyncEvent) -> c_int {
+    let mut fabric = fabric();
+    let Some(events) = fabric.contexts.get_mut(&(context as usize)) else { panic!("an unknown context") };
+    let Some(event_type) = events.kinds.pop_front() else { return -1 };
+    let mut count = [0u8; 8];
+    // SAFETY: the buffer has the size that is given.
+    let read = unsafe { libc::read(events.fd, count.as_mut_ptr().cast(), count.len()) };
+    assert!(read > 0, "an event without a signal");
+    // SAFETY: the caller passes a writable structure.
+    unsafe { *event = AsyncEvent { element: 1, event_type } };
+    0
 }
 
 extern "C" fn ack_async_event(_event: *mut AsyncEvent) {}
@@ -137,7 +158,7 @@ extern "C" fn alloc_pd(context: *mut Context) -> *mut Pd {
     make(
         |_| Some(Pd { context }),
         |fabric, at, _| {
-            fabric.domains.insert(at);
+            fabric.domains.insert(at, context as usize);
         },
     )
 }
@@ -145,7 +166,7 @@ extern "C" fn alloc_pd(context: *mut Context) -> *mut Pd {
 extern "C" fn dealloc_pd(pd: *mut Pd) -> c_int {
     let mut fabric = fabric();
     let domain = pd as usize;
-    assert!(fabric.domains.remove(&domain), "an unknown domain");
+    assert!(fabric.domains.remove(&domain).is_some(), "an unknown domain");
     let used = fabric.regions.values().any(|region| region.domain == domain)
         || fabric.windows.values().any(|window| window.domain == domain)
         || fabric.pairs.values().any(|pair| pair.domain == domain);
@@ -203,8 +224,14 @@ extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
         panic!("an unknown queue pair")
     };
     let (domain, stands, queue) = (*domain, *state == number::QPS_RTS, *send_queue);
+    let wr_id = of!(bind, wr_id);
+    if !stands {
+        let status = number::WC_WR_FLUSH_ERR;
+        fabric.completed(queue, Wc { wr_id, status, qp_num: number, ..Wc::default() });
+        return 0;
+    }
     let Some(window) = fabric.windows.remove(&old) else { panic!("an unknown window") };
-    assert!(window.domain == domain && stands, "a window and a queue pair that do not fit");
+    assert!(window.domain == domain, "a window and a queue pair that do not fit");
     let mr = of!(bind, mr);
     let region_key = of!(mr, lkey);
     let Some(region) = fabric.regions.get(&region_key) else { panic!("an unknown registration") };
@@ -216,7 +243,6 @@ extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
     fabric.windows.insert(key, Shown { domain, shown });
     // SAFETY: the caller passes a live window, which nobody else uses now.
     unsafe { (*mw).rkey = key };
-    let wr_id = of!(bind, wr_id);
     assert!(of!(bind, send_flags) & number::SEND_SIGNALED != 0, "a request that nobody waits for");
     // IBV_WC_BIND_MW.
     fabric.completed(queue, Wc { wr_id, opcode: 5, qp_num: number, ..Wc::default() });
@@ -247,8 +273,9 @@ extern "C" fn create_cq(
     cqe: c_int,
     _cq_context: *mut c_void,
     channel: *mut CompChannel,
-    _comp_vector: c_int,
+    comp_vector: c_int,
 ) -> *mut Cq {
+    assert!((0..of!(context, num_comp_vectors)).contains(&comp_vector), "no such completion vector");
     make(
         |_| Some(Cq { context }),
         |fabric, at, _| {
@@ -322,6 +349,8 @@ extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
             most_segments: (cap.max_send_sge as c_int, cap.max_recv_sge as c_int),
             state: 0,
             peer: None,
+            lid: 0,
+            partition: 0,
             sends: VecDeque::new(),
             receives: VecDeque::new(),
         };
@@ -339,13 +368,20 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
     let Some(pair) = fabric.pairs.get_mut(&number) else { panic!("an unknown queue pair") };
     match (pair.state, to) {
         (_, number::QPS_ERR) => fabric.stop(number),
-        (0, number::QPS_INIT) | (number::QPS_RTR, number::QPS_RTS) => pair.state = to,
+        (0, number::QPS_INIT) => {
+            assert!(mask & number::QP_PKEY_INDEX != 0, "a queue pair in no partition");
+            (pair.state, pair.partition) = (to, of!(attr, pkey_index));
+            if usize::from(pair.partition) >= PARTITIONS.len() {
+                return libc::EINVAL;
+            }
+        }
+        (number::QPS_RTR, number::QPS_RTS) => pair.state = to,
         (number::QPS_INIT, number::QPS_RTR) => {
-            let (mtu, peer) = (of!(attr, path_mtu), of!(attr, dest_qp_num));
+            let (mtu, peer, way) = (of!(attr, path_mtu), of!(attr, dest_qp_num), of!(attr, ah_attr));
             if !(1..=MTU).contains(&mtu) || !(1..=0xff_ffff).contains(&peer) {
                 return libc::EINVAL;
             }
-            (pair.state, pair.peer) = (to, Some(peer));
+            (pair.state, pair.peer, pair.lid) = (to, Some(peer), way.dlid);
         }
         _ => return libc::EINVAL,
     }
@@ -446,6 +482,7 @@ pub(super) static LIBRARY: Library = Library {
     query_device,
     query_port,
     query_gid,
+    query_pkey,
     get_async_event,
     ack_async_event,
     alloc_pd,

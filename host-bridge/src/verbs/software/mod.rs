@@ -97,6 +97,23 @@ pub fn silence(silent: bool) {
     fabric().silent = silent;
 }
 
+/// Whether the port is down: nothing gets through, as while it is [silent](silence).
+pub fn port_down(down: bool) {
+    fabric().is_down = down;
+}
+
+/// The port has another local identifier from now on. What is sent to its former one gets lost.
+pub fn readdress() {
+    let mut fabric = fabric();
+    fabric.moved = fabric.moved.wrapping_add(1);
+}
+
+/// An event of a queue pair's device (`enum ibv_event_type`), which its owner's context tells of. `QP_FATAL`
+/// is 1, `DEVICE_FATAL` is 8.
+pub fn event(pair: u32, kind: u32) {
+    fabric().happened(pair, kind);
+}
+
 /// A queue pair's device sends what is under way once more.
 pub fn repeat(pair: u32) {
     fabric().carry(pair);
@@ -149,6 +166,11 @@ pub fn registered_for(access: i32) -> usize {
 /// The peer that a queue pair is connected to.
 pub fn peer(pair: u32) -> Option<u32> {
     fabric().pairs.get(&pair)?.peer
+}
+
+/// The index of a queue pair's partition. The port is in 0xffff and 0x8001.
+pub fn partition(pair: u32) -> Option<u16> {
+    Some(fabric().pairs.get(&pair)?.partition)
 }
 
 /// Number of receives that a queue pair has posted.

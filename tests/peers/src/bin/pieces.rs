@@ -72,7 +72,7 @@ fn buffers(domain: &Arc<Domain>, access: Access) -> Result<Vec<Own>> {
 /// Sleeps until something happens.
 fn sleep(queue: &Pieces<Own>, socket: &TcpStream) -> Result<()> {
     let mut fds =
-        [PollFd::new(queue.fd(), PollFlags::POLLIN), PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
+        [PollFd::new(queue.fds()[0], PollFlags::POLLIN), PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
     poll(&mut fds, PollTimeout::NONE)?;
     queue.disarm();
     Ok(())
