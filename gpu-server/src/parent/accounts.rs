@@ -9,6 +9,7 @@ pub(super) mod imports;
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use self::account::Account;
 use self::imports::Import;
@@ -59,13 +60,19 @@ impl State {
         let after = record.granted(resource).checked_add(bytes).filter(|_| record.has(resource));
         let (Some(_), Some(after)) = (most, after) else { return Reply::Refused(Refusal::Full) };
         // What is imported is on the device already.
-        match import.map_or_else(|| self.has_room(worker, resource, bytes), |_| Ok(true)) {
-            Ok(true) => {}
-            Ok(false) => return Reply::Refused(Refusal::Crowded),
-            Err(()) => return Reply::Refused(Refusal::Full),
+        let room = import.map_or_else(|| self.has_room(worker, resource, bytes), |_| Ok(true));
+        let Ok(room) = room else { return Reply::Refused(Refusal::Full) };
+        let Some(session) = self.sessions.get_mut(&worker) else { return Reply::Refused(Refusal::Unknown) };
+        if import.is_none() {
+            // Also if there is room: the device may have less than is known here.
+            session.account.note_wanted(resource, bytes, Instant::now());
         }
+        if !room {
+            return Reply::Refused(Refusal::Crowded);
+        }
+        let record = &session.account.record;
         record.change(request, resource, bytes, after);
-        if let (Some((token, import)), Some(session)) = (import, self.sessions.get_mut(&worker)) {
+        if let Some((token, import)) = import {
             session.account.imports.add(token, import);
         }
         self.publish(&principal);

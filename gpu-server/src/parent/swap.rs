@@ -1,10 +1,10 @@
 //! Device memory beyond what the devices have: carries out the decisions of [`Residency`]. The thread of
 //! [`super::turns`] calls it when a worker rings, and repeatedly while somebody waits for room.
 //!
-//! What a session holds is what it was granted ([`super::accounts`]). Its worker reports where the memory is,
-//! and is trusted up to that amount. A worker that lies can have more memory on a device than is counted, as
-//! can one that allocates from NVIDIA's driver without asking the daemon; NVML shows both, and what NVML
-//! shows is counted.
+//! What a session holds is what it was granted ([`super::accounts`]), and what it needs is at most what it
+//! has just asked for. Its worker reports where the memory is, and is trusted up to these amounts. A worker
+//! that lies can have more memory on a device than is counted, as can one that allocates from NVIDIA's
+//! driver without asking the daemon; NVML shows both, and what NVML shows is counted.
 
 use std::fs::File;
 use std::io;
@@ -108,12 +108,13 @@ pub(super) fn step(server: &Server) -> bool {
         }
     }
     let takes_part = |session: &Session| session.kind == Kind::Gpu && session.begun && !session.ended;
+    let now = Instant::now();
     let views: Vec<View> = sessions
         .iter()
         .filter(|(_, session)| takes_part(session))
-        .map(|(worker, session)| view(*worker, session, &budget))
+        .map(|(worker, session)| view(*worker, session, now))
         .collect();
-    let now = clock::to_ns(Instant::now());
+    let now = clock::to_ns(now);
     let decided = swapping.residency.step(now, &budget, &views);
     for worker in decided.held_back {
         swapping.held_back += 1;
@@ -158,8 +159,9 @@ pub(super) fn step(server: &Server) -> bool {
 }
 
 /// A session's memory, as far as the daemon trusts the report.
-fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
+fn view(worker: u32, session: &Session, now: Instant) -> View {
     let account = &session.account;
+    let is_away = session.devices.iter().any(|number| account.away(*number) > 0);
     let memory = &account.meter().memory;
     let done = memory.done.load(Ordering::Acquire);
     let mut view = View {
@@ -180,8 +182,7 @@ fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
         let at = *number as usize;
         let Some((movable, needs)) = memory.movable.get(at).zip(memory.needs.get(at)) else { continue };
         let granted = account.counted(*number);
-        let needs = needs.load(Ordering::Acquire);
-        let needs = if budget.get(number).is_none_or(|most| needs <= *most) { needs } else { 0 };
+        let needs = needs.load(Ordering::Acquire).min(account.wanted(*number, is_away, now));
         for (to, bytes) in [
             (&mut view.on, account.on(*number)),
             (&mut view.movable, movable.load(Ordering::Relaxed).min(granted)),
@@ -304,17 +305,36 @@ mod tests {
         }
         memory.rested.store(u64::MAX, Ordering::Relaxed);
         memory.keeps.store(u64::MAX, Ordering::Relaxed);
-        let seen = view(1, &state.sessions[&1], &Bytes::from([(0, 100)]));
+        let seen = view(1, &state.sessions[&1], Instant::now());
         let granted = Bytes::from([(0, 60)]);
-        assert_eq!((&seen.movable, &seen.away), (&granted, &granted));
-        assert!(seen.on.is_empty() && seen.needs.is_empty(), "no device has as much as it says it needs");
+        assert_eq!((&seen.movable, &seen.away, &seen.needs), (&granted, &granted, &granted));
+        assert!(seen.on.is_empty());
         // Another session has its place now, and its reports cannot change that.
         assert!(matches!(state.charge(2, 3, DEVICE, 100, None), Reply::Charged));
         assert!(matches!(state.charge(1, 2, DEVICE, 1, None), Reply::Refused(Refusal::Crowded)));
         assert_eq!((state.away(0), state.kept_for_swap()), (60, u64::MAX));
         let mut residency = Residency::default();
         let views: Vec<View> =
-            state.sessions.iter().map(|(worker, one)| view(*worker, one, &Bytes::new())).collect();
+            state.sessions.iter().map(|(worker, one)| view(*worker, one, Instant::now())).collect();
         assert!(residency.step(1, &Bytes::from([(0, 100)]), &views).orders.is_empty());
+    }
+
+    #[test]
+    fn a_session_needs_no_more_than_it_has_just_asked_for() {
+        let mut state = state(&[1, 2]);
+        assert!(matches!(state.charge(1, 1, DEVICE, 98, None), Reply::Charged));
+        let needs = |state: &State, at| view(2, &state.sessions[&2], at).needs;
+        state.sessions[&2].account.meter().memory.needs[0].store(90, Ordering::Relaxed);
+        let before = Instant::now();
+        assert_eq!(needs(&state, before), Bytes::new(), "it has asked for nothing");
+        assert!(matches!(state.charge(2, 1, DEVICE, 5, None), Reply::Refused(Refusal::Crowded)));
+        assert!(matches!(state.charge(2, 2, DEVICE, 1, None), Reply::Charged), "a smaller piece meanwhile");
+        let (after, asked) = (Instant::now(), Bytes::from([(0, 5)]));
+        assert_eq!(needs(&state, before), asked);
+        // One that waits asks again and again, unless it carries out an order.
+        let later = after + Duration::from_secs(2);
+        assert_eq!(needs(&state, later), Bytes::new());
+        state.sessions.get_mut(&2).unwrap().account.set_asked(true);
+        assert_eq!(needs(&state, later), asked);
     }
 }
