@@ -551,7 +551,8 @@ pub(super) mod tests {
     use host_bridge::framing::recv_struct;
     use std::os::unix::net::UnixStream;
 
-    fn server(flags: &[&str]) -> Arc<Server> {
+    /// A server with these options that does nothing by itself.
+    pub(in crate::parent) fn server(flags: &[&str]) -> Arc<Server> {
         Arc::new(Server::new(crate::config::Serve::from_flags(flags), &mut Inherited::default()).unwrap())
     }
 
