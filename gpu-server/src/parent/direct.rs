@@ -67,9 +67,16 @@ fn connect(address: &Address) -> io::Result<OwnedFd> {
     })
 }
 
+/// Connections that are being established, and those that wait for that.
+static CONNECTING: LazyLock<Arc<Line>> = LazyLock::new(|| Line::new(MAX_CONNECTING, MAX_DIRECTS));
+
+/// A worker is gone, and its connections are no longer wanted.
+pub(super) fn forget(worker: u32) {
+    CONNECTING.forget(worker);
+}
+
 /// Connects a worker to another server, if that is allowed, and answers the worker's request. Never blocks.
 pub(super) fn serve(server: &Arc<Server>, worker: &Arc<Worker>, request: u64, text: &str, encrypted: bool) {
-    static CONNECTING: LazyLock<Arc<Line>> = LazyLock::new(|| Line::new(MAX_CONNECTING, MAX_DIRECTS));
     let refuse = |why: String| worker.answer(request, Reply::NotConnected(why), None);
     let address = match allowed(server, text, encrypted) {
         Ok(address) => address,

@@ -213,6 +213,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     if broken.is_some() {
         worker.kill();
     }
+    direct::forget(pid);
     let broken = broken.or(failed);
     let ended = process.wait();
     let mut how = ended.as_ref().map_or_else(unknown, |status| describe(*status));

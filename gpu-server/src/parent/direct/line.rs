@@ -1,6 +1,7 @@
-//! Work that blocks, of which only so much is under way at a time. The rest waits its turn.
+//! Work that blocks, of which only so much is under way at a time. The rest waits its turn: whoever has the
+//! least under way comes first, and nobody has more than half of it.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::{Arc, Mutex};
 
@@ -10,14 +11,18 @@ type Work = Box<dyn FnOnce() + Send>;
 
 /// See the module.
 pub(in crate::parent) struct Line {
-    /// Maximum number of threads, and of work that waits for one worker.
-    most: (usize, usize),
+    /// Maximum number of threads.
+    threads: usize,
+    /// Maximum of work that waits for one worker.
+    waiting_of_one: usize,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     threads: usize,
+    /// How much is under way for each worker.
+    running: HashMap<u32, usize>,
     /// With the worker for which it is done.
     waiting: VecDeque<(u32, Work)>,
 }
@@ -33,7 +38,7 @@ pub(in crate::parent) enum Refused {
 
 impl Line {
     pub(in crate::parent) fn new(threads: usize, waiting_of_one: usize) -> Arc<Line> {
-        Arc::new(Line { most: (threads, waiting_of_one), state: Mutex::default() })
+        Arc::new(Line { threads, waiting_of_one, state: Mutex::default() })
     }
 
     /// Does `work` for a worker, in another thread and perhaps later.
@@ -43,8 +48,8 @@ impl Line {
         work: impl FnOnce() + Send + 'static,
     ) -> Result<(), Refused> {
         let mut state = lock(&self.state);
-        if state.threads >= self.most.0 {
-            if state.waiting.iter().filter(|(other, _)| *other == worker).count() >= self.most.1 {
+        if state.threads >= self.threads || state.running_of(worker) >= self.most_of_one() {
+            if state.waiting.iter().filter(|(other, _)| *other == worker).count() >= self.waiting_of_one {
                 return Err(Refused::Full);
             }
             state.waiting.push_back((worker, Box::new(work)));
@@ -53,48 +58,133 @@ impl Line {
         let line = Arc::clone(self);
         let run = move || {
             work();
-            while let Some(next) = line.next() {
+            let mut done = worker;
+            while let Some((worker, next)) = line.next(done) {
                 next();
+                done = worker;
             }
         };
         let started = std::thread::Builder::new().name("rgpu-direct".into()).spawn(run);
         started.map_err(Refused::NoThread)?;
         state.threads += 1;
+        *state.running.entry(worker).or_default() += 1;
         Ok(())
     }
 
-    /// The next work for a thread, which otherwise ends.
-    fn next(&self) -> Option<Work> {
+    /// A worker is gone: nothing that waits for it is done any more.
+    pub(in crate::parent) fn forget(&self, worker: u32) {
+        lock(&self.state).waiting.retain(|(other, _)| *other != worker);
+    }
+
+    fn most_of_one(&self) -> usize {
+        self.threads.div_ceil(2)
+    }
+
+    /// The next work for a thread that has done some for the worker `done`, and the worker for which it is.
+    /// Otherwise the thread ends.
+    fn next(&self, done: u32) -> Option<(u32, Work)> {
         let mut state = lock(&self.state);
-        let next = state.waiting.pop_front().map(|(_, work)| work);
-        state.threads -= usize::from(next.is_none());
-        next
+        let State { threads, running, waiting } = &mut *state;
+        if let Some(left) = running.get_mut(&done) {
+            *left -= 1;
+        }
+        running.retain(|_, count| *count > 0);
+        let of = |worker: u32| running.get(&worker).copied().unwrap_or(0);
+        let may = waiting.iter().enumerate().filter(|(_, (worker, _))| of(*worker) < self.most_of_one());
+        // Of several with as much under way, the first to come.
+        let next = may.min_by_key(|(_, (worker, _))| of(*worker)).map(|(at, _)| at);
+        let Some((worker, work)) = next.and_then(|at| waiting.remove(at)) else {
+            *threads -= 1;
+            return None;
+        };
+        *running.entry(worker).or_default() += 1;
+        Some((worker, work))
+    }
+}
+
+impl State {
+    fn running_of(&self, worker: u32) -> usize {
+        self.running.get(&worker).copied().unwrap_or(0)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc::channel;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use test_kit::PATIENCE;
 
-    #[test]
-    fn what_is_too_much_at_a_time_waits_its_turn_and_no_worker_takes_all_places() {
-        let line = Line::new(2, 3);
-        let ((began, begun), (go, goes)) = (channel(), channel::<()>());
-        let goes = Arc::new(Mutex::new(goes));
-        let join = |worker| {
-            let (began, goes) = (began.clone(), Arc::clone(&goes));
-            line.join(worker, move || {
-                began.send(worker).unwrap();
+    /// A worker's work, each piece of which lasts until one is told to end.
+    struct Lasting {
+        worker: u32,
+        began: Sender<()>,
+        begun: Receiver<()>,
+        go: Sender<()>,
+        goes: Arc<Mutex<Receiver<()>>>,
+    }
+
+    impl Lasting {
+        fn of(worker: u32) -> Lasting {
+            let ((began, begun), (go, goes)) = (channel(), channel());
+            Lasting { worker, began, begun, go, goes: Arc::new(Mutex::new(goes)) }
+        }
+
+        fn join(&self, line: &Arc<Line>) -> Result<(), Refused> {
+            let (began, goes) = (self.began.clone(), Arc::clone(&self.goes));
+            line.join(self.worker, move || {
+                let _ = began.send(());
                 let _ = lock(&goes).recv();
             })
-        };
-        assert!((0..5).all(|_| join(7).is_ok()));
-        assert!(matches!(join(7), Err(Refused::Full)));
-        assert!(join(8).is_ok(), "another worker has places of its own");
-        let first = [begun.recv().unwrap(), begun.recv().unwrap()];
-        assert!(first == [7, 7] && begun.try_recv().is_err());
-        (0..6).for_each(|_| go.send(()).unwrap());
-        assert_eq!([(); 4].map(|()| begun.recv().unwrap()).iter().sum::<u32>(), 7 * 3 + 8);
+        }
+
+        /// Waits until so many more have begun.
+        fn begins(&self, count: usize) {
+            (0..count).for_each(|_| self.begun.recv_timeout(PATIENCE).unwrap());
+        }
+
+        fn one_ends(&self) {
+            self.go.send(()).unwrap();
+        }
+
+        /// Lets all of it end. Returns how much more began until then.
+        fn end(self) -> usize {
+            drop((self.began, self.go));
+            self.begun.iter().count()
+        }
+    }
+
+    #[test]
+    fn what_is_too_much_at_a_time_waits_its_turn() {
+        let (line, seven, eight) = (Line::new(2, 3), Lasting::of(7), Lasting::of(8));
+        assert!((0..4).all(|_| seven.join(&line).is_ok()));
+        assert!(matches!(seven.join(&line), Err(Refused::Full)));
+        assert!(eight.join(&line).is_ok(), "another worker has places of its own");
+        seven.begins(1);
+        eight.begins(1);
+        assert!(seven.begun.try_recv().is_err());
+        seven.one_ends();
+        seven.begins(1);
+        assert_eq!((eight.end(), seven.end()), (0, 2));
+    }
+
+    #[test]
+    fn a_worker_whose_work_lasts_leaves_half_to_others_and_who_has_nothing_comes_first() {
+        let (line, [seven, eight, nine]) = (Line::new(4, 9), [7, 8, 9].map(Lasting::of));
+        assert!((0..9).all(|_| seven.join(&line).is_ok()));
+        seven.begins(2);
+        assert!((0..3).all(|_| eight.join(&line).is_ok()));
+        eight.begins(2);
+        assert!(nine.join(&line).is_ok());
+        eight.one_ends();
+        nine.begins(1);
+        assert_eq!((nine.end(), eight.end(), seven.end()), (0, 1, 7));
+    }
+
+    #[test]
+    fn what_waits_for_a_worker_that_is_gone_is_not_done() {
+        let (line, seven, eight) = (Line::new(2, 9), Lasting::of(7), Lasting::of(8));
+        assert!((0..3).all(|_| seven.join(&line).is_ok() && eight.join(&line).is_ok()));
+        line.forget(7);
+        assert_eq!((seven.end(), eight.end()), (1, 3));
     }
 }
