@@ -115,12 +115,12 @@ impl State {
         }
         let principal = session.limits.principal.clone();
         self.publish(&principal);
-        self.settle_imports(shared);
+        self.pass_on_imports(shared);
     }
 
     /// Memory is no longer shared under these tokens, or a session has freed it: if others still have it, it
     /// counts for one of them.
-    pub(super) fn settle_imports(&mut self, tokens: impl IntoIterator<Item = Token>) {
+    pub(super) fn pass_on_imports(&mut self, tokens: impl IntoIterator<Item = Token>) {
         // There may be thousands, and everybody waits for this.
         let mut left: HashSet<Token> = tokens.into_iter().filter(|token| !self.shares.has(token)).collect();
         for imports in self.sessions.values().map(|session| &session.account.imports) {
@@ -133,7 +133,7 @@ impl State {
         let mut principals = BTreeSet::new();
         for session in self.sessions.values_mut() {
             for token in session.account.imports.among(&left) {
-                session.account.imports.pay(&token);
+                session.account.imports.count_here(&token);
                 principals.insert(session.limits.principal.clone());
                 left.remove(&token);
             }
@@ -263,7 +263,7 @@ mod tests {
         assert!(!granted(&state.charge(2, 3, DEVICE, 41, None)) && total(&state, 2) == 60);
         // The session that shares it frees it, and then one after the other that has it.
         state.shares.remove(&token, 1);
-        state.settle_imports([token]);
+        state.pass_on_imports([token]);
         state.discharge(1, 2, DEVICE, 60, None);
         assert_eq!(total(&state, 2), 60);
         state.discharge(2, 4, DEVICE, 60, Some(token));

@@ -251,7 +251,7 @@ fn lease_of(
     let state = server.lock();
     let lease = state.leases.find(&hello.secret, &principal.name);
     let lease = lease.ok_or_else(|| refused(UNKNOWN.into()))?;
-    lease.allowed(grant)?;
+    lease.check_devices(grant)?;
     lease.narrow(&mut grant.limits);
     Ok(Some(lease.id))
 }

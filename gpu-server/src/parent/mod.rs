@@ -131,8 +131,8 @@ fn reload(server: &Server) {
         Err(e) => tracing::warn!("{}", host_bridge::framing::with_causes(&e)),
     }
     let (groups, clients) = server.policy().counts();
-    let ended =
-        ends::end_sessions(server, |principal, _| server.ousted(principal)) + leases::end_unwelcome(server);
+    let ended = ends::end_sessions(server, |principal, _| server.may_not_go_on(principal))
+        + leases::end_forbidden(server);
     tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
     server.succession.store.ready();
 }
@@ -141,7 +141,7 @@ fn reload(server: &Server) {
 pub fn main(mut options: Serve) -> anyhow::Result<()> {
     let mut inherited = Inherited::take();
     crate::log::start(&options.log);
-    let only_cuda = driver::present::settle(&mut options.worker.backing);
+    let only_cuda = driver::present::decide_backend(&mut options.worker.backing);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
     // Before signals are blocked, which the service would inherit. It ends with this function.
     let _service = options.mps.as_deref().map(mps::Service::start).transpose()?;

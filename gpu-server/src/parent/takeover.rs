@@ -146,8 +146,8 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         tracing::info!("took over {count} sessions of the previous daemon; {gone} are over");
     }
     // The rules may have changed meanwhile.
-    ends::end_sessions(server, |principal, _| server.ousted(principal));
-    leases::end_unwelcome(server);
+    ends::end_sessions(server, |principal, _| server.may_not_go_on(principal));
+    leases::end_forbidden(server);
 }
 
 /// A worker taken over with its session, whose messages nobody receives yet.
@@ -372,7 +372,7 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     drop(state);
     server.changed.notify_all();
     // Without the lock: the service manager may be busy.
-    store.settle();
+    store.wait_until_sent();
     let state = wait(UNUSED_WITHIN, &|state| !Server::unsettled(state));
     if state.draining() {
         return Err("the server is shutting down".into());

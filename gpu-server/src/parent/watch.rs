@@ -164,7 +164,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
             FromWorker::Unshare { token } => {
                 if let Some(what) = state.shares.remove(&token, pid) {
-                    state.settle_imports([token]);
+                    state.pass_on_imports([token]);
                     server.succession.store.forget(&kept::share_name(&token, pid, &what));
                 }
             }
@@ -466,7 +466,7 @@ pub(super) fn remove_worker(
     }
     let session = state.sessions.remove(&pid);
     tokens.extend(session.iter().flat_map(|session| session.account.imports.all().map(|(token, _)| token)));
-    state.settle_imports(tokens);
+    state.pass_on_imports(tokens);
     let Some(mut session) = session.filter(|session| session.begun) else {
         if !clean && !draining {
             tracing::warn!(worker = pid, "a worker without a session {how}");

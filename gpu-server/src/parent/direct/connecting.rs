@@ -10,7 +10,7 @@ use crate::lock::lock;
 type Work = Box<dyn FnOnce() + Send>;
 
 /// See the module.
-pub(in crate::parent) struct Line {
+pub(in crate::parent) struct Queue {
     /// Maximum number of threads.
     threads: usize,
     /// Maximum of work that waits for one worker.
@@ -36,14 +36,14 @@ pub(in crate::parent) enum Refused {
     NoThread(io::Error),
 }
 
-impl Line {
-    pub(in crate::parent) fn new(threads: usize, waiting_of_one: usize) -> Arc<Line> {
-        Arc::new(Line { threads, waiting_of_one, state: Mutex::default() })
+impl Queue {
+    pub(in crate::parent) fn new(threads: usize, waiting_of_one: usize) -> Arc<Queue> {
+        Arc::new(Queue { threads, waiting_of_one, state: Mutex::default() })
     }
 
     /// Does `work` for a worker, in another thread and perhaps later.
     pub(in crate::parent) fn join(
-        self: &Arc<Line>,
+        self: &Arc<Queue>,
         worker: u32,
         work: impl FnOnce() + Send + 'static,
     ) -> Result<(), Refused> {
@@ -55,11 +55,11 @@ impl Line {
             state.waiting.push_back((worker, Box::new(work)));
             return Ok(());
         }
-        let line = Arc::clone(self);
+        let queue = Arc::clone(self);
         let run = move || {
             work();
             let mut done = worker;
-            while let Some((worker, next)) = line.next(done) {
+            while let Some((worker, next)) = queue.next(done) {
                 next();
                 done = worker;
             }
@@ -129,9 +129,9 @@ mod tests {
             Lasting { worker, began, begun, go, goes: Arc::new(Mutex::new(goes)) }
         }
 
-        fn join(&self, line: &Arc<Line>) -> Result<(), Refused> {
+        fn join(&self, queue: &Arc<Queue>) -> Result<(), Refused> {
             let (began, goes) = (self.began.clone(), Arc::clone(&self.goes));
-            line.join(self.worker, move || {
+            queue.join(self.worker, move || {
                 let _ = began.send(());
                 let _ = lock(&goes).recv();
             })
@@ -155,10 +155,10 @@ mod tests {
 
     #[test]
     fn what_is_too_much_at_a_time_waits_its_turn() {
-        let (line, seven, eight) = (Line::new(2, 3), Lasting::of(7), Lasting::of(8));
-        assert!((0..4).all(|_| seven.join(&line).is_ok()));
-        assert!(matches!(seven.join(&line), Err(Refused::Full)));
-        assert!(eight.join(&line).is_ok(), "another worker has places of its own");
+        let (queue, seven, eight) = (Queue::new(2, 3), Lasting::of(7), Lasting::of(8));
+        assert!((0..4).all(|_| seven.join(&queue).is_ok()));
+        assert!(matches!(seven.join(&queue), Err(Refused::Full)));
+        assert!(eight.join(&queue).is_ok(), "another worker has places of its own");
         seven.begins(1);
         eight.begins(1);
         assert!(seven.begun.try_recv().is_err());
@@ -169,12 +169,12 @@ mod tests {
 
     #[test]
     fn a_worker_whose_work_lasts_leaves_half_to_others_and_who_has_nothing_comes_first() {
-        let (line, [seven, eight, nine]) = (Line::new(4, 9), [7, 8, 9].map(Lasting::of));
-        assert!((0..9).all(|_| seven.join(&line).is_ok()));
+        let (queue, [seven, eight, nine]) = (Queue::new(4, 9), [7, 8, 9].map(Lasting::of));
+        assert!((0..9).all(|_| seven.join(&queue).is_ok()));
         seven.begins(2);
-        assert!((0..3).all(|_| eight.join(&line).is_ok()));
+        assert!((0..3).all(|_| eight.join(&queue).is_ok()));
         eight.begins(2);
-        assert!(nine.join(&line).is_ok());
+        assert!(nine.join(&queue).is_ok());
         eight.one_ends();
         nine.begins(1);
         assert_eq!((nine.end(), eight.end(), seven.end()), (0, 1, 7));
@@ -182,9 +182,9 @@ mod tests {
 
     #[test]
     fn what_waits_for_a_worker_that_is_gone_is_not_done() {
-        let (line, seven, eight) = (Line::new(2, 9), Lasting::of(7), Lasting::of(8));
-        assert!((0..3).all(|_| seven.join(&line).is_ok() && eight.join(&line).is_ok()));
-        line.forget(7);
+        let (queue, seven, eight) = (Queue::new(2, 9), Lasting::of(7), Lasting::of(8));
+        assert!((0..3).all(|_| seven.join(&queue).is_ok() && eight.join(&queue).is_ok()));
+        queue.forget(7);
         assert_eq!((seven.end(), eight.end()), (1, 3));
     }
 }
