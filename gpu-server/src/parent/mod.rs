@@ -1,7 +1,7 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
 //! - [`state`]: what the threads share, with every [`session`], below all that acts on it; [`bells`]: what
-//!   wakes them; [`host`]: the server's name;
+//!   wakes them; [`host`]: the server's name; [`text`]: makes what clients and workers say printable;
 //! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with
 //!   one; [`direct`]: connections between workers of two servers;
 //! - [`handshake`]: the first message of a connection;
@@ -60,6 +60,7 @@ mod state;
 mod status;
 mod swap;
 mod takeover;
+mod text;
 mod trust;
 mod turns;
 mod watch;
