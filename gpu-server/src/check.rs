@@ -9,7 +9,7 @@ use crate::driver::quota::Quota;
 /// Prints what it finds. Fails if nothing could be served.
 pub fn main(mut backing: Backing) -> ExitCode {
     crate::log::start("error");
-    let only_cuda = driver::present::settle(&mut backing);
+    let only_cuda = driver::present::decide_backend(&mut backing);
     let backing = &backing;
     println!("{}", crate::parent::server_name());
     if backing.backend != Backend::Software {

@@ -136,7 +136,7 @@ impl Manager {
     }
 
     /// Waits until everything was sent, for at most so long.
-    pub(crate) fn settle(&self, within: Duration) {
+    pub(crate) fn wait_until_sent(&self, within: Duration) {
         let wait = self.sent.wait_timeout_while(self.lock(), within, |outbox| outbox.sending);
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }

@@ -18,8 +18,8 @@ use nix::sys::socket::{
 };
 use nix::unistd::{AccessFlags, access};
 
-/// The variable with which a daemon tells the program that may replace it where it listens, one address a
-/// line.
+/// The variable with which a daemon tells the program that may replace it that it can read where the daemon
+/// listens from its standard input, one address a line. There may be more than a variable can have.
 pub(crate) const LISTENS: &str = "RGPU_LISTENS";
 /// How such a line begins.
 const UNIX: &str = "unix:";
@@ -35,7 +35,8 @@ pub struct Places {
 impl Places {
     /// For the daemon that this process would replace, if it was [asked](crate::can_take_over) that.
     pub fn new() -> Places {
-        Places { held: std::env::var(LISTENS).ok().map(|text| parse(&text)) }
+        let asked = std::env::var_os(LISTENS).is_some();
+        Places { held: asked.then(|| parse(&io::read_to_string(io::stdin()).unwrap_or_default())) }
     }
 
     /// Whether a daemon could listen at a Unix socket. It makes a missing folder.
@@ -109,7 +110,7 @@ impl Places {
     }
 }
 
-/// Where this process listens, for [`LISTENS`].
+/// Where this process listens, as a program reads it that is told so by [`LISTENS`].
 pub(crate) fn listens() -> String {
     let numbers = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());

@@ -1,8 +1,12 @@
 //! Checks the program that will be executed next.
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Seek, Write};
 use std::path::Path;
 use std::process::Command;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::VARIABLES;
 use crate::places::{LISTENS, listens};
@@ -15,18 +19,32 @@ use crate::places::{LISTENS, listens};
 /// # Errors
 /// The program's own error message.
 pub fn can_take_over(program: &Path, arguments: &[OsString], format: u32) -> Result<(), String> {
+    ask(program, arguments, format, &listens())
+}
+
+fn ask(program: &Path, arguments: &[OsString], format: u32, listens: &str) -> Result<(), String> {
+    let listens =
+        input(listens).map_err(|e| format!("cannot write what {} reads: {e}", program.display()))?;
     let mut command = Command::new(program);
     command.args(arguments.iter().skip(1)).arg("--check-config").arg(format!("--takes-over={format}"));
     for variable in VARIABLES {
         command.env_remove(variable);
     }
-    command.env(LISTENS, listens());
+    command.env(LISTENS, "stdin").stdin(listens);
     let output = command.output().map_err(|e| format!("cannot run {}: {e}", program.display()))?;
     if output.status.success() {
         return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr);
     Err(format!("{} cannot take over: {}", program.display(), said.trim()))
+}
+
+/// A file of this text, for a program's standard input.
+fn input(text: &str) -> io::Result<File> {
+    let mut file = File::from(memfd_create(c"listens", MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(text.as_bytes())?;
+    file.rewind()?;
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -39,5 +57,14 @@ mod tests {
         assert_eq!(ask("/bin/true"), Ok(()));
         assert_eq!(ask("/bin/false"), Err("/bin/false cannot take over: ".into()));
         assert!(ask("/nonexistent/program").unwrap_err().starts_with("cannot run /nonexistent/program"));
+    }
+
+    /// The kernel takes no variable of more than 128 KiB.
+    #[test]
+    fn a_program_learns_of_any_number_of_sockets() {
+        let listens = "unix:/run/rgpu/a-guest-with-a-long-name.sock\n".repeat(10_000);
+        let arguments = ["x", "-c", "test -n \"$RGPU_LISTENS\" && wc -c >&2; exit 1"].map(OsString::from);
+        let said = ask(Path::new("/bin/sh"), &arguments, 7, &listens).unwrap_err();
+        assert_eq!(said, format!("/bin/sh cannot take over: {}", listens.len()));
     }
 }

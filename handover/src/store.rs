@@ -109,8 +109,8 @@ impl Store {
     }
 
     /// Waits until the service manager has all messages, for at most two seconds.
-    pub fn settle(&self) {
-        self.manager.iter().for_each(|manager| manager.settle(SENT_WITHIN));
+    pub fn wait_until_sent(&self) {
+        self.manager.iter().for_each(|manager| manager.wait_until_sent(SENT_WITHIN));
     }
 
     /// Keeps a duplicate of a descriptor. It replaces any other descriptor with this name. Does not wait for
@@ -167,7 +167,7 @@ impl Store {
     pub fn forget_all(&self) {
         let entries = std::mem::take(&mut *self.lock()).entries;
         entries.iter().filter(|(_, entry)| entry.passed).for_each(|(name, _)| self.take_back(name));
-        self.settle();
+        self.wait_until_sent();
     }
 
     /// Tells the service manager that this daemon serves: the first time, or again after
@@ -197,7 +197,7 @@ impl Store {
     /// Executes `program` in place of this one, with this process's environment and all kept descriptors.
     /// Returns only if that fails, and then nothing has changed. The signal mask stays as it is, so blocked
     /// signals wait for the next program. Messages that the service manager does not have yet are lost:
-    /// [`settle`](Store::settle) first, without any lock that others need.
+    /// [`wait_until_sent`](Store::wait_until_sent) first, without any lock that others need.
     pub fn exec(&self, program: &Path, arguments: &[OsString]) -> io::Error {
         match self.try_exec(program, arguments) {
             Ok(never) => match never {},
@@ -351,7 +351,7 @@ mod tests {
         for name in &names {
             assert_eq!(heard(), format!("FDSTOREREMOVE=1\nFDNAME={name}"));
         }
-        store.settle();
+        store.wait_until_sent();
         store.ready();
         assert_eq!(heard(), "READY=1");
     }

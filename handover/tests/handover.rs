@@ -36,7 +36,7 @@ fn first() {
     store.keep("other", &file("kept")).expect("keeping");
     store.keep("gone", &file("gone")).expect("keeping");
     store.forget("gone");
-    store.settle();
+    store.wait_until_sent();
     let program = std::env::current_exe().expect("this program");
     let missing = store.exec(std::path::Path::new("/nonexistent/program"), &[]);
     assert_eq!(missing.kind(), std::io::ErrorKind::NotFound);

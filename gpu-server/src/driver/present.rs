@@ -10,11 +10,11 @@ const PCI: &str = "/sys/bus/pci/devices";
 /// Decides that `auto` means CUDA if this machine has an NVIDIA GPU: one whose driver fails must not be
 /// replaced by a GPU in software, which is a thousand times slower and which nobody asked for. Without one,
 /// the first worker decides. Returns what to tell the operator if CUDA then cannot be used.
-pub fn settle(backing: &mut Backing) -> Option<String> {
-    settle_in(backing, Path::new(PCI))
+pub fn decide_backend(backing: &mut Backing) -> Option<String> {
+    decide_backend_in(backing, Path::new(PCI))
 }
 
-fn settle_in(backing: &mut Backing, pci: &Path) -> Option<String> {
+fn decide_backend_in(backing: &mut Backing, pci: &Path) -> Option<String> {
     if backing.backend != Backend::Auto {
         return None;
     }
@@ -46,7 +46,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let settled = |flags: &[&str]| {
             let mut backing = Serve::from_flags(flags).worker.backing;
-            let why = settle_in(&mut backing, folder.path());
+            let why = decide_backend_in(&mut backing, folder.path());
             (backing.backend, why)
         };
         let add = |address: &str, vendor: &str, class: &str| {

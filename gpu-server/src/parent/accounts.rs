@@ -9,6 +9,7 @@ pub(super) mod imports;
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use self::account::Account;
 use self::imports::Import;
@@ -59,13 +60,19 @@ impl State {
         let after = record.granted(resource).checked_add(bytes).filter(|_| record.has(resource));
         let (Some(_), Some(after)) = (most, after) else { return Reply::Refused(Refusal::Full) };
         // What is imported is on the device already.
-        match import.map_or_else(|| self.has_room(worker, resource, bytes), |_| Ok(true)) {
-            Ok(true) => {}
-            Ok(false) => return Reply::Refused(Refusal::Crowded),
-            Err(()) => return Reply::Refused(Refusal::Full),
+        let room = import.map_or_else(|| self.has_room(worker, resource, bytes), |_| Ok(true));
+        let Ok(room) = room else { return Reply::Refused(Refusal::Full) };
+        let Some(session) = self.sessions.get_mut(&worker) else { return Reply::Refused(Refusal::Unknown) };
+        if import.is_none() {
+            // Also if there is room: the device may have less than is known here.
+            session.account.note_wanted(resource, bytes, Instant::now());
         }
+        if !room {
+            return Reply::Refused(Refusal::Crowded);
+        }
+        let record = &session.account.record;
         record.change(request, resource, bytes, after);
-        if let (Some((token, import)), Some(session)) = (import, self.sessions.get_mut(&worker)) {
+        if let Some((token, import)) = import {
             session.account.imports.add(token, import);
         }
         self.publish(&principal);
@@ -108,12 +115,12 @@ impl State {
         }
         let principal = session.limits.principal.clone();
         self.publish(&principal);
-        self.settle_imports(shared);
+        self.pass_on_imports(shared);
     }
 
     /// Memory is no longer shared under these tokens, or a session has freed it: if others still have it, it
     /// counts for one of them.
-    pub(super) fn settle_imports(&mut self, tokens: impl IntoIterator<Item = Token>) {
+    pub(super) fn pass_on_imports(&mut self, tokens: impl IntoIterator<Item = Token>) {
         // There may be thousands, and everybody waits for this.
         let mut left: HashSet<Token> = tokens.into_iter().filter(|token| !self.shares.has(token)).collect();
         for imports in self.sessions.values().map(|session| &session.account.imports) {
@@ -126,7 +133,7 @@ impl State {
         let mut principals = BTreeSet::new();
         for session in self.sessions.values_mut() {
             for token in session.account.imports.among(&left) {
-                session.account.imports.pay(&token);
+                session.account.imports.count_here(&token);
                 principals.insert(session.limits.principal.clone());
                 left.remove(&token);
             }
@@ -256,7 +263,7 @@ mod tests {
         assert!(!granted(&state.charge(2, 3, DEVICE, 41, None)) && total(&state, 2) == 60);
         // The session that shares it frees it, and then one after the other that has it.
         state.shares.remove(&token, 1);
-        state.settle_imports([token]);
+        state.pass_on_imports([token]);
         state.discharge(1, 2, DEVICE, 60, None);
         assert_eq!(total(&state, 2), 60);
         state.discharge(2, 4, DEVICE, 60, Some(token));

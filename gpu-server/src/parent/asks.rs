@@ -68,7 +68,7 @@ fn answer(
     let malformed = |why: String| Refused(Reason::Malformed, why);
     let question = Question::parse(question).map_err(|e| malformed(e.to_string()))?;
     // Its access may have been revoked since it connected.
-    if let Some(why) = server.unwelcome(who) {
+    if let Some(why) = server.may_not_begin(who) {
         return Err(Refused(Reason::NotAllowed, why));
     }
     let grant = server.policy().grant(&who.name, &server.options.share);

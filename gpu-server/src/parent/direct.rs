@@ -6,7 +6,7 @@
 //! addresses that the operator has listed (`--direct-to`), so that no client can make it connect to something
 //! else in its network.
 
-pub(super) mod line;
+pub(super) mod connecting;
 pub(super) mod tickets;
 
 use std::io;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use host_bridge::framing::{Address, connect_tcp};
 use protocol::ops::direct::{MAX_ADDRESSES, MAX_DIRECTS};
 
-use self::line::{Line, Refused};
+use self::connecting::{Queue, Refused};
 use self::tickets::Tickets;
 use super::listen;
 use super::state::Server;
@@ -67,9 +67,16 @@ fn connect(address: &Address) -> io::Result<OwnedFd> {
     })
 }
 
+/// Connections that are being established, and those that wait for that.
+static CONNECTING: LazyLock<Arc<Queue>> = LazyLock::new(|| Queue::new(MAX_CONNECTING, MAX_DIRECTS));
+
+/// A worker is gone, and its connections are no longer wanted.
+pub(super) fn forget(worker: u32) {
+    CONNECTING.forget(worker);
+}
+
 /// Connects a worker to another server, if that is allowed, and answers the worker's request. Never blocks.
 pub(super) fn serve(server: &Arc<Server>, worker: &Arc<Worker>, request: u64, text: &str, encrypted: bool) {
-    static CONNECTING: LazyLock<Arc<Line>> = LazyLock::new(|| Line::new(MAX_CONNECTING, MAX_DIRECTS));
     let refuse = |why: String| worker.answer(request, Reply::NotConnected(why), None);
     let address = match allowed(server, text, encrypted) {
         Ok(address) => address,

@@ -17,6 +17,7 @@ use super::queue::join;
 use super::queue::parked::Parked;
 use super::refusals::Reason;
 use super::state::{Server, State};
+use super::text::printable;
 use super::trust::Principal;
 use super::workers::Worker;
 use crate::cuda_ipc::random_token;
@@ -25,11 +26,6 @@ use crate::worker_protocol::{Kind, ToWorker, Token, Transport};
 
 /// Data connections of a session: default and maximum.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
-
-/// A name that a client gives itself, without control characters: operators see it in terminals.
-fn name(bytes: &[u8]) -> String {
-    untext(bytes).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
-}
 
 /// Handles a client's first message. `who`: the verified client, or why there is none.
 pub(super) fn serve(
@@ -40,7 +36,7 @@ pub(super) fn serve(
     question: Vec<u8>,
     who: Result<Principal, String>,
 ) {
-    let (client, program) = (name(&hello.client), name(&hello.program));
+    let [client, program] = [untext(&hello.client), untext(&hello.program)].map(|name| printable(&name));
     let principal = who.as_ref().ok().cloned();
     let result = check(&connection, hello).and_then(|()| {
         let who = who.map_err(|why| Refused(Reason::UnknownClient, why))?;
@@ -251,7 +247,7 @@ fn lease_of(
     let state = server.lock();
     let lease = state.leases.find(&hello.secret, &principal.name);
     let lease = lease.ok_or_else(|| refused(UNKNOWN.into()))?;
-    lease.allowed(grant)?;
+    lease.check_devices(grant)?;
     lease.narrow(&mut grant.limits);
     Ok(Some(lease.id))
 }
@@ -294,8 +290,8 @@ fn open_session(
         Parked {
             connection: Arc::clone(connection),
             peer: peer.to_owned(),
-            client: name(&hello.client),
-            program: name(&hello.program),
+            client: printable(&untext(&hello.client)),
+            program: printable(&untext(&hello.program)),
             pid: hello.pid,
             transport,
             data_connections,

@@ -54,7 +54,7 @@ impl State {
     ) -> Result<&Lease, Refused> {
         let (limits, leasing) = (&grant.limits, &grant.leasing);
         let held = self.leases.all().filter(|lease| lease.account == limits.principal).count();
-        allowed(grant, held, wish.gpus, wish.exclusive)?;
+        check_rules(grant, held, wish.gpus, wish.exclusive)?;
         if self.leases.0.len() >= MOST || self.leases.has(id) {
             return Err(Refused(Reason::ServerFull, format!("the server has its maximum of {MOST} leases")));
         }
@@ -112,8 +112,8 @@ impl State {
             other.account == lease.account && (other.granted, other.id) < (lease.granted, lease.id)
         };
         let before = self.leases.all().filter(earlier).count();
-        allowed(grant, before, lease.devices.len() as u32, lease.exclusive)?;
-        lease.allowed(grant)?;
+        check_rules(grant, before, lease.devices.len() as u32, lease.exclusive)?;
+        lease.check_devices(grant)?;
         let limits = &grant.limits;
         lease.memory = at_most(lease.memory, limits.total.device_memory);
         lease.weight = lease.weight.min(limits.weight);
@@ -237,7 +237,7 @@ impl State {
 }
 
 /// Whether the rules give a client that has `held` leases another one with so many GPUs.
-fn allowed(grant: &Grant, held: usize, gpus: u32, exclusive: bool) -> Result<(), Refused> {
+fn check_rules(grant: &Grant, held: usize, gpus: u32, exclusive: bool) -> Result<(), Refused> {
     let Grant { limits, leasing, .. } = grant;
     let not_allowed = |why: String| Err(Refused(Reason::NotAllowed, why));
     let (most, rule) = &leasing.most;
@@ -338,10 +338,10 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
 
 /// Ends the leases of clients that may no longer use the server, and their sessions. Returns the number of
 /// sessions.
-pub(super) fn end_unwelcome(server: &Server) -> usize {
+pub(super) fn end_forbidden(server: &Server) -> usize {
     end(server, |lease| {
         let why = match &lease.holder {
-            Some(holder) => server.ousted(holder),
+            Some(holder) => server.may_not_go_on(holder),
             None => server.not_allowed(&lease.principal),
         };
         why.map(|why| format!("ended: {why}"))
@@ -517,7 +517,7 @@ mod tests {
         renew(&moved, 1).unwrap();
         let (reason, why) = renew(&moved, 2).unwrap_err();
         assert!(reason == Reason::NotAllowed && why.contains("GPU 3") && why.contains("line 9"), "{why}");
-        assert!(shared.allowed(&moved).is_err() && shared.allowed(&lavish).is_ok());
+        assert!(shared.check_devices(&moved).is_err() && shared.check_devices(&lavish).is_ok());
         // Amounts become what the rules give.
         let mut less = lavish.clone();
         (less.limits.weight, less.leasing.seconds.0, less.limits.total.device_memory) = (50, 600, 1 << 30);

@@ -708,7 +708,7 @@ impl Greeter {
 
     /// Says why a connection was closed before anybody knew whose it is.
     fn closed(&self, peer: &str, why: &str) {
-        if let Some(not_shown) = self.server.lines.strangers.allow() {
+        if let Some(not_shown) = self.server.log_limits.strangers.allow() {
             tracing::info!(peer, "connection closed in its handshake: {why}{not_shown}");
         }
     }

@@ -1,7 +1,7 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
 //! - [`state`]: what the threads share, with every [`session`], below all that acts on it; [`bells`]: what
-//!   wakes them; [`host`]: the server's name;
+//!   wakes them; [`host`]: the server's name; [`text`]: makes what clients and workers say printable;
 //! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with
 //!   one; [`direct`]: connections between workers of two servers;
 //! - [`handshake`]: the first message of a connection;
@@ -60,6 +60,7 @@ mod state;
 mod status;
 mod swap;
 mod takeover;
+mod text;
 mod trust;
 mod turns;
 mod watch;
@@ -131,8 +132,8 @@ fn reload(server: &Server) {
         Err(e) => tracing::warn!("{}", host_bridge::framing::with_causes(&e)),
     }
     let (groups, clients) = server.policy().counts();
-    let ended =
-        ends::end_sessions(server, |principal, _| server.ousted(principal)) + leases::end_unwelcome(server);
+    let ended = ends::end_sessions(server, |principal, _| server.may_not_go_on(principal))
+        + leases::end_forbidden(server);
     tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
     server.succession.store.ready();
 }
@@ -141,7 +142,7 @@ fn reload(server: &Server) {
 pub fn main(mut options: Serve) -> anyhow::Result<()> {
     let mut inherited = Inherited::take();
     crate::log::start(&options.log);
-    let only_cuda = driver::present::settle(&mut options.worker.backing);
+    let only_cuda = driver::present::decide_backend(&mut options.worker.backing);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
     // Before signals are blocked, which the service would inherit. It ends with this function.
     let _service = options.mps.as_deref().map(mps::Service::start).transpose()?;

@@ -3,11 +3,14 @@
 //! - No session gets an unhealthy device ([`super::health`]).
 //! - A session gets as many devices as its limits say, of those they allow: the ones that the fewest sessions
 //!   use.
-//! - Sessions of one principal get the same devices, so that its processes can share memory.
+//! - Sessions of one principal get the same devices, so that its processes can share memory. If they ask for
+//!   different ones, they together get no more than one of them would.
 //! - A [lease](super::leases) counts like a session of a principal of its own.
 //! - An exclusive principal's devices serve nobody else while it has a session. It waits until enough devices
 //!   are unused by others. Meanwhile no later client gets the devices that it waits for, so that it doesn't
 //!   wait forever.
+
+use std::collections::BTreeSet;
 
 use super::state::State;
 use crate::limits::Limits;
@@ -63,11 +66,9 @@ impl State {
             return Err(if lasting { NoDevice::Never(why) } else { NoDevice::Wait(why) });
         }
         let gpu_sessions = || self.sessions.values().filter(|session| session.kind == Kind::Gpu);
-        let one_set = limits.exclusive || limits.device_count > 0;
-        let same = gpu_sessions().find(|session| session.limits.principal == limits.principal);
-        if let Some(session) = same.filter(|_| one_set) {
-            let same: Vec<u32> =
-                session.devices.iter().copied().filter(|number| allowed.contains(number)).collect();
+        if limits.exclusive || limits.device_count > 0 {
+            let mut same = self.usable_devices_of(&limits.principal);
+            same.retain(|number| allowed.contains(number));
             if !same.is_empty() {
                 return Ok(same);
             }
@@ -116,6 +117,14 @@ impl State {
 }
 
 impl State {
+    /// The healthy devices of a principal's sessions together.
+    fn usable_devices_of(&self, principal: &str) -> Vec<u32> {
+        let sessions = self.sessions.values();
+        let own = sessions.filter(|one| one.kind == Kind::Gpu && one.limits.principal == principal);
+        let devices: BTreeSet<u32> = own.flat_map(|session| session.devices.iter().copied()).collect();
+        devices.into_iter().filter(|number| !self.ill.contains_key(number)).collect()
+    }
+
     /// [Places](Self::place) a session that asks for certain devices, in the order in which it asks for them.
     /// Nobody gets more by asking than without.
     pub(super) fn place_asked(
@@ -137,10 +146,25 @@ impl State {
                 list(&mine)
             )));
         }
-        let most = match limits.device_count {
+        let mut most = match limits.device_count {
             0 if limits.exclusive => limits.devices.len().max(1) as u32,
             count => count,
         };
+        // What its principal has on other devices is part of what it may have.
+        if most > 0 && kind == Kind::Gpu {
+            let mut own = self.usable_devices_of(&limits.principal);
+            own.retain(shared);
+            if !own.iter().any(|number| asked.contains(number)) {
+                let left = most.saturating_sub(own.len() as u32);
+                if left == 0 {
+                    let (asked, own) = (list(asked), list(&own));
+                    return Err(NoDevice::Wait(format!(
+                        "the client asks for devices {asked}, but its other sessions have devices {own}, and it may have {most}"
+                    )));
+                }
+                most = left;
+            }
+        }
         // Of equally used devices it gets those that it names first.
         let placed = self.place(asked, kind, &Limits { device_count: most, ..limits.clone() }, reserved)?;
         let (placed, others): (Vec<u32>, Vec<u32>) = asked.iter().partition(|number| placed.contains(number));
@@ -169,7 +193,17 @@ mod tests {
 
     /// Places a session and begins it.
     fn begin(state: &mut State, worker: u32, limits: Limits) -> Result<Vec<u32>, NoDevice> {
-        let devices = state.place(&ALL, Kind::Gpu, &limits, &mut Vec::new())?;
+        begin_asked(state, worker, limits, &[])
+    }
+
+    /// The same for one that asks for these devices, if any.
+    fn begin_asked(
+        state: &mut State,
+        worker: u32,
+        limits: Limits,
+        asked: &[u32],
+    ) -> Result<Vec<u32>, NoDevice> {
+        let devices = state.place_asked(&ALL, Kind::Gpu, &limits, asked, &mut Vec::new())?;
         let mut session = session_of_limits(limits);
         session.devices.clone_from(&devices);
         state.sessions.insert(worker, session);
@@ -269,5 +303,38 @@ mod tests {
         let never = State::default().place(&ALL, Kind::Gpu, &limits("a", false, &[7], 0), &mut Vec::new());
         let Err(NoDevice::Never(why)) = never else { panic!("{never:?}") };
         assert!(why.contains("devices 7") && why.contains("0, 1, 2, 3"), "{why}");
+    }
+
+    #[test]
+    fn sessions_that_ask_for_different_devices_get_no_more_than_their_client_may_have() {
+        let illness = || Illness { why: "Xid 79".into(), since: Instant::now(), lasting: true, error: None };
+        for limits_of_one in [limits("a", true, &[], 0), limits("a", false, &[], 1)] {
+            let mut state = State::default();
+            let ask = |state: &mut State, asked: &[u32]| begin_asked(state, 1, limits_of_one.clone(), asked);
+            assert_eq!(ask(&mut state, &[0]), Ok(vec![0]));
+            let other = state.place_asked(&ALL, Kind::Gpu, &limits_of_one, &[1], &mut Vec::new());
+            let Err(NoDevice::Wait(why)) = other else { panic!("{other:?}") };
+            assert!(why.contains("devices 1") && why.contains("have devices 0"), "{why}");
+            let nvml = state.place_asked(&ALL, Kind::Nvml, &limits_of_one, &[1], &mut Vec::new());
+            assert_eq!(nvml, Ok(vec![1]), "it only reads");
+            assert_eq!(ask(&mut state, &[1, 0]), Ok(vec![0]));
+            assert_eq!(ask(&mut state, &[]), Ok(vec![0]));
+            // A device that cannot be used does not keep it from another one.
+            state.ill.insert(0, illness());
+            assert_eq!(ask(&mut state, &[1]), Ok(vec![1]));
+        }
+        // One that may have several can ask for them one after the other.
+        let mut state = State::default();
+        let two = limits("a", true, &[1, 2], 0);
+        assert_eq!(begin_asked(&mut state, 1, two.clone(), &[2]), Ok(vec![2]));
+        assert_eq!(begin_asked(&mut state, 2, two.clone(), &[1]), Ok(vec![1]));
+        assert_eq!(begin(&mut state, 3, two), Ok(vec![1, 2]), "what its sessions have together");
+        let mut state = State::default();
+        let two = limits("a", false, &[], 2);
+        assert_eq!(begin_asked(&mut state, 1, two.clone(), &[3]), Ok(vec![3]));
+        assert_eq!(begin_asked(&mut state, 2, two.clone(), &[0, 1]), Ok(vec![0]), "only one more");
+        assert!(waits(&begin_asked(&mut state, 3, two.clone(), &[1])));
+        state.sessions.remove(&1);
+        assert_eq!(begin_asked(&mut state, 3, two, &[1]), Ok(vec![1]));
     }
 }

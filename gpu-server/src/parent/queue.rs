@@ -58,7 +58,7 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             return Err(shutting_down());
         }
         // A client revoked after this point is found in the queue.
-        if let Some(why) = server.unwelcome(&parked.principal) {
+        if let Some(why) = server.may_not_begin(&parked.principal) {
             return Err(Refused(Reason::NotAllowed, why));
         }
         // The same applies to leases that end after this point.
@@ -551,7 +551,8 @@ pub(super) mod tests {
     use host_bridge::framing::recv_struct;
     use std::os::unix::net::UnixStream;
 
-    fn server(flags: &[&str]) -> Arc<Server> {
+    /// A server with these options that does nothing by itself.
+    pub(in crate::parent) fn server(flags: &[&str]) -> Arc<Server> {
         Arc::new(Server::new(crate::config::Serve::from_flags(flags), &mut Inherited::default()).unwrap())
     }
 

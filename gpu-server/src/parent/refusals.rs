@@ -145,13 +145,13 @@ const FORGOTTEN: Duration = Duration::from_secs(60);
 
 /// Limits the lines about refusals, in the log and in the audit log: a client's program can cause any number.
 #[derive(Debug, Default)]
-pub(super) struct Lines {
+pub(super) struct LogLimits {
     /// Those about connections of which nobody knows whose they are.
     pub(super) strangers: LogLimit,
     clients: Mutex<HashMap<String, (Instant, LogLimit)>>,
 }
 
-impl Lines {
+impl LogLimits {
     /// Whether a line about this client may be written, and what to write at its end. `None`: a stranger.
     pub(super) fn allow(&self, client: Option<&str>, now: Instant) -> Option<NotShown> {
         let Some(client) = client else { return self.strangers.allow() };
@@ -186,9 +186,9 @@ mod tests {
 
     #[test]
     fn each_client_that_is_refused_again_and_again_writes_few_lines_and_others_write_theirs() {
-        let (lines, start) = (Lines::default(), Instant::now());
+        let (limits, start) = (LogLimits::default(), Instant::now());
         let shown = |client: &str, count: usize| {
-            (0..count).filter(|_| lines.allow(Some(client), start).is_some()).count()
+            (0..count).filter(|_| limits.allow(Some(client), start).is_some()).count()
         };
         // One more for each second that the test takes.
         assert!((10..500).contains(&shown("a", 1000)));
@@ -196,8 +196,8 @@ mod tests {
         for number in 0..2 * MOST_CLIENTS {
             shown(&format!("address{number}"), 1);
         }
-        assert!(lines.clients.lock().unwrap().len() <= MOST_CLIENTS);
-        assert!(lines.allow(Some("late"), start + FORGOTTEN).is_some());
-        assert_eq!(lines.clients.lock().unwrap().len(), 1);
+        assert!(limits.clients.lock().unwrap().len() <= MOST_CLIENTS);
+        assert!(limits.allow(Some("late"), start + FORGOTTEN).is_some());
+        assert_eq!(limits.clients.lock().unwrap().len(), 1);
     }
 }

@@ -7,13 +7,14 @@
 //! rest, also while it waits to return, if others come first.
 //!
 //! Sessions that need room wait in line, and keep their place for a moment after getting some, because
-//! programs allocate in pieces. For the first in line, other sessions are ordered to leave: idle ones before
-//! busy ones, then those of its own principal first, then those that have been without a command for longest.
-//! A session keeps its memory for some time after it arrived on the devices ([`Rules::residency`]), or five
-//! times as long if it has commands. Two busy sessions therefore alternate every few seconds, not
-//! milliseconds. Nobody is ordered to leave if even all candidates together would not make enough room. A
-//! session further back in line that can leave meanwhile does so immediately: otherwise, two sessions that
-//! each have a part of what they want would wait for each other.
+//! programs allocate in pieces. One that has room, and does not take it, goes to the end of the line. For
+//! the first in line, other sessions are ordered to leave: idle ones before busy ones, then those of its own
+//! principal first, then those that have been without a command for longest. A session keeps its memory for
+//! some time after it arrived on the devices ([`Rules::residency`]), or five times as long if it has
+//! commands. Two busy sessions therefore alternate every few seconds, not milliseconds. Nobody is ordered to
+//! leave if even all candidates together would not make enough room. A session further back in line that can
+//! leave meanwhile does so immediately: otherwise, two sessions that each have a part of what they want
+//! would wait for each other.
 //!
 //! A session's own reports can only make it wait or leave: see [`View`].
 
@@ -27,6 +28,8 @@ const BUSY: u64 = 5;
 const IDLE: u64 = 100_000_000;
 /// How long a session keeps its place in line after it got what it wanted.
 const KEEPS_PLACE: u64 = 1_000_000_000;
+/// A session that has had room for this long, and has not taken it, goes to the end of the line.
+const TAKES_WITHIN: u64 = 1_000_000_000;
 /// The first and the longest pause before a session that could not carry out an order is ordered again.
 const AGAIN: u64 = 100_000_000;
 const MOST_AGAIN: u64 = 10_000_000_000;
@@ -98,6 +101,8 @@ struct Known {
     /// Its place in line: when it started to wait. If it doesn't wait: since when.
     place: Option<u64>,
     served: Option<u64>,
+    /// Since when there is room for the new memory that it waits for.
+    offered: Option<u64>,
     /// Whether it was noted that only others' residency makes it wait.
     held_back: bool,
     /// Whether it was noted that it waits because there is no memory for what others would move away.
@@ -292,6 +297,7 @@ impl Residency {
         } else {
             let since = *known.served.get_or_insert(now);
             known.place = known.place.filter(|_| now.saturating_sub(since) < KEEPS_PLACE);
+            known.offered = None;
             known.held_back = false;
             known.no_store = false;
         }
@@ -300,6 +306,7 @@ impl Residency {
     /// Makes room for a waiting session, or gives it the room that exists.
     fn serve(&mut self, now: u64, view: &View, room: &mut Room, views: &[View], decided: &mut Decided) {
         let mut wanted = view.needs.clone();
+        let offered = self.sessions.get_mut(&view.worker).and_then(|known| known.offered.take());
         match self.ordered(view.worker) {
             // It will want more when it has returned.
             Some(MemoryOrder::Return) => return self.reserve(view.worker, &wanted, room),
@@ -311,6 +318,15 @@ impl Residency {
         }
         let short = missing(&wanted, &room.free);
         if short.is_empty() {
+            // Its worker hangs or lies, or the device has less room than is known here.
+            let since = offered.unwrap_or(now);
+            if let Some(known) = self.sessions.get_mut(&view.worker).filter(|_| !view.returns) {
+                if now.saturating_sub(since) > TAKES_WITHIN {
+                    known.place = Some(now);
+                    return;
+                }
+                known.offered = Some(since);
+            }
             self.reserve(view.worker, &wanted, room);
             if view.returns && self.may(now, view) {
                 self.order(now, view, MemoryOrder::Return, false, decided);

@@ -21,7 +21,7 @@ use super::mps;
 use super::pace::Paces;
 use super::queue::parked::Parked;
 use super::record::Succession;
-use super::refusals::{Lines, Refusals};
+use super::refusals::{LogLimits, Refusals};
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
 use super::session::Session;
@@ -59,7 +59,7 @@ pub(super) struct Server {
     pub(super) waits: Waits,
     pub(super) asks: Asks,
     /// For lines that clients, and anybody who reaches the port, can cause.
-    pub(super) lines: Lines,
+    pub(super) log_limits: LogLimits,
 }
 
 /// What changes while the daemon runs.
@@ -163,7 +163,7 @@ impl Server {
             policy,
             audit,
             cache,
-            lines: Lines::default(),
+            log_limits: LogLimits::default(),
         })
     }
 
@@ -185,13 +185,13 @@ impl Server {
 
     /// Why a client verified as this principal may begin nothing, if so. Its access may have been revoked
     /// since.
-    pub(super) fn unwelcome(&self, principal: &Principal) -> Option<String> {
+    pub(super) fn may_not_begin(&self, principal: &Principal) -> Option<String> {
         let doubt = self.trust.as_ref().and_then(|trust| trust.doubt(principal));
         doubt.or_else(|| self.not_allowed(&principal.name))
     }
 
     /// Why sessions and leases of this principal may not go on, if so.
-    pub(super) fn ousted(&self, principal: &Principal) -> Option<String> {
+    pub(super) fn may_not_go_on(&self, principal: &Principal) -> Option<String> {
         let revoked = self.trust.as_ref().and_then(|trust| trust.revoked(principal));
         revoked.or_else(|| self.not_allowed(&principal.name))
     }
@@ -214,7 +214,7 @@ impl Server {
         let Refused(cause, reason) = refused;
         self.refusals.count(*cause);
         let client_name = who.map(|who| who.name.as_str());
-        if let Some(not_shown) = self.lines.allow(client_name, Instant::now()) {
+        if let Some(not_shown) = self.log_limits.allow(client_name, Instant::now()) {
             tracing::info!(peer, client, program, "refused: {reason}{not_shown}");
             self.audit.refused(who, peer, client, program, &format!("{reason}{not_shown}"));
         }

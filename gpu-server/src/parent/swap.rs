@@ -1,17 +1,19 @@
 //! Device memory beyond what the devices have: carries out the decisions of [`Residency`]. The thread of
 //! [`super::turns`] calls it when a worker rings, and repeatedly while somebody waits for room.
 //!
-//! What a session holds is what it was granted ([`super::accounts`]). Its worker reports where the memory is,
-//! and is trusted up to that amount. A worker that lies can have more memory on a device than is counted, as
-//! can one that allocates from NVIDIA's driver without asking the daemon; NVML shows both, and what NVML
-//! shows is counted.
+//! What a session holds is what it was granted ([`super::accounts`]), and what it needs is at most what it
+//! has just asked for. Its worker reports where the memory is, and is trusted up to these amounts. A worker
+//! that lies can have more memory on a device than is counted, as can one that allocates from NVIDIA's
+//! driver without asking the daemon; NVML shows both, and what NVML shows is counted.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -22,7 +24,7 @@ use super::accounts::account::Account;
 use super::residency::{Bytes, Residency, Rules, Swapping, View};
 use super::session::Session;
 use super::state::{Server, State};
-use super::workers::Stage;
+use super::workers::{Stage, Worker};
 use crate::config::{Backend, Serve, Swap};
 use crate::confinement;
 use crate::limits::Resource;
@@ -87,9 +89,57 @@ fn file(folder: &Path) -> io::Result<OwnedFd> {
     Ok(options.open(folder)?.into())
 }
 
+/// An order that comes with a file.
+struct InFile {
+    worker: Arc<Worker>,
+    number: u32,
+    order: MemoryOrder,
+}
+
+/// The thread that makes files for device memory, and gives the orders that come with one. While a disk is
+/// busy, a file takes seconds, and nobody else waits for that.
+pub(super) struct Files(Sender<InFile>);
+
+impl Files {
+    /// Starts the thread, if there is a folder for files.
+    pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<Files> {
+        Files::made_by(server, file)
+    }
+
+    fn made_by(
+        server: &Arc<Server>,
+        make: impl Fn(&Path) -> io::Result<OwnedFd> + Send + 'static,
+    ) -> anyhow::Result<Files> {
+        let (orders, given) = channel();
+        if let Some(folder) = server.options.worker.swap.folder.clone() {
+            let server = Arc::clone(server);
+            std::thread::Builder::new()
+                .name("rgpu-files".into())
+                .spawn(move || given.iter().for_each(|order| send_with_file(&server, &order, make(&folder))))
+                .context("starting to make files for device memory")?;
+        }
+        Ok(Files(orders))
+    }
+}
+
+fn send_with_file(server: &Server, InFile { worker, number, order }: &InFile, file: io::Result<OwnedFd>) {
+    match file {
+        Ok(file) => {
+            // The watcher notices when the worker is gone.
+            let _ = worker.send(&ToWorker::Memory { number: *number, order: *order }, &[file.as_fd()]);
+        }
+        Err(e) => {
+            tracing::warn!("device memory stays where it is: no file in --swap-folder: {e}");
+            if let Some(swapping) = &mut server.lock().swapping {
+                swapping.residency.refuse(worker.pid(), clock::to_ns(Instant::now()));
+            }
+        }
+    }
+}
+
 /// Looks at all sessions and gives orders. Returns whether somebody waits, so that it must be called again
 /// soon.
-pub(super) fn step(server: &Server) -> bool {
+pub(super) fn step(server: &Server, files: &Files) -> bool {
     let known = match &server.lock().swapping {
         None => return false,
         Some(swapping) => !swapping.budget.is_empty(),
@@ -108,12 +158,13 @@ pub(super) fn step(server: &Server) -> bool {
         }
     }
     let takes_part = |session: &Session| session.kind == Kind::Gpu && session.begun && !session.ended;
+    let now = Instant::now();
     let views: Vec<View> = sessions
         .iter()
         .filter(|(_, session)| takes_part(session))
-        .map(|(worker, session)| view(*worker, session, &budget))
+        .map(|(worker, session)| view(*worker, session, now))
         .collect();
-    let now = clock::to_ns(Instant::now());
+    let now = clock::to_ns(now);
     let decided = swapping.residency.step(now, &budget, &views);
     for worker in decided.held_back {
         swapping.held_back += 1;
@@ -137,17 +188,12 @@ pub(super) fn step(server: &Server) -> bool {
     for (worker, number, order, to_file) in decided.orders {
         let Some(managed) = workers.get(&worker) else { continue };
         tracing::debug!(worker, number, ?order, to_file, "ordered");
-        let folder = server.options.worker.swap.folder.as_ref().filter(|_| to_file);
-        match folder.map(|folder| file(folder)).transpose() {
-            Ok(file) => {
-                let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
-                // The watcher notices when the worker is gone.
-                let _ = managed.worker.send(&ToWorker::Memory { number, order }, &fds);
-            }
-            Err(e) => {
-                tracing::warn!("device memory stays where it is: no file in --swap-folder: {e}");
-                swapping.residency.refuse(worker, now);
-            }
+        if to_file {
+            // The thread ends only with this one.
+            let _ = files.0.send(InFile { worker: Arc::clone(&managed.worker), number, order });
+        } else {
+            // The watcher notices when the worker is gone.
+            let _ = managed.worker.send(&ToWorker::Memory { number, order }, &[]);
         }
     }
     for (worker, session) in sessions.iter_mut() {
@@ -158,8 +204,9 @@ pub(super) fn step(server: &Server) -> bool {
 }
 
 /// A session's memory, as far as the daemon trusts the report.
-fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
+fn view(worker: u32, session: &Session, now: Instant) -> View {
     let account = &session.account;
+    let is_away = session.devices.iter().any(|number| account.away(*number) > 0);
     let memory = &account.meter().memory;
     let done = memory.done.load(Ordering::Acquire);
     let mut view = View {
@@ -180,8 +227,7 @@ fn view(worker: u32, session: &Session, budget: &Bytes) -> View {
         let at = *number as usize;
         let Some((movable, needs)) = memory.movable.get(at).zip(memory.needs.get(at)) else { continue };
         let granted = account.counted(*number);
-        let needs = needs.load(Ordering::Acquire);
-        let needs = if budget.get(number).is_none_or(|most| needs <= *most) { needs } else { 0 };
+        let needs = needs.load(Ordering::Acquire).min(account.wanted(*number, is_away, now));
         for (to, bytes) in [
             (&mut view.on, account.on(*number)),
             (&mut view.movable, movable.load(Ordering::Relaxed).min(granted)),
@@ -273,10 +319,13 @@ impl State {
 
 #[cfg(test)]
 mod tests {
-    use super::super::queue::tests::session_of_limits;
+    use super::super::queue::tests::{server, session_of_limits};
+    use super::super::workers::Managed;
     use super::*;
     use crate::limits::Limits;
     use crate::worker_protocol::{Refusal, Reply};
+    use std::sync::atomic::AtomicBool;
+    use test_kit::{PATIENCE, eventually};
 
     const DEVICE: Resource = Resource::Device(0);
 
@@ -304,17 +353,70 @@ mod tests {
         }
         memory.rested.store(u64::MAX, Ordering::Relaxed);
         memory.keeps.store(u64::MAX, Ordering::Relaxed);
-        let seen = view(1, &state.sessions[&1], &Bytes::from([(0, 100)]));
+        let seen = view(1, &state.sessions[&1], Instant::now());
         let granted = Bytes::from([(0, 60)]);
-        assert_eq!((&seen.movable, &seen.away), (&granted, &granted));
-        assert!(seen.on.is_empty() && seen.needs.is_empty(), "no device has as much as it says it needs");
+        assert_eq!((&seen.movable, &seen.away, &seen.needs), (&granted, &granted, &granted));
+        assert!(seen.on.is_empty());
         // Another session has its place now, and its reports cannot change that.
         assert!(matches!(state.charge(2, 3, DEVICE, 100, None), Reply::Charged));
         assert!(matches!(state.charge(1, 2, DEVICE, 1, None), Reply::Refused(Refusal::Crowded)));
         assert_eq!((state.away(0), state.kept_for_swap()), (60, u64::MAX));
         let mut residency = Residency::default();
         let views: Vec<View> =
-            state.sessions.iter().map(|(worker, one)| view(*worker, one, &Bytes::new())).collect();
+            state.sessions.iter().map(|(worker, one)| view(*worker, one, Instant::now())).collect();
         assert!(residency.step(1, &Bytes::from([(0, 100)]), &views).orders.is_empty());
+    }
+
+    #[test]
+    fn a_session_needs_no_more_than_it_has_just_asked_for() {
+        let mut state = state(&[1, 2]);
+        assert!(matches!(state.charge(1, 1, DEVICE, 98, None), Reply::Charged));
+        let needs = |state: &State, at| view(2, &state.sessions[&2], at).needs;
+        state.sessions[&2].account.meter().memory.needs[0].store(90, Ordering::Relaxed);
+        let before = Instant::now();
+        assert_eq!(needs(&state, before), Bytes::new(), "it has asked for nothing");
+        assert!(matches!(state.charge(2, 1, DEVICE, 5, None), Reply::Refused(Refusal::Crowded)));
+        let (after, asked) = (Instant::now(), Bytes::from([(0, 5)]));
+        // A smaller piece meanwhile.
+        state.sessions.get_mut(&2).unwrap().account.note_wanted(DEVICE, 1, before);
+        assert_eq!(needs(&state, before), asked);
+        // One that waits asks again and again, unless it carries out an order.
+        let later = after + Duration::from_secs(2);
+        assert_eq!(needs(&state, later), Bytes::new());
+        state.sessions.get_mut(&2).unwrap().account.set_asked(true);
+        assert_eq!(needs(&state, later), asked);
+    }
+
+    #[test]
+    fn nobody_waits_for_a_file_that_a_busy_disk_makes_slowly() {
+        let server = server(&["--swap-folder=/somewhere"]);
+        let (go, goes) = channel::<()>();
+        let made = Arc::new(AtomicBool::new(false));
+        let making = Arc::clone(&made);
+        let files = Files::made_by(&server, move |_| {
+            let _ = goes.recv_timeout(PATIENCE);
+            making.store(true, Ordering::SeqCst);
+            Err(io::Error::other("the disk is full"))
+        });
+        {
+            let filled = state(&[1, 2]);
+            let mut state = server.lock();
+            (state.sessions, state.swapping) = (filled.sessions, filled.swapping);
+            state.workers.insert(1, Managed::fake(1, Stage::Serving));
+            let rules = Rules { files: true, ..Rules::default() };
+            state.swapping.as_mut().unwrap().residency = Residency::new(rules);
+            assert!(matches!(state.charge(1, 1, DEVICE, 60, None), Reply::Charged));
+            assert!(matches!(state.charge(2, 1, DEVICE, 60, None), Reply::Refused(Refusal::Crowded)));
+            let memory = |worker| &state.sessions[&worker].account.meter().memory;
+            memory(1).movable[0].store(60, Ordering::Relaxed);
+            memory(2).needs[0].store(60, Ordering::Relaxed);
+            // However long this test stands still.
+            state.sessions.get_mut(&2).unwrap().account.set_asked(true);
+        }
+        let ordered = || server.lock().swapping.as_ref().unwrap().residency.is_asked(1);
+        assert!(step(&server, &files.unwrap()) && ordered());
+        assert!(!made.load(Ordering::SeqCst), "it waited for the file");
+        go.send(()).unwrap();
+        eventually(|| !ordered());
     }
 }

@@ -40,6 +40,7 @@ use super::listen::canonical;
 use super::record::{Record, Succession};
 use super::session::{Leaving, Session};
 use super::state::{Server, State};
+use super::text::printable;
 use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
 use super::{ends, leases};
@@ -146,8 +147,8 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         tracing::info!("took over {count} sessions of the previous daemon; {gone} are over");
     }
     // The rules may have changed meanwhile.
-    ends::end_sessions(server, |principal, _| server.ousted(principal));
-    leases::end_unwelcome(server);
+    ends::end_sessions(server, |principal, _| server.may_not_go_on(principal));
+    leases::end_forbidden(server);
 }
 
 /// A worker taken over with its session, whose messages nobody receives yet.
@@ -213,8 +214,12 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
 
 /// A session restored from its record.
 fn session_of(server: &Server, mut saved: Saved, account: Account) -> Session {
-    // Earlier versions called clients and the accounts of leases otherwise and did not save whose a lease is.
+    // Earlier versions called clients and the accounts of leases otherwise, did not save whose a lease is,
+    // and kept names as clients gave them.
     saved.limits.principal = current_name(&saved.limits.principal);
+    for name in [&mut saved.client, &mut saved.program] {
+        *name = printable(name);
+    }
     if let Some(lease) = saved.lease.and_then(|lease| server.lock().leases.0.get(&lease).cloned()) {
         saved.limits.principal = lease.account();
         saved.limits.owner = Some(lease.account);
@@ -372,7 +377,7 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     drop(state);
     server.changed.notify_all();
     // Without the lock: the service manager may be busy.
-    store.settle();
+    store.wait_until_sent();
     let state = wait(UNUSED_WITHIN, &|state| !Server::unsettled(state));
     if state.draining() {
         return Err("the server is shutting down".into());
@@ -453,7 +458,7 @@ mod tests {
         });
         let saved = json!({
             "format": OLDEST, "daemons": 0, "process": process, "kind": "gpu", "client": "vm7",
-            "program": "a test", "pid": 9, "transport": "tcp", "peer": peer, "since": 1, "parked": null,
+            "program": "a\ntest", "pid": 9, "transport": "tcp", "peer": peer, "since": 1, "parked": null,
             "counters": Counters::default(), "limits": limits, "lease": lease.map(|(id, _)| id),
             "devices": [0], "token": Token::default(), "secret": KEY, "principal": saved_principal(principal),
             "encrypted": true, "data_connections": [4, 4], "attempt": 0, "resumed": 0, "overrun": false,
@@ -470,6 +475,7 @@ mod tests {
         let session = restored(&server, "host1", "10.0.0.9:4711", Some((1, "group:g/00000001")));
         assert_eq!((session.principal.name.as_str(), session.limits.owner()), ("host1", "group:g"));
         assert_eq!(session.limits.principal, "group:g 00000001");
+        assert_eq!(session.program, "a?test");
         assert_eq!(session.opened, [OPENED]);
     }
 

@@ -29,15 +29,16 @@ const REST: u32 = 4;
 
 /// Starts the thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
+    let files = swap::Files::start(server)?;
     let server = Arc::clone(server);
     std::thread::Builder::new()
         .name("rgpu-turns".into())
-        .spawn(move || run(&server))
+        .spawn(move || run(&server, &files))
         .context("starting turns")?;
     Ok(())
 }
 
-fn run(server: &Server) {
+fn run(server: &Server, files: &swap::Files) {
     let virtual_time = server.options.worker.backing.software_imitate.block_us > 0;
     let mut arbiter = Arbiter::new(if virtual_time { Clock::Reported } else { Clock::Observed });
     let begun = Instant::now();
@@ -55,7 +56,7 @@ fn run(server: &Server) {
         if server.options.mps.is_none() {
             step(&mut server.lock(), &mut arbiter, now);
         }
-        waits_for_memory = swap::step(server);
+        waits_for_memory = swap::step(server, files);
         std::thread::sleep(LEAST.max(since.elapsed() * REST));
     }
 }

@@ -16,6 +16,7 @@ use super::pool::keep_idle;
 use super::session::Session;
 use super::state::{Server, State};
 use super::takeover::kept;
+use super::text::printable;
 use super::workers::{Stage, Worker};
 use super::{direct, queue};
 use crate::cuda_ipc::{MAX_OF_SESSION, origin};
@@ -164,7 +165,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
             FromWorker::Unshare { token } => {
                 if let Some(what) = state.shares.remove(&token, pid) {
-                    state.settle_imports([token]);
+                    state.pass_on_imports([token]);
                     server.succession.store.forget(&kept::share_name(&token, pid, &what));
                 }
             }
@@ -213,6 +214,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     if broken.is_some() {
         worker.kill();
     }
+    direct::forget(pid);
     let broken = broken.or(failed);
     let ended = process.wait();
     let mut how = ended.as_ref().map_or_else(unknown, |status| describe(*status));
@@ -266,11 +268,9 @@ impl Budget {
 /// Maximum length of a worker's text in the log and the status, in characters.
 const TEXT: usize = 1024;
 
-/// Cleans up a worker's text for the log and the status: removes control characters and truncates it.
+/// Makes a worker's text printable, and truncates it.
 fn clean(text: &mut String) {
-    if text.chars().any(char::is_control) || text.len() > TEXT {
-        *text = text.chars().take(TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect();
-    }
+    *text = printable(text).chars().take(TEXT).collect();
 }
 
 /// Checks a message against what the daemon knows about the worker. The error describes what the worker did
@@ -465,7 +465,7 @@ pub(super) fn remove_worker(
     }
     let session = state.sessions.remove(&pid);
     tokens.extend(session.iter().flat_map(|session| session.account.imports.all().map(|(token, _)| token)));
-    state.settle_imports(tokens);
+    state.pass_on_imports(tokens);
     let Some(mut session) = session.filter(|session| session.begun) else {
         if !clean && !draining {
             tracing::warn!(worker = pid, "a worker without a session {how}");
@@ -641,6 +641,6 @@ mod tests {
     fn a_workers_text_cannot_write_lines_of_the_log() {
         let mut text = format!("a\nERROR forged\x1b[2J{}", "x".repeat(5000));
         clean(&mut text);
-        assert!(text.starts_with("a ERROR forged [2J") && text.len() == TEXT, "{text}");
+        assert!(text.starts_with("a?ERROR forged?[2J") && text.len() == TEXT, "{text}");
     }
 }

@@ -47,6 +47,9 @@ pub fn is_control(purpose: u32) -> bool {
     matches!(purpose, purpose::CONTROL | purpose::VERBS)
 }
 
+/// A message from the daemon, with its descriptors.
+pub type FromDaemon = (ToWorker, Vec<OwnedFd>);
+
 /// Handles an admitted connection.
 type Then = Box<dyn Fn(Admitted) + Send + Sync>;
 
@@ -185,19 +188,25 @@ impl Door {
     }
 
     /// Waits for the control connection, or for what says that the client's end of it was lost: then it is
-    /// one that is closed. Until then, nobody else receives the daemon's messages.
-    pub fn control(self: &Arc<Door>, daemon: &OwnedFd, terms: &Page<Terms>) -> Result<Stream, Lost> {
+    /// one that is closed. Until then, nobody else receives the daemon's messages. Also returns those that
+    /// are for the session.
+    pub fn control(
+        self: &Arc<Door>,
+        daemon: &OwnedFd,
+        terms: &Page<Terms>,
+    ) -> Result<(Stream, Vec<FromDaemon>), Lost> {
         let failed = |e: io::Error| Lost::new(format!("waiting for the client's connections: {e}"));
         let deadline = Instant::now() + FIRST_WITHIN;
+        let mut for_session = Vec::new();
         loop {
             {
                 let mut state = self.lock();
                 let mut purposes = state.waiting.iter().map(|admitted| admitted.hello.purpose);
                 if let Some(at) = purposes.clone().position(is_control) {
-                    return Ok(state.waiting.swap_remove(at).stream);
+                    return Ok((state.waiting.swap_remove(at).stream, for_session));
                 }
                 if purposes.any(|purpose| purpose != purpose::DATA) {
-                    return Stream::closed().map_err(failed);
+                    return Ok((Stream::closed().map_err(failed)?, for_session));
                 }
             }
             let left = deadline.saturating_duration_since(Instant::now()).as_millis();
@@ -219,10 +228,45 @@ impl Door {
                 match worker_protocol::receive::<ToWorker>(daemon.as_fd()).map_err(failed)? {
                     Some((ToWorker::Connection, fds)) => fds.into_iter().for_each(|fd| self.knock(fd)),
                     Some((ToWorker::TakenOver, fds)) => super::taken_over(terms, fds),
-                    Some(_) => {}
+                    Some(message) => for_session.push(message),
                     None => return Err(Lost::new("rgpu-server is shutting down")),
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn what_the_daemon_says_before_the_control_connection_comes_is_for_the_session() {
+        let identity = Identity::generate().unwrap();
+        let visitor = Visitor { key: identity.fingerprint(), token: [1; 16], secret: [2; 32] };
+        let door = Door::new(&identity, visitor, 4).unwrap();
+        let (daemon, worker) = worker_protocol::pair().unwrap();
+        let (terms, _fd) = Page::<Terms>::new().unwrap();
+        let waiting = std::thread::spawn({
+            let door = Arc::clone(&door);
+            move || door.control(&worker, &terms).map_err(|lost| lost.reason)
+        });
+        worker_protocol::send(daemon.as_fd(), &ToWorker::DeviceFailed { device: 3, status: 719 }, &[])
+            .unwrap();
+        // A connection that is closed: then the door has received the message before it.
+        let (mut client, other) = UnixStream::pair().unwrap();
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        worker_protocol::send(daemon.as_fd(), &ToWorker::Connection, &[other.as_fd()]).unwrap();
+        drop(other);
+        let _ = client.read_to_end(&mut Vec::new());
+        let hello = Hello { purpose: purpose::CONTROL, ..Hello::new_zeroed() };
+        door.let_in(Admitted { hello, stream: Stream::closed().unwrap() });
+        let (_control, messages) = waiting.join().unwrap().unwrap();
+        assert!(
+            matches!(messages[..], [(ToWorker::DeviceFailed { device: 3, status: 719 }, _)]),
+            "{messages:?}"
+        );
     }
 }

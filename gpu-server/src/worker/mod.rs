@@ -39,7 +39,7 @@ use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
 use protocol::trace::RECORDER;
 
-use self::door::{Admitted, Door, is_control};
+use self::door::{Admitted, Door, FromDaemon, is_control};
 use self::residence::{Orders, Residence};
 use self::turns::{Link, Turns};
 use crate::cache::Remote;
@@ -282,21 +282,26 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
         RECORDER.start();
     }
     let connected = connect(&daemon, &told, &identity, visitor, transport, connection);
-    let begun = connected.and_then(|(connection, door)| {
+    let begun = connected.and_then(|(connection, door, early)| {
         let begun = begin(transport, (connection, door.is_some()), &options, polling, cache, grace)?;
         if !devices.is_empty() {
             driver::restrict(&mut *backend, &options.backing, quota, &devices)
                 .map_err(|status| Lost::new(format!("preparing devices {devices:?}: {status}")))?;
         }
-        Ok((begun, door))
+        Ok((begun, door, early))
     });
     let mut cached = None;
     let (lost, counters) = match begun {
-        Ok((Begun { mut commands, client, tcp, survivor }, door)) => {
+        Ok((Begun { mut commands, client, tcp, survivor }, door, early)) => {
             cached.clone_from(&tcp);
-            let from =
-                Daemon { socket: Arc::clone(&daemon), terms: told, broker: Arc::clone(&broker), orders };
-            watch(&from, (tcp, survivor), door, &client, &shared, backend.beside())?;
+            let from = Daemon {
+                socket: Arc::clone(&daemon),
+                early,
+                terms: told,
+                broker: Arc::clone(&broker),
+                orders,
+            };
+            watch(from, (tcp, survivor), door, &client, &shared, backend.beside())?;
             if kernel_seconds > 0 {
                 backend.watch(watch_kernels(kernel_seconds, &daemon, &client)?);
             }
@@ -349,6 +354,7 @@ struct Begun {
 }
 
 /// The session's control connection: the one that came with it, or with TLS the one that its client opens.
+/// Also what the daemon has said meanwhile.
 fn connect(
     daemon: &OwnedFd,
     terms: &Page<Terms>,
@@ -356,7 +362,7 @@ fn connect(
     visitor: Option<Visitor>,
     transport: Transport,
     connection: Option<OwnedFd>,
-) -> Result<(Stream, Option<Arc<Door>>), Lost> {
+) -> Result<(Stream, Option<Arc<Door>>, Vec<FromDaemon>), Lost> {
     match (visitor, connection) {
         (Some(visitor), _) => {
             let data_connections = match transport {
@@ -364,9 +370,10 @@ fn connect(
                 _ => 0,
             };
             let door = Door::new(identity, visitor, data_connections)?;
-            Ok((door.control(daemon, terms)?, Some(door)))
+            let (stream, early) = door.control(daemon, terms)?;
+            Ok((stream, Some(door), early))
         }
-        (None, Some(connection)) => Ok((Stream::from(connection), None)),
+        (None, Some(connection)) => Ok((Stream::from(connection), None, Vec::new())),
         (None, None) => Err(Lost::new("the daemon sent a session without its connection")),
     }
 }
@@ -434,9 +441,10 @@ fn watch_kernels(
 }
 
 /// The connection to the daemon.
-#[derive(Clone)]
 struct Daemon {
     socket: Arc<OwnedFd>,
+    /// Messages that were received before the session began.
+    early: Vec<FromDaemon>,
     terms: Arc<Page<Terms>>,
     broker: Arc<Broker>,
     orders: Arc<Orders>,
@@ -454,7 +462,7 @@ fn taken_over(terms: &Page<Terms>, fds: Vec<OwnedFd>) {
 /// Starts two threads. One receives the daemon's messages, and loses the session when the daemon is gone. The
 /// other reports counters, and ends the process if the dispatcher cannot.
 fn watch(
-    daemon: &Daemon,
+    daemon: Daemon,
     (tcp, survivor): (Option<Arc<TcpClient>>, Option<Arc<dyn Survivor>>),
     door: Option<Arc<Door>>,
     client: &Arc<dyn Client>,
@@ -489,12 +497,15 @@ fn watch(
             let _ = worker_protocol::send(socket.as_fd(), &FromWorker::Link { up }, &[]);
         }));
     }
-    let Daemon { socket, terms, broker, orders } = daemon.clone();
+    let Daemon { socket, early, terms, broker, orders } = daemon;
+    let from_daemon = Arc::clone(&socket);
     let listener = Arc::clone(client);
     let directs = Arc::clone(&shared.directs);
     std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
+        let mut early = early.into_iter();
         loop {
-            match worker_protocol::receive::<ToWorker>(socket.as_fd()) {
+            let next = early.next().map(|message| Ok(Some(message)));
+            match next.unwrap_or_else(|| worker_protocol::receive(from_daemon.as_fd())) {
                 Ok(Some((ToWorker::Data { attempt, index }, fds))) => {
                     let added = match (&tcp, fds.into_iter().next()) {
                         (Some(tcp), Some(fd)) => tcp
@@ -544,7 +555,7 @@ fn watch(
             }
         }
     })?;
-    let (socket, client, shared) = (Arc::clone(&daemon.socket), Arc::clone(client), Arc::clone(shared));
+    let (client, shared) = (Arc::clone(client), Arc::clone(shared));
     let over = Arc::clone(&shared);
     client.when_over(Box::new(move || over.end()));
     std::thread::Builder::new().name("rgpu-report".into()).spawn(move || {

@@ -183,7 +183,7 @@ impl Succession {
         );
         processes.end_for_others();
         self.save(own);
-        self.store.settle();
+        self.store.wait_until_sent();
         let failed = self.store.exec(&self.program, &arguments);
         Err(format!("cannot execute {}: {failed}", self.program.display()))
     }

@@ -1,8 +1,10 @@
 //! The account of one session.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use crate::limits::Resource;
 use crate::pages::{Meter, Page, Terms, gate};
@@ -10,6 +12,10 @@ use crate::parent::accounts::imports::Imports;
 use crate::parent::arbiter::Gate;
 use crate::parent::bells::Bell;
 use crate::parent::record::Record;
+
+/// How long a session is believed to want what it has asked for. One that waits for room asks a hundred times
+/// a second ([`crate::room::AGAIN`]).
+const WANTS_FOR: Duration = Duration::from_secs(1);
 
 /// A session's charges, and the pages that it shares with the daemon.
 pub(in crate::parent) struct Account {
@@ -26,6 +32,8 @@ pub(in crate::parent) struct Account {
     tells: u32,
     /// Whether there is an order for its memory.
     asked: bool,
+    /// Bytes of each device that it has asked for, within its limits, and when.
+    wants: BTreeMap<u32, (u64, Instant)>,
 }
 
 impl Account {
@@ -49,8 +57,8 @@ impl Account {
     }
 
     fn new(terms: Page<Terms>, meter: Page<Meter>, record: Record, may_repeat: bool) -> Account {
-        let (imports, gate) = (Imports::default(), Gate::Open);
-        Account { terms, meter, record, imports, may_repeat, gate, tells: 0, asked: false }
+        let (imports, wants, gate) = (Imports::default(), BTreeMap::new(), Gate::Open);
+        Account { terms, meter, record, imports, may_repeat, gate, tells: 0, asked: false, wants }
     }
 
     /// What a successor of this daemon needs.
@@ -91,6 +99,25 @@ impl Account {
         if std::mem::replace(&mut self.asked, asked) != asked {
             self.show_gate();
         }
+    }
+
+    /// Notes that the session has asked for bytes that its limits allow.
+    pub(in crate::parent) fn note_wanted(&mut self, resource: Resource, bytes: u64, now: Instant) {
+        let Resource::Device(number) = resource else { return };
+        let noted = self.wants.entry(number).or_insert((bytes, now));
+        // A smaller piece that it takes meanwhile is not all that it wants.
+        if bytes >= noted.0 || now.saturating_duration_since(noted.1) > WANTS_FOR {
+            *noted = (bytes, now);
+        }
+    }
+
+    /// Bytes of a device that the session has asked for just now. `away`: its memory is. Then, or while it
+    /// has an order, it cannot ask again.
+    pub(in crate::parent) fn wanted(&self, number: u32, away: bool, now: Instant) -> u64 {
+        let cannot_ask = self.asked || away;
+        let noted = self.wants.get(&number);
+        let noted = noted.filter(|(_, at)| cannot_ask || now.saturating_duration_since(*at) <= WANTS_FOR);
+        noted.map_or(0, |(bytes, _)| *bytes)
     }
 
     /// Publishes how often sessions have moved device memory.

@@ -45,12 +45,12 @@ impl Imports {
 
     /// The session no longer has this memory. Returns what was known of it.
     pub(in crate::parent) fn remove(&mut self, token: &Token) -> Option<Import> {
-        self.pay(token);
+        self.count_here(token);
         self.all.remove(token)
     }
 
     /// From now on, this memory counts for the session.
-    pub(in crate::parent) fn pay(&mut self, token: &Token) {
+    pub(in crate::parent) fn count_here(&mut self, token: &Token) {
         if let Some(import) = self.all.get_mut(token).filter(|import| import.elsewhere)
             && let Some(bytes) = self.elsewhere.get_mut(&import.device)
         {

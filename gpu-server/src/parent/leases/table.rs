@@ -84,7 +84,7 @@ impl Lease {
     }
 
     /// Refuses a lease with devices that the rules do not give its owner any more.
-    pub(in crate::parent) fn allowed(&self, grant: &Grant) -> Result<(), Refused> {
+    pub(in crate::parent) fn check_devices(&self, grant: &Grant) -> Result<(), Refused> {
         let allowed = &grant.limits.devices;
         let other = self.devices.iter().find(|number| !allowed.is_empty() && !allowed.contains(number));
         other.map_or(Ok(()), |number| {

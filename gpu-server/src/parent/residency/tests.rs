@@ -210,6 +210,21 @@ fn a_session_that_fits_passes_one_that_cannot_be_served() {
     assert_eq!(decided.orders, [(3, 1, MemoryOrder::Return, false)]);
 }
 
+/// Its worker hangs, or lies.
+#[test]
+fn a_session_that_does_not_take_the_room_that_it_has_keeps_it_from_nobody_for_long() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let hangs = newcomer(1, "a", 90);
+    residency.step(SECOND, &on(0, 100), std::slice::from_ref(&hangs));
+    let away = View { on: Bytes::new(), away: on(0, 60), returns: true, ..idle(2, "b", 60) };
+    let views = [hangs, away];
+    let orders = |residency: &mut Residency, at| residency.step(at, &on(0, 100), &views).orders;
+    assert_eq!(orders(&mut residency, 2 * SECOND), []);
+    assert_eq!(residency.reserved(3, 0), 90);
+    assert_eq!(orders(&mut residency, 2 * SECOND + 1), [(2, 1, MemoryOrder::Return, false)]);
+    assert_eq!(residency.reserved(3, 0), 60);
+}
+
 /// A session of a simulated server.
 #[derive(Debug, Clone)]
 struct Simulated {
