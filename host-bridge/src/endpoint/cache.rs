@@ -12,7 +12,8 @@
 //! Only a bridge knows when it is worth its while to ask, and it alone decides for each part of a block
 //! whether it sends the bytes or says that they are known. What was found for it is kept until all of that
 //! block has come one way or the other. Both are bounded: beyond that, blocks are not known, and are not
-//! gathered.
+//! gathered. So are questions, because a disk may take seconds to answer one: beyond that, the answer is that
+//! the block is not known, and nobody looks for it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -37,8 +38,11 @@ pub trait BlockCache: Send + Sync {
 const MOST_FOUND: u64 = 64 << 20;
 /// Most bytes of blocks that are gathered.
 const MOST_GATHERED: u64 = 64 << 20;
-/// Most questions that have not been answered.
+/// Most blocks that were asked for and have not come. Others are not known.
 const MOST_ASKED: usize = 4096;
+/// Most questions that have not been answered. A bridge has no more than 2048, or several times as many where
+/// its process has been replaced while the disk hung.
+const MOST_UNANSWERED: usize = 1 << 16;
 /// From so many blocks on, those that nobody will use are looked for.
 const MANY: usize = 128;
 
@@ -71,6 +75,8 @@ struct State {
 
 enum Task {
     Find(Key, Hash),
+    /// There are too many questions: nobody looks for this block.
+    Skip(Key),
     Keep(Vec<u8>),
 }
 
@@ -114,16 +120,19 @@ impl Blocks {
         if state.asked.len() >= MANY {
             state.clean(may_come);
         }
-        if state.unanswered >= MOST_ASKED || state.asked.len() >= 2 * MOST_ASKED {
-            return Err(wrong(format!("it asks for more than {MOST_ASKED} blocks at a time")));
+        if state.unanswered >= MOST_UNANSWERED {
+            return Err(wrong(format!("it asks {MOST_UNANSWERED} questions more than were answered")));
         }
-        // All of it may have come over another connection. Then the answer is of no use.
-        if may_come((seq, piece)) && state.asked.insert(key, Asked { len, left: len, found: None }).is_some()
-        {
+        if state.asked.contains_key(&key) {
             return Err(wrong(format!("it asks twice for the block at {offset} of command {seq}")));
         }
+        let looks = state.asked.len() < MOST_ASKED && state.unanswered < MOST_ASKED;
+        // All of it may have come over another connection. Then the answer is of no use.
+        if looks && may_come((seq, piece)) {
+            state.asked.insert(key, Asked { len, left: len, found: None });
+        }
         state.unanswered += 1;
-        state.tasks.push_back(Task::Find(key, hash));
+        state.tasks.push_back(if looks { Task::Find(key, hash) } else { Task::Skip(key) });
         drop(state);
         self.came.notify_one();
         Ok(())
@@ -217,6 +226,7 @@ impl Blocks {
     fn carry_out(&self, task: Task, cache: &dyn BlockCache, answer: &impl Fn(DataKnown)) {
         match task {
             Task::Find(key, hash) => answer(self.found(key, cache.find(&hash))),
+            Task::Skip(key) => answer(self.found(key, None)),
             Task::Keep(bytes) => {
                 cache.keep(&bytes);
                 self.lock().gathered_bytes -= bytes.len() as u64;
@@ -399,10 +409,30 @@ pub(crate) mod tests {
         work(&blocks, &cache);
         assert!(blocks.take(&header(1, 50, 51)).is_none(), "beyond the block");
         assert!(blocks.take(&header(1, 50, 50)).is_some());
-        for seq in 2..=MOST_ASKED as u64 + 1 {
+        for seq in 2..MOST_UNANSWERED as u64 + 2 {
             ask(&blocks, seq, 0, &[2; 10]).unwrap();
         }
-        assert!(ask(&blocks, 9999, 0, &[2; 10]).is_err(), "too many");
+        assert!(ask(&blocks, u64::MAX, 0, &[2; 10]).is_err(), "too many");
+    }
+
+    #[test]
+    fn more_questions_than_a_busy_disk_answers_are_answered_in_their_turn_with_no() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        cache.keep(&[2; 10]);
+        let most = MOST_ASKED as u64;
+        for round in 0..2 {
+            let seqs = round * 5000..(round + 1) * 5000;
+            for seq in seqs.clone() {
+                ask(&blocks, seq, 0, &[2; 10]).unwrap();
+            }
+            let answers: Vec<_> = work(&blocks, &cache).iter().map(|a| (a.seq, a.known)).collect();
+            let expected = seqs.clone().map(|seq| (seq, u32::from(seq < seqs.start + most)));
+            assert_eq!(answers, expected.collect::<Vec<_>>());
+            for seq in seqs {
+                blocks.passed(&header(seq, 0, 10));
+            }
+            assert!(is_empty(&blocks));
+        }
     }
 
     #[test]

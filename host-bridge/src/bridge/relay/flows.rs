@@ -351,6 +351,7 @@ impl<M> Flows<M> {
         let ToHash { seq, piece, offset, span, hash } = done;
         // The question would come behind the bytes.
         if self.job_mut(seq, piece).is_none_or(|job| job.at > offset) {
+            self.knowledge.not_asked();
             return;
         }
         let len = span.len() as u32;
