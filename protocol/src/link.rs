@@ -146,6 +146,10 @@ pub const REGION_READ_ONLY: u32 = 2;
 pub const MAX_QUEUES: usize = 8;
 /// How many of a `verbs` server's slots, the last ones, are for granted data.
 pub const GRANTED_SLOTS: u32 = 8;
+/// How many [keys](RegionKey) a `verbs` server knows at most: it forgets none before it is told one more.
+/// Twice as many as a bridge has commands under way that wait for data, because keys that are void stay for a
+/// while.
+pub const REGION_KEYS: usize = 1 << 17;
 /// Maximum bytes of records that a `verbs` bridge may have sent and the server not taken
 /// ([`frame::COMMANDS_TAKEN`]). The server reads everything else at once, however long a command takes.
 pub const COMMANDS_AHEAD: u64 = 1 << 20;

@@ -12,7 +12,8 @@
 //! Only a bridge knows when it is worth its while to ask, and it alone decides for each part of a block
 //! whether it sends the bytes or says that they are known. What was found for it is kept until all of that
 //! block has come one way or the other. Both are bounded: beyond that, blocks are not known, and are not
-//! gathered.
+//! gathered. So are questions, because a disk may take seconds to answer one: beyond that, the answer is that
+//! the block is not known, and nobody looks for it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -37,9 +38,14 @@ pub trait BlockCache: Send + Sync {
 const MOST_FOUND: u64 = 64 << 20;
 /// Most bytes of blocks that are gathered.
 const MOST_GATHERED: u64 = 64 << 20;
-/// Most questions that have not been answered.
+/// What each of them takes besides its bytes, about.
+const BESIDE: u64 = 256;
+/// Most blocks that were asked for and have not come. Others are not known.
 const MOST_ASKED: usize = 4096;
-/// From so many blocks on, those that nobody will use are looked for.
+/// Most questions that have not been answered. A bridge has no more than 2048, or several times as many where
+/// its process has been replaced while the disk hung.
+const MOST_UNANSWERED: usize = 1 << 16;
+/// From so many blocks on, those that nobody will use are forgotten.
 const MANY: usize = 128;
 
 /// A block: the command, its piece, and the block's offset in that.
@@ -64,6 +70,8 @@ struct State {
     gathered: BTreeMap<Key, Gathered>,
     /// With those that are about to be kept.
     gathered_bytes: u64,
+    /// Questions since blocks were last [cleaned](State::clean).
+    asked_since: usize,
     over: bool,
     /// Everything that was gathered has been kept, and nothing more will be.
     done: bool,
@@ -71,6 +79,8 @@ struct State {
 
 enum Task {
     Find(Key, Hash),
+    /// There are too many questions: nobody looks for this block.
+    Skip(Key),
     Keep(Vec<u8>),
 }
 
@@ -111,19 +121,23 @@ impl Blocks {
             return Err(wrong(format!("it asks for {len} bytes at {offset}, which are no block")));
         }
         let mut state = self.lock();
-        if state.asked.len() >= MANY {
+        state.asked_since += 1;
+        if state.is_to_clean() {
             state.clean(may_come);
         }
-        if state.unanswered >= MOST_ASKED || state.asked.len() >= 2 * MOST_ASKED {
-            return Err(wrong(format!("it asks for more than {MOST_ASKED} blocks at a time")));
+        if state.unanswered >= MOST_UNANSWERED {
+            return Err(wrong(format!("it asks {MOST_UNANSWERED} questions more than were answered")));
         }
-        // All of it may have come over another connection. Then the answer is of no use.
-        if may_come((seq, piece)) && state.asked.insert(key, Asked { len, left: len, found: None }).is_some()
-        {
+        if state.asked.contains_key(&key) {
             return Err(wrong(format!("it asks twice for the block at {offset} of command {seq}")));
         }
+        let looks = state.asked.len() < MOST_ASKED && state.unanswered < MOST_ASKED;
+        // All of it may have come over another connection. Then the answer is of no use.
+        if looks && may_come((seq, piece)) {
+            state.asked.insert(key, Asked { len, left: len, found: None });
+        }
         state.unanswered += 1;
-        state.tasks.push_back(Task::Find(key, hash));
+        state.tasks.push_back(if looks { Task::Find(key, hash) } else { Task::Skip(key) });
         drop(state);
         self.came.notify_one();
         Ok(())
@@ -217,9 +231,10 @@ impl Blocks {
     fn carry_out(&self, task: Task, cache: &dyn BlockCache, answer: &impl Fn(DataKnown)) {
         match task {
             Task::Find(key, hash) => answer(self.found(key, cache.find(&hash))),
+            Task::Skip(key) => answer(self.found(key, None)),
             Task::Keep(bytes) => {
                 cache.keep(&bytes);
-                self.lock().gathered_bytes -= bytes.len() as u64;
+                self.lock().gathered_bytes -= bytes.len() as u64 + BESIDE;
             }
         }
     }
@@ -267,6 +282,15 @@ impl State {
         }
     }
 
+    /// Whether blocks may be left over: those whose first bytes came over another connection before the
+    /// question, and those of which the rest is not to be kept. No bridge needs more than half of the room.
+    /// Each block is looked at about twice for each question, however many there are.
+    fn is_to_clean(&self) -> bool {
+        let blocks = self.asked.len() + self.gathered.len();
+        let little_room = 2 * self.found_bytes > MOST_FOUND || 2 * self.gathered_bytes > MOST_GATHERED;
+        (blocks >= MANY || little_room) && 2 * self.asked_since >= blocks
+    }
+
     /// Forgets the blocks of pieces of which nothing more comes.
     fn clean(&mut self, may_come: MayCome<'_>) {
         let gone: Vec<Key> = self.asked.keys().filter(|key| !may_come((key.0, key.1))).copied().collect();
@@ -275,18 +299,20 @@ impl State {
         self.gathered.retain(|key, gathered| {
             let keep = may_come((key.0, key.1));
             if !keep {
-                *bytes -= gathered.bytes.len() as u64;
+                *bytes -= gathered.bytes.len() as u64 + BESIDE;
             }
             keep
         });
+        self.asked_since = 0;
     }
 
     fn add(&mut self, key: Key, whole: usize, at: usize, bytes: &[u8]) {
         if !self.gathered.contains_key(&key) {
-            if self.gathered_bytes + whole as u64 > MOST_GATHERED {
+            let takes = whole as u64 + BESIDE;
+            if self.gathered_bytes + takes > MOST_GATHERED {
                 return;
             }
-            self.gathered_bytes += whole as u64;
+            self.gathered_bytes += takes;
             self.gathered.insert(key, Gathered { bytes: vec![0; whole], left: whole });
         }
         let Some(gathered) = self.gathered.get_mut(&key) else { return };
@@ -399,10 +425,30 @@ pub(crate) mod tests {
         work(&blocks, &cache);
         assert!(blocks.take(&header(1, 50, 51)).is_none(), "beyond the block");
         assert!(blocks.take(&header(1, 50, 50)).is_some());
-        for seq in 2..=MOST_ASKED as u64 + 1 {
+        for seq in 2..MOST_UNANSWERED as u64 + 2 {
             ask(&blocks, seq, 0, &[2; 10]).unwrap();
         }
-        assert!(ask(&blocks, 9999, 0, &[2; 10]).is_err(), "too many");
+        assert!(ask(&blocks, u64::MAX, 0, &[2; 10]).is_err(), "too many");
+    }
+
+    #[test]
+    fn more_questions_than_a_busy_disk_answers_are_answered_in_their_turn_with_no() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        cache.keep(&[2; 10]);
+        let most = MOST_ASKED as u64;
+        for round in 0..2 {
+            let seqs = round * 5000..(round + 1) * 5000;
+            for seq in seqs.clone() {
+                ask(&blocks, seq, 0, &[2; 10]).unwrap();
+            }
+            let answers: Vec<_> = work(&blocks, &cache).iter().map(|a| (a.seq, a.known)).collect();
+            let expected = seqs.clone().map(|seq| (seq, u32::from(seq < seqs.start + most)));
+            assert_eq!(answers, expected.collect::<Vec<_>>());
+            for seq in seqs {
+                blocks.passed(&header(seq, 0, 10));
+            }
+            assert!(is_empty(&blocks));
+        }
     }
 
     #[test]
@@ -425,12 +471,67 @@ pub(crate) mod tests {
         for piece in 0..20 {
             blocks.gather((200, piece), CACHE_BLOCK, 0, &bytes[..10]);
         }
-        assert_eq!(blocks.lock().gathered_bytes, MOST_GATHERED);
+        let room = MOST_GATHERED - blocks.lock().gathered_bytes;
+        assert!(room < CACHE_BLOCK + BESIDE, "{room}");
         blocks.lock().clean(&|_| false);
         assert!(is_empty(&blocks));
         let hash = *blake3::hash(&bytes).as_bytes();
         blocks.ask(&header(300, 0, bytes.len()), hash, &|_| false).unwrap();
         assert!(is_empty(&blocks), "all of it has come");
         assert_eq!((work(&blocks, &cache)[0].known, is_empty(&blocks)), (1, true));
+    }
+
+    #[test]
+    fn blocks_whose_first_bytes_came_before_the_question_take_no_room_for_ever() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        let bytes = vec![3; CACHE_BLOCK as usize];
+        let hash = *blake3::hash(&bytes).as_bytes();
+        cache.keep(&bytes);
+        for seq in 0..40 {
+            blocks.passed(&header(seq, 0, 1000));
+            blocks.ask(&header(seq, 0, bytes.len()), hash, &|key| key.0 == seq).unwrap();
+            assert_eq!(work(&blocks, &cache)[0].known, 1, "block {seq}");
+            blocks.passed(&header(seq, 1000, bytes.len() - 1000));
+        }
+    }
+
+    #[test]
+    fn blocks_that_are_gathered_in_part_take_no_room_for_ever() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        let bytes: Vec<Vec<u8>> = (0..40).map(|seq| vec![seq; CACHE_BLOCK as usize]).collect();
+        for (seq, bytes) in (0..).zip(&bytes) {
+            let hash = *blake3::hash(bytes).as_bytes();
+            blocks.ask(&header(seq, 0, bytes.len()), hash, &|key| key.0 == seq).unwrap();
+            blocks.gather((seq, 0), CACHE_BLOCK, 0, bytes);
+            work(&blocks, &cache);
+            assert!(cache.find(&hash).is_some(), "block {seq}");
+            blocks.gather((seq, 1), CACHE_BLOCK, 0, &bytes[..1000]);
+        }
+    }
+
+    #[test]
+    fn small_blocks_take_no_more_memory_than_large_ones() {
+        let blocks = Blocks::new();
+        (0..300_000).for_each(|seq| blocks.gather((seq, 0), 2, 0, &[1]));
+        let gathered = blocks.lock().gathered.len() as u64;
+        assert!(gathered <= MOST_GATHERED / BESIDE, "{gathered}");
+    }
+
+    #[test]
+    fn a_question_looks_at_few_blocks_however_many_there_are() {
+        let (blocks, looks) = (Blocks::new(), std::cell::Cell::new(0));
+        for seq in 0..4000 {
+            let may_come = |_| {
+                looks.set(looks.get() + 1);
+                true
+            };
+            blocks.ask(&header(seq, 0, 10), [0; 32], &may_come).unwrap();
+        }
+        assert!(looks.get() < 20_000, "{}", looks.get());
+        // Those that nobody will use go, and soon.
+        for seq in 4000..6500 {
+            blocks.ask(&header(seq, 0, 10), [0; 32], &|key| key.0 == seq).unwrap();
+        }
+        assert!(blocks.lock().asked.len() < MANY, "{}", blocks.lock().asked.len());
     }
 }

@@ -21,7 +21,8 @@
 mod chunk_queue;
 mod chunk_reader;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::btree_map::OccupiedEntry;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -200,12 +201,13 @@ struct Aside {
 #[derive(Default)]
 struct InboxState {
     expected: HashMap<(u64, u32), Expected>,
-    /// Eager bytes of commands whose turn has not come, with their offsets.
-    early: HashMap<(u64, u32), Vec<Aside>>,
+    /// Eager bytes of commands whose turn has not come, with their offsets. In order: there may be thousands
+    /// behind the one that is executed.
+    early: BTreeMap<(u64, u32), Vec<Aside>>,
     /// What the bridge has asked for ahead of its command's turn.
     asked: HashSet<(u64, u32)>,
     /// What executed commands beyond `executed` do not want.
-    unwanted: HashSet<(u64, u32)>,
+    unwanted: BTreeSet<(u64, u32)>,
     /// Eager bytes that have not found their place.
     eager: u64,
     /// Chunks of them that are set aside.
@@ -480,22 +482,29 @@ impl Inbox {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             // Under the lock, so that nobody is between a look and a wait.
             let mut state = self.lock();
-            let (mut gone, mut chunks_gone) = (0, 0);
-            let (early, unwanted) = (state.early.len(), state.unwanted.len());
-            state.early.retain(|key, chunks| {
-                let keep = key.0 > seq;
-                if !keep {
-                    gone += chunks.iter().map(|aside| aside.bytes.len() as u64).sum::<u64>();
-                    chunks_gone += chunks.len();
-                }
-                keep
-            });
-            state.aside -= chunks_gone;
-            state.unwanted.retain(|key| key.0 > seq);
-            let fewer = early + unwanted - state.early.len() - state.unwanted.len();
-            self.waiting.fetch_sub(fewer, Ordering::SeqCst);
+            let (mut gone, mut fewer) = (0, 0);
+            let is_done = |early: &OccupiedEntry<'_, (u64, u32), Vec<Aside>>| {
+                #[cfg(test)]
+                tests::LOOKS.with(|looks| looks.set(looks.get() + 1));
+                early.key().0 <= seq
+            };
+            while let Some(early) = state.early.first_entry().filter(is_done) {
+                let chunks = early.remove();
+                gone += chunks.iter().map(|aside| aside.bytes.len() as u64).sum::<u64>();
+                state.aside -= chunks.len();
+                fewer += 1;
+            }
+            while state.unwanted.first().is_some_and(|key| key.0 <= seq) {
+                state.unwanted.pop_first();
+                fewer += 1;
+            }
+            let waiting = self.waiting.fetch_sub(fewer, Ordering::SeqCst) - fewer;
+            // Beside the pieces that are kept.
+            let wake = waiting > state.early.len() + state.unwanted.len();
             drop(state);
-            self.changed.notify_all();
+            if wake {
+                self.changed.notify_all();
+            }
             self.eager_placed(gone);
         }
     }

@@ -103,6 +103,8 @@ struct State {
     told: u64,
     /// Chunks that no command needs.
     abandoned: Vec<Range<u64>>,
+    /// Of commands up to this, every piece was asked for or abandoned.
+    executed: u64,
     /// Buffer for the numbers of freed slots.
     names: Vec<u32>,
 }
@@ -148,6 +150,7 @@ impl PlannedSlots {
             free: 0,
             told: 0,
             abandoned: Vec::with_capacity(16),
+            executed: 0,
             names: Vec::with_capacity(count),
         };
         Arc::new(PlannedSlots {
@@ -255,7 +258,8 @@ impl PlannedSlots {
             return Some(Placed { ring: Arc::clone(self), first: 0, count: 0, chunk: 1, len: 0 });
         }
         let mut state = self.lock();
-        let found = state.plan.iter_mut().rev().find(|p| (p.seq, p.piece) == (seq, piece))?;
+        let at = state.plan.binary_search_by_key(&(seq, piece), |p| (p.seq, p.piece)).ok()?;
+        let found = state.plan.get_mut(at)?;
         if found.asked || found.len != len {
             return None;
         }
@@ -271,13 +275,18 @@ impl PlannedSlots {
         if self.unasked.load(Ordering::Acquire) == 0 {
             return false;
         }
-        let State { plan, abandoned, .. } = &mut *self.lock();
-        for piece in plan.iter_mut().filter(|p| !p.asked && p.seq <= seq) {
+        let State { plan, abandoned, executed, .. } = &mut *self.lock();
+        // There may be thousands behind them: the pump reads ahead.
+        let first = plan.partition_point(|p| p.seq <= *executed);
+        let end = plan.partition_point(|p| p.seq <= seq);
+        let before = abandoned.len();
+        for piece in plan.range_mut(first..end.max(first)).filter(|p| !p.asked) {
             piece.asked = true;
             self.unasked.fetch_sub(1, Ordering::AcqRel);
             abandoned.push(piece.first..piece.first + piece.count);
         }
-        true
+        *executed = seq.max(*executed);
+        abandoned.len() > before
     }
 
     fn is_passed(&self, slot: usize, round: u64) -> bool {
@@ -516,13 +525,32 @@ mod tests {
         ring.plan(1, 0, 10).unwrap();
         ring.plan(2, 0, 10).unwrap();
         ring.arrived(1, header(2, 0, 10)).unwrap();
-        ring.executed(2);
+        assert!(ring.executed(2));
         assert!(told(&ring).is_empty() && ring.ask(1, 0, 10).is_none());
         ring.arrived(0, header(1, 0, 10)).unwrap();
         assert_eq!(told(&ring), [0, 1]);
         // The slots' next rounds.
         ring.plan(3, 0, 10).unwrap();
         ring.arrived(0, header(3, 0, 10)).unwrap();
+    }
+
+    #[test]
+    fn a_command_that_leaves_nothing_makes_no_room() {
+        let (ring, _memory) = ring(8);
+        for seq in 2..=6 {
+            ring.plan(seq, 0, 10).unwrap();
+            ring.plan(seq, 2, 10).unwrap();
+        }
+        // Whatever of later commands is known already.
+        assert!(!ring.executed(1));
+        let (asked, _second) = (ring.ask(2, 0, 10).unwrap(), ring.ask(2, 2, 10).unwrap());
+        assert!(!ring.executed(2) && ring.ask(2, 1, 10).is_none());
+        let _one_of_two = ring.ask(4, 2, 10).unwrap();
+        assert!(ring.executed(4), "of 3 and 4");
+        assert!(!ring.executed(4) && ring.ask(3, 0, 10).is_none() && ring.ask(4, 0, 10).is_none());
+        assert!(ring.ask(5, 0, 10).is_some() && ring.ask(6, 2, 10).is_some());
+        assert!(ring.executed(6) && !ring.executed(6));
+        drop(asked);
     }
 
     #[test]

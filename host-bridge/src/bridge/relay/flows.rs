@@ -75,6 +75,12 @@ impl<M> Job<M> {
         self.at < self.eager.max(self.granted)
     }
 
+    /// Whether more of it may go without a grant than was decided at first. The server expects shorter pieces
+    /// as they were announced.
+    fn may_go_ahead(&self) -> bool {
+        !self.late && self.span.len() > EAGER_PIECE
+    }
+
     /// The block that comes next.
     fn block(&self) -> Option<&Block> {
         self.blocks.get((self.at / CACHE_BLOCK) as usize)
@@ -199,8 +205,8 @@ pub(in crate::bridge) struct Flows<M> {
     places: HashMap<(u64, u32), u64>,
     /// Flows whose first piece may be sent, in the order of their turns.
     turns: VecDeque<u64>,
-    /// Flows whose first piece waits for a grant, or for room in the window of a far link. Some may have gone
-    /// on or be gone since.
+    /// Flows whose first piece waits for a grant or for room in the window of a far link, whichever comes
+    /// first. Some may have gone on or be gone since.
     held: VecDeque<u64>,
     /// Bytes that go eagerly and that the server has not placed.
     unplaced: u64,
@@ -351,6 +357,7 @@ impl<M> Flows<M> {
         let ToHash { seq, piece, offset, span, hash } = done;
         // The question would come behind the bytes.
         if self.job_mut(seq, piece).is_none_or(|job| job.at > offset) {
+            self.knowledge.not_asked();
             return;
         }
         let len = span.len() as u32;
@@ -429,7 +436,7 @@ impl<M> Flows<M> {
         if self.pace.arrives(chunk.seq, chunk.piece, chunk.at, (chunk.len.into(), crossed), now) {
             // Those that began to wait before are not held yet.
             for (number, flow) in &mut self.flows {
-                if !flow.held && flow.jobs.front().is_some_and(|job| !job.has_room()) {
+                if !flow.held && flow.jobs.front().is_some_and(|job| !job.has_room() && job.may_go_ahead()) {
                     flow.held = true;
                     self.held.push_back(*number);
                 }
@@ -446,6 +453,9 @@ impl<M> Flows<M> {
             return;
         }
         let Some(flow) = self.flows.get_mut(&number) else { return };
+        if !flow.jobs.front().is_some_and(Job::may_go_ahead) {
+            return;
+        }
         if !std::mem::replace(&mut flow.held, true) {
             self.held.push_back(number);
         }
@@ -461,13 +471,11 @@ impl<M> Flows<M> {
             let Some(flow) = self.flows.get_mut(&number) else { continue };
             flow.held = false;
             let Some(job) = flow.jobs.front_mut() else { continue };
-            if job.has_room() {
+            if job.has_room() || !job.may_go_ahead() {
                 continue;
             }
             let len = job.chunk.min(job.span.len() - job.at);
-            // The server expects shorter pieces as they were announced.
-            let may = !job.late && job.span.len() > EAGER_PIECE && self.pace.is_far();
-            if may && self.unplaced + len + FOR_SHORT <= window {
+            if self.pace.is_far() && self.unplaced + len + FOR_SHORT <= window {
                 self.unplaced += len;
                 job.eager = job.at + len;
                 if let Some(changed) = &mut self.changed {

@@ -21,6 +21,9 @@ use super::pace::Pace;
 const LEAST: u64 = 32 << 10;
 /// Bytes of blocks that the server is asked about and that have not been sent. A server keeps twice as much.
 const MOST_ASKED: u64 = 32 << 20;
+/// Most questions that the server has not answered. Its disk may take seconds for one, and what is asked
+/// about is sent meanwhile. Some servers end the session at twice as many.
+const MOST_UNANSWERED: usize = 2048;
 /// Blocks that may wait to be asked about. A client that names much memory in many commands has more: those
 /// are sent.
 const MOST_QUEUED: u64 = 1 << 16;
@@ -59,6 +62,8 @@ pub(super) struct Knowledge {
     queue: VecDeque<(u64, u32, u64)>,
     /// Bytes of blocks that the server was asked about and that have not been sent.
     asked: u64,
+    /// Questions that the server has not answered.
+    unanswered: usize,
     /// Bytes of pieces whose blocks the server is asked about, as far as they have neither arrived nor turned
     /// out to be known.
     line: u64,
@@ -68,7 +73,7 @@ pub(super) struct Knowledge {
 
 impl Knowledge {
     pub(super) fn new(cache: CacheUse) -> Knowledge {
-        Knowledge { cache, queue: VecDeque::new(), asked: 0, line: 0, score: 1 }
+        Knowledge { cache, queue: VecDeque::new(), asked: 0, unanswered: 0, line: 0, score: 1 }
     }
 
     /// The blocks of a piece of `len` bytes, none if the server is not asked about it.
@@ -92,12 +97,19 @@ impl Knowledge {
 
     /// The next block to ask about.
     pub(super) fn next(&mut self) -> Option<(u64, u32, u64)> {
-        if self.asked >= MOST_ASKED { None } else { self.queue.pop_front() }
+        let enough = self.asked >= MOST_ASKED || self.unanswered >= MOST_UNANSWERED;
+        if enough { None } else { self.queue.pop_front() }
     }
 
     /// The server is being asked about a block of `len` bytes.
     pub(super) fn asked(&mut self, len: u64) {
         self.asked += len;
+        self.unanswered += 1;
+    }
+
+    /// It is not asked after all.
+    pub(super) fn not_asked(&mut self) {
+        self.unanswered = self.unanswered.saturating_sub(1);
     }
 
     /// A block of `len` bytes has been given out to be sent.
@@ -121,6 +133,8 @@ impl Knowledge {
 
     /// The server has said whether it has a block.
     pub(super) fn told(&mut self, known: bool) {
+        // Another process may have asked.
+        self.unanswered = self.unanswered.saturating_sub(1);
         self.score = if known { (self.score + 1).min(MOST_SCORE) } else { (self.score - 1).max(0) };
     }
 
@@ -148,5 +162,30 @@ mod tests {
         // What was taken up makes room.
         assert!(knowledge.next().is_some());
         assert_eq!(knowledge.blocks(1001, 0, LEAST, &pace).len(), 1);
+    }
+
+    #[test]
+    fn a_server_that_takes_its_time_is_not_asked_ever_more() {
+        let (mut knowledge, pace) = (Knowledge::new(CacheUse::Always), Pace::new(1, 1));
+        let ask = |knowledge: &mut Knowledge, seqs: std::ops::Range<u64>| {
+            let asks = |seq: &u64| {
+                assert_eq!(knowledge.blocks(*seq, 0, LEAST, &pace).len(), 1);
+                let asks = knowledge.next().is_some();
+                if asks {
+                    knowledge.asked(LEAST);
+                }
+                // It is sent all the same.
+                knowledge.passed(if asks { Block::Asked } else { Block::Unasked }, LEAST);
+                asks
+            };
+            seqs.filter(asks).count()
+        };
+        assert_eq!(ask(&mut knowledge, 0..5000), MOST_UNANSWERED);
+        // Also one that is not asked in the end makes room, and what nobody asked makes none.
+        knowledge.told(false);
+        knowledge.not_asked();
+        assert_eq!(ask(&mut knowledge, 5000..6000), 2);
+        (0..2 * MOST_UNANSWERED).for_each(|_| knowledge.told(true));
+        assert_eq!(ask(&mut knowledge, 6000..11000), MOST_UNANSWERED);
     }
 }

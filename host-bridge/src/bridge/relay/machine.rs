@@ -691,7 +691,11 @@ impl<'c, S: Schedule> Machine<'c, S> {
             return Ok(false);
         }
         if silent > self.silence {
-            return Err(silent.as_secs());
+            if self.asked >= self.heard {
+                return Err(silent.as_secs());
+            }
+            // This thread has not run for so long, and nobody has asked: the silence begins now.
+            self.heard = now;
         }
         if now.saturating_duration_since(self.asked) < ALIVE_EVERY {
             return Ok(false);

@@ -132,6 +132,10 @@ impl<M> Mailbox<M> {
         let next = messages.as_mut().and_then(VecDeque::pop_front);
         if next.is_none() {
             self.raised.take();
+            // It may have been raised for a pause.
+            if self.is_to_pause() {
+                self.raised.raise();
+            }
         }
         next
     }
@@ -147,5 +151,22 @@ impl<M> Mailbox<M> {
     pub(super) fn gone(&self) {
         self.lock_pause().reached = true;
         self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_is_noticed_also_if_it_comes_while_messages_are_taken() {
+        let mailbox = Mailbox::<()>::new().unwrap();
+        let (done, _answer) = std::sync::mpsc::channel();
+        assert!(mailbox.post(Message::Unregister { id: 1, done }).is_ok());
+        assert!(!mailbox.is_to_pause() && mailbox.next().is_some());
+        mailbox.pause();
+        assert!(mailbox.next().is_none() && mailbox.has_messages(), "the relay looks again");
+        mailbox.unpause();
+        assert!(mailbox.next().is_none() && !mailbox.has_messages());
     }
 }

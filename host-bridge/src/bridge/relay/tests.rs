@@ -686,3 +686,16 @@ fn a_silent_server_is_asked_and_then_lost_only_if_something_is_expected_of_it() 
     assert_eq!(session.out.unsent().len(), 8, "one question a second");
     assert_eq!(session.machine.keep_alive(&mut session.out, after(1061)), Err(61));
 }
+
+#[test]
+fn a_server_is_not_lost_before_it_was_asked_however_long_the_relay_stood_still() {
+    let (session, _) = session();
+    let mut session = Session::<Flows<TestMemory>>::new(&session, 1);
+    let begin = Instant::now();
+    let after = |seconds| begin + Duration::from_secs(seconds);
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(session.step(0));
+    session.machine.heard(begin);
+    assert_eq!(session.machine.keep_alive(&mut session.out, after(1000)), Ok(true));
+    assert_eq!(session.machine.keep_alive(&mut session.out, after(1061)), Err(61), "it has not answered");
+}

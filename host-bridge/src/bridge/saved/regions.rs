@@ -19,8 +19,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::bridge::error::RegionError;
 use crate::bridge::transport::RegionMemory;
 
-/// Bytes of entries that are read at most: more than a guest may register by default.
-const MOST: u64 = 512 << 20;
+/// Bytes of entries that are read at most, those of regions that have left among them. Half of them hold four
+/// times what a guest may register by default.
+const MOST: u64 = if cfg!(test) { 4 << 20 } else { 512 << 20 };
 /// Bytes of regions that have left, beyond those of regions that are there, for which the file is not written
 /// anew.
 const SLACK: u64 = 1 << 20;
@@ -81,6 +82,8 @@ struct List {
     ends: Ends,
     /// By region: where its entry begins, and its length.
     entries: BTreeMap<u32, (u64, u64)>,
+    /// The length of all of them.
+    live: u64,
 }
 
 fn malformed() -> io::Error {
@@ -92,7 +95,7 @@ impl RegionsFile {
         let file = File::from(memfd_create(c"regions", MFdFlags::MFD_CLOEXEC)?);
         let ends = Ends { begin: FIRST, end: FIRST };
         file.write_all_at(ends.as_bytes(), 0)?;
-        Ok(RegionsFile { file, list: Mutex::new(List { ends, entries: BTreeMap::new() }) })
+        Ok(RegionsFile { file, list: Mutex::new(List { ends, entries: BTreeMap::new(), live: 0 }) })
     }
 
     /// Takes over another process's file. Gives what is registered.
@@ -124,7 +127,8 @@ impl RegionsFile {
             }
             rest = behind;
         }
-        Ok((RegionsFile { file, list: Mutex::new(List { ends, entries }) }, regions))
+        let live = entries.values().map(|(_, length)| length).sum();
+        Ok((RegionsFile { file, list: Mutex::new(List { ends, entries, live }) }, regions))
     }
 
     pub(super) fn file(&self) -> BorrowedFd<'_> {
@@ -139,12 +143,21 @@ impl RegionsFile {
     pub(super) fn add(&self, id: u32, size: u64, read_only: bool, extents: &[Extent]) -> io::Result<()> {
         let mut list = self.list();
         let entry = Entry { id, extents: extents.len() as u32, read_only: read_only.into(), left: 0, size };
+        let length = ENTRY + size_of_val(extents) as u64;
+        if list.live + length > MOST / 2 {
+            let text = format!("its regions have too many pieces of memory, {} in this one", extents.len());
+            return Err(io::Error::new(ErrorKind::OutOfMemory, text));
+        }
+        if list.ends.end - list.ends.begin + length > MOST {
+            self.write_anew(&mut list)?;
+        }
         let bytes = [entry.as_bytes(), extents.as_bytes()].concat();
         let at = list.ends.end;
         self.file.write_all_at(&bytes, at)?;
-        let ends = Ends { end: at + bytes.len() as u64, ..list.ends };
+        let ends = Ends { end: at + length, ..list.ends };
         self.set_ends(&mut list, ends)?;
-        list.entries.insert(id, (at, bytes.len() as u64));
+        list.entries.insert(id, (at, length));
+        list.live += length;
         Ok(())
     }
 
@@ -169,14 +182,18 @@ impl RegionsFile {
     /// A region has left.
     pub(super) fn remove(&self, id: u32) -> io::Result<()> {
         let mut list = self.list();
-        let Some((at, _)) = list.entries.remove(&id) else { return Ok(()) };
+        let Some((at, length)) = list.entries.remove(&id) else { return Ok(()) };
+        list.live -= length;
         self.file.write_all_at(&1u32.to_le_bytes(), at + ENTRY - 12)?;
-        let live: u64 = list.entries.values().map(|(_, length)| length).sum();
-        if list.ends.end - list.ends.begin <= 2 * live + SLACK {
+        if list.ends.end - list.ends.begin <= 2 * list.live + SLACK {
             return Ok(());
         }
-        // All that is there, before the old entries or behind them.
-        let begin = if FIRST + live <= list.ends.begin { FIRST } else { list.ends.end };
+        self.write_anew(&mut list)
+    }
+
+    /// Writes all that is there before the old entries or behind them.
+    fn write_anew(&self, list: &mut List) -> io::Result<()> {
+        let begin = if FIRST + list.live <= list.ends.begin { FIRST } else { list.ends.end };
         let (mut entries, mut to) = (BTreeMap::new(), begin);
         for (id, (from, length)) in &list.entries {
             let mut bytes = vec![0; *length as usize];
@@ -185,7 +202,7 @@ impl RegionsFile {
             entries.insert(*id, (to, *length));
             to += length;
         }
-        self.set_ends(&mut list, Ends { begin, end: to })?;
+        self.set_ends(list, Ends { begin, end: to })?;
         list.entries = entries;
         self.file.set_len(to)
     }
@@ -233,6 +250,24 @@ mod tests {
             }
         }
         assert!(file.file.metadata().unwrap().len() < 8 << 20);
+    }
+
+    #[test]
+    fn another_process_accepts_what_this_one_has_registered() {
+        let file = RegionsFile::new().unwrap();
+        let piece = extents(10_000, 5);
+        let mut ids = 0..;
+        let mut add = || ids.next().filter(|id| file.add(*id, 1, false, &piece).is_ok());
+        let registered: Vec<u32> = std::iter::from_fn(&mut add).collect();
+        assert_eq!(registered.len() as u64, MOST / 2 / (ENTRY + 160_000));
+        assert_eq!(open(&file).unwrap().1.len(), registered.len());
+        // A small one still fits, and others can take the place of those that leave.
+        file.add(u32::MAX, 1, false, &[]).unwrap();
+        for id in registered {
+            file.remove(id).unwrap();
+            assert!(add().is_some());
+            assert_eq!(open(&file).unwrap().1.len() as u64, MOST / 2 / (ENTRY + 160_000) + 1);
+        }
     }
 
     proptest! {

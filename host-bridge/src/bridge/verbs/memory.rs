@@ -1,6 +1,9 @@
 //! A client's memory as the device and the server may use it.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use protocol::link::REGION_KEYS;
 
 use crate::bridge::relay::{ClientMemory, EndReason, MemoryKey};
 use crate::verbs::{Domain, RegisteredRegion, Registration, Window, Windows};
@@ -15,12 +18,23 @@ pub(super) struct Keys {
     windows: Option<Arc<Windows>>,
     /// A memory may have several keys at a time. Otherwise the one that it has is for all of it.
     several: bool,
+    said: Said,
 }
 
 impl Keys {
     /// For memory that is registered in this domain. `several`: the server, and the process after this one,
     /// can do with several keys for a memory.
     pub(super) fn new(domain: &Arc<Domain>, several: bool) -> Keys {
+        Keys::beside(domain, several, Said::default())
+    }
+
+    /// The same in a session that another process had. Whether the server can do with several keys is not
+    /// known here, nor how many it was told.
+    pub(super) fn of_another_process(domain: &Arc<Domain>) -> Keys {
+        Keys::beside(domain, false, Said::many())
+    }
+
+    fn beside(domain: &Arc<Domain>, several: bool, said: Said) -> Keys {
         let windows = Windows::new(domain);
         if windows.is_none() {
             let device = domain.device().name();
@@ -29,7 +43,29 @@ impl Keys {
                 "this RDMA device has no memory windows: from the first copy into a piece of page-locked memory on, the server can write to it until it is freed (docs/security.md)"
             );
         }
-        Keys { windows, several }
+        Keys { windows, several, said }
+    }
+}
+
+/// How many keys the server was told, where each memory has one for good. Once there are more than it keeps,
+/// it may have forgotten any for which nothing waits.
+#[derive(Debug, Clone, Default)]
+struct Said(Arc<AtomicU64>);
+
+impl Said {
+    fn many() -> Said {
+        Said(Arc::new(AtomicU64::new(REGION_KEYS as u64)))
+    }
+
+    /// Whether the server has to be told a key before a command that waits for data in its memory. `first`:
+    /// nothing else does; `told`: it was told before.
+    fn says(&self, first: bool, told: &mut bool) -> bool {
+        let says = first && (!*told || self.0.load(Ordering::Relaxed) >= REGION_KEYS as u64);
+        if says {
+            *told = true;
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+        says
     }
 }
 
@@ -49,6 +85,8 @@ pub(super) struct DeviceMemory {
 struct Admitted {
     /// How many wait for something.
     count: u64,
+    /// The server was told the key that the memory has for good.
+    told: bool,
     /// What `windows` show: offsets. The last one shows all of it.
     from: u64,
     to: u64,
@@ -88,8 +126,8 @@ impl ClientMemory for DeviceMemory {
         let first = admitted.count == 0;
         admitted.count += 1;
         let Some(windows) = &self.keys.windows else {
-            // It has always been the same one. The server may have forgotten it while nothing was awaited.
-            return Ok(first.then(|| self.with(self.registration().remote_key())));
+            let says = self.keys.said.says(first, &mut admitted.told);
+            return Ok(says.then(|| self.with(self.registration().remote_key())));
         };
         let end = offset.saturating_add(len);
         let shown = !admitted.windows.is_empty();
@@ -122,5 +160,29 @@ impl ClientMemory for DeviceMemory {
             return Some(self.with(self.registration().remote_key()));
         }
         self.lock().windows.last().map(|window| self.with(window.key()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_for_good_is_said_once_as_long_as_the_server_forgets_none() {
+        let (said, mut told) = (Said::default(), false);
+        assert!(said.says(true, &mut told));
+        assert!(!said.says(false, &mut told) && !said.says(true, &mut told));
+        // Others are said, each once. The server keeps so many.
+        for number in 1..REGION_KEYS {
+            assert!(!said.says(true, &mut told), "{number} others");
+            assert!(said.says(true, &mut false));
+        }
+        // From now on it may have been forgotten whenever nothing waits.
+        for _ in 0..3 {
+            assert!(said.says(true, &mut told) && !said.says(false, &mut told));
+        }
+        // What another process has said is not known.
+        let said = Said::many();
+        assert!(said.says(true, &mut told) && said.says(true, &mut told));
     }
 }

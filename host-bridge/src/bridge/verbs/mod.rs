@@ -103,8 +103,7 @@ pub(super) fn resume(
     config.verbs.check().map_err(io::Error::other)?;
     // The link may have been down when the other process ended.
     let domain = Device::open_again(&config.verbs).and_then(Domain::new).map_err(io::Error::other)?;
-    // Whether the server can do with several keys is not known here.
-    let (keys, terms) = (Keys::new(&domain, false), saved.terms());
+    let (keys, terms) = (Keys::of_another_process(&domain), saved.terms());
     let for_relay = (Arc::clone(&domain), keys.clone());
     let relay = RelayHandle::start(session, move |session, mailbox| {
         relay_on(session, mailbox, &config, (terms, &queues), &for_relay, (&ledger, memory))

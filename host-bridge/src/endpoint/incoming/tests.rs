@@ -37,6 +37,8 @@ fn send(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
 std::thread_local! {
     /// System calls to receive, of this thread.
     pub(in crate::endpoint) static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+    /// Pieces that this thread has looked at because a command was executed.
+    pub(super) static LOOKS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
 #[test]
@@ -83,6 +85,21 @@ fn chunks_reach_their_command_and_unwanted_ones_are_thrown_away() {
     drop(a);
     thread.join().unwrap().unwrap();
     assert!(inbox.lock().expected.is_empty());
+}
+
+#[test]
+fn a_command_that_is_executed_does_not_look_at_the_data_of_all_later_ones() {
+    let inbox = Inbox::new(0);
+    let count = 1000;
+    for seq in 1..=count {
+        let aside = Aside { offset: 0, bytes: Box::from([1]), keep: false };
+        inbox.set_aside((seq, 0), false, aside).unwrap();
+    }
+    (1..=count).for_each(|seq| inbox.executed(seq));
+    assert!(LOOKS.get() <= 2 * count, "{}", LOOKS.get());
+    let state = inbox.lock();
+    assert!(state.early.is_empty() && state.aside == 0);
+    assert_eq!(inbox.waiting.load(Ordering::SeqCst), 0);
 }
 
 #[test]

@@ -15,11 +15,7 @@ use std::collections::{HashMap, HashSet};
 
 use protocol::channel::MAX_RECORD;
 use protocol::data::Place;
-use protocol::link::{ARENA_KEY, COMMANDS_AHEAD, RegionKey};
-
-/// Most memories whose keys are known. Twice as many as a bridge has commands under way that wait for data,
-/// because keys that are void stay for a while.
-pub(super) const MOST_KEYS: usize = 1 << 17;
+use protocol::link::{ARENA_KEY, COMMANDS_AHEAD, REGION_KEYS, RegionKey};
 
 /// Bytes of records that may have been sent before the bridge knew what it was told.
 const AHEAD: u64 = COMMANDS_AHEAD + MAX_RECORD as u64;
@@ -57,10 +53,10 @@ impl Keys {
     /// cannot be.
     pub(super) fn learn(&mut self, key: RegionKey) -> Result<Option<RegionKey>, String> {
         let is_new = !self.known.contains_key(&key.region);
-        if is_new && self.known.len() >= MOST_KEYS {
+        if is_new && self.known.len() >= REGION_KEYS {
             self.forget();
         }
-        if is_new && self.known.len() >= MOST_KEYS || key.address.checked_add(key.size).is_none() {
+        if is_new && self.known.len() >= REGION_KEYS || key.address.checked_add(key.size).is_none() {
             return Err("the bridge gave a key that cannot be".into());
         }
         let former = self.known.insert(key.region, Known { key, used: self.came });
@@ -115,12 +111,12 @@ mod tests {
     #[test]
     fn a_program_may_use_any_number_of_memories_one_after_the_other() {
         let mut keys = Keys::default();
-        for seq in 0..3 * MOST_KEYS as u64 {
+        for seq in 0..3 * REGION_KEYS as u64 {
             command(&mut keys, seq);
             assert_eq!(keys.get(seq as u32), Some(key(seq as u32)));
             keys.sent(seq);
         }
-        assert!(keys.known.len() <= MOST_KEYS && keys.awaited.is_empty());
+        assert!(keys.known.len() <= REGION_KEYS && keys.awaited.is_empty());
     }
 
     #[test]
@@ -129,7 +125,7 @@ mod tests {
         // One is awaited all the time, and one until just before keys are forgotten.
         command(&mut keys, 0);
         command(&mut keys, 1);
-        let last = MOST_KEYS as u64;
+        let last = REGION_KEYS as u64;
         for seq in 2..last {
             command(&mut keys, seq);
             keys.sent(seq);
@@ -144,7 +140,7 @@ mod tests {
     #[test]
     fn a_memory_that_is_known_gets_another_key_however_many_there_are() {
         let mut keys = Keys::default();
-        (0..MOST_KEYS as u64).for_each(|seq| command(&mut keys, seq));
+        (0..REGION_KEYS as u64).for_each(|seq| command(&mut keys, seq));
         let other = RegionKey { key: 77, ..key(5) };
         assert_eq!(keys.learn(other), Ok(Some(key(5))));
         assert_eq!(keys.get(5), Some(other));

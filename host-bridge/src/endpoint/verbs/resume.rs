@@ -20,11 +20,11 @@ use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{Shutdown, shutdown};
-use protocol::link::{Queues, RegionKey, Written, frame};
+use protocol::link::{Queues, REGION_KEYS, RegionKey, Written, frame};
 use zerocopy::IntoBytes;
 
 use super::client::{Engine, SLOT_SIZE, VerbsClient, lock};
-use super::keys::{Keys, MOST_KEYS};
+use super::keys::Keys;
 use super::pump::End;
 use crate::endpoint::contract::{Client, Survivor};
 use crate::endpoint::link::resumed;
@@ -139,7 +139,7 @@ impl VerbsClient {
         let peer = loop {
             match control.recv_frame(&mut body).map_err(attempt)? {
                 Some(frame::QUEUES) => break split_struct::<Queues>(&body).map_err(attempt)?.0,
-                Some(frame::REGION_KEY) if keys.len() < MOST_KEYS => {
+                Some(frame::REGION_KEY) if keys.len() < REGION_KEYS => {
                     keys.push(split_struct::<RegionKey>(&body).map_err(attempt)?.0);
                 }
                 kind => {

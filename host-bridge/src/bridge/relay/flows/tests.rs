@@ -446,3 +446,21 @@ fn a_stream_that_stands_still_gets_no_more_than_the_window_and_leaves_room_for_s
     assert!(flows.frame(frame::DATA_PLACED, &flows.unplaced.to_le_bytes()).unwrap());
     assert!(drain(&mut flows).iter().all(|(seq, ..)| *seq == 7));
 }
+
+#[test]
+fn only_streams_that_room_in_the_window_would_help_wait_for_it() {
+    let mut flows = TestFlows::new(4, 64 << 20, CacheUse::Never);
+    share_of_the_link(&mut flows, 16 << 20, 10e9, Duration::from_millis(30), 1, 2 << 30);
+    // Late data goes by grants alone, and shorter pieces as they were announced.
+    for stream in 1..500 {
+        flows.flow = stream;
+        flows.push(upload(10_000 + stream, 0, 1 << 30, true));
+    }
+    assert!(drain(&mut flows).is_empty() && flows.held.is_empty(), "{}", flows.held.len());
+    // Long pieces use it.
+    for stream in 500..600 {
+        push(&mut flows, stream, 20_000 + stream, 0, 64 << 20);
+    }
+    drain(&mut flows);
+    assert!(flows.held.iter().all(|stream| *stream >= 500) && flows.held.len() == 100);
+}
