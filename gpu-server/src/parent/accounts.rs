@@ -141,6 +141,13 @@ impl State {
         principals.iter().for_each(|principal| self.publish(principal));
     }
 
+    /// Sessions were taken over from the previous daemon: the ones that shared memory with them may be gone.
+    pub(super) fn settle_taken_imports(&mut self) {
+        let all = self.sessions.values().flat_map(|session| session.account.imports.all());
+        let tokens: Vec<Token> = all.map(|(token, _)| token).collect();
+        self.settle_imports(tokens);
+    }
+
     /// Tells a principal's workers what it holds on each device.
     pub(super) fn publish(&self, principal: &str) {
         let mut totals = [0u64; MOST_DEVICES];
@@ -166,6 +173,7 @@ mod tests {
     use super::*;
     use crate::limits::Amounts;
     use crate::pages::{Meter, Page};
+    use crate::parent::accounts::imports::Imports;
     use crate::parent::queue::tests::session_of_limits;
     use crate::parent::record::Record;
     use crate::worker_protocol::Shared;
@@ -270,6 +278,19 @@ mod tests {
         assert_eq!(total(&state, 2), 60);
         state.discharge(3, 2, DEVICE, 60, Some(token));
         assert_eq!(total(&state, 2), 0);
+    }
+
+    #[test]
+    fn what_a_session_shared_that_an_upgrade_has_lost_counts_for_one_that_has_it() {
+        let mut state = state(&[(2, "a", 100), (3, "a", 100)]);
+        for worker in [2, 3] {
+            assert!(granted(&state.charge(worker, 1, DEVICE, 50, None)));
+            let import = Import { device: 1, bytes: 50, elsewhere: true };
+            let imports = Imports::restore(vec![([7; 16], import)]);
+            state.sessions.get_mut(&worker).unwrap().account.imports = imports;
+        }
+        state.settle_taken_imports();
+        assert_eq!((total(&state, 2), told(&state, 3)), (50, 50));
     }
 
     #[test]

@@ -35,6 +35,7 @@ use serde::Deserialize;
 
 use self::kept::{PARTS, Saved, SavedDaemon, name, parse_share};
 use super::accounts::account::Account;
+use super::accounts::imports::Imports;
 use super::host::host_name;
 use super::listen::canonical;
 use super::record::{Record, Succession};
@@ -128,6 +129,7 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         }
     }
     restore_slots(&mut server.lock(), &gone);
+    server.lock().settle_taken_imports();
     // Remains of workers that had not begun or had already ended.
     for rest in inherited.names("worker-") {
         let full = format!("worker-{rest}");
@@ -213,7 +215,8 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
 }
 
 /// A session restored from its record.
-fn session_of(server: &Server, mut saved: Saved, account: Account) -> Session {
+fn session_of(server: &Server, mut saved: Saved, mut account: Account) -> Session {
+    account.imports = Imports::restore(saved.imports);
     // Earlier versions called clients and the accounts of leases otherwise, did not save whose a lease is,
     // and kept names as clients gave them.
     saved.limits.principal = current_name(&saved.limits.principal);
@@ -390,13 +393,14 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     }
     // From here on nothing changes: every change needs the lock. So no thread that a session needs begins
     // while the program is being executed, when the kernel would refuse it (see `handover::start_thread`).
-    state.sessions.keys().for_each(|worker| state.save(*worker));
+    state.sessions.keys().for_each(|worker| state.save_all(*worker));
     state.save_daemon(&server.succession, true);
     server.audit.flush();
     let sessions = state.sessions.len();
     tracing::info!("{} takes over {sessions} sessions", program.display());
     say(&serde_json::json!({ "upgrading": { "sessions": sessions, "version": env!("CARGO_PKG_VERSION") } }));
     let failed = store.exec(program, &arguments);
+    state.sessions.keys().for_each(|worker| state.save(*worker));
     drop(state);
     Err(format!("cannot execute {}: {failed}", program.display()))
 }

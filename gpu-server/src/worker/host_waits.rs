@@ -13,7 +13,8 @@
 //!
 //! Held commands and open waits form a graph. Each counts the earlier ones that it still has to follow. For
 //! everything that commands can have in common, [`Ends`] knows the last one held. So a signal costs only as
-//! much as it releases, however much is held.
+//! much as it releases, however much is held. And of two commands of which the second follows the first, a
+//! later one follows the second only. So the graph grows with the number of commands, not with its square.
 //!
 //! A client limits what is held: it asks for room ([`StreamRoom`]) before it sends much more, and is answered
 //! when there is some. [`MAX_HELD`] is only for clients that do not.
@@ -143,10 +144,12 @@ impl EventUses {
 /// Everything that orders a command relative to others.
 struct Ties {
     order: Order,
-    /// What it names, if its order depends on that.
-    named: Vec<Handle>,
-    /// Whether it only uses the last records of the events that it names.
-    reads_events: bool,
+    /// The objects that it changes, if its order depends on that: it is ordered between the earlier and later
+    /// commands that use or change them. A command of a stream changes the stream.
+    changes: Vec<Handle>,
+    /// Those that it uses, so that it is ordered only with what changes them. A command of a blocking stream
+    /// uses its context's legacy default stream.
+    uses: Vec<Handle>,
     /// Which work it comes after, if its order is [`Order::Earlier`] or [`Order::Session`].
     scope: Scope,
 }
@@ -162,13 +165,20 @@ enum Scope {
 impl Ties {
     /// A command with an unknown opcode keeps the session's order, and one that cannot be decoded names
     /// nothing. Both are refused when they are executed.
-    fn of(opcode: u16, body: &[u8]) -> Ties {
-        let (mut order, mut named, mut scope) = (Order::Session, Vec::new(), Scope::Session);
+    fn of(opcode: u16, body: &[u8], streams: &HashMap<StreamId, Made>) -> Ties {
+        let (mut order, mut scope) = (Order::Session, Scope::Session);
+        let mut ties = Ties { order, changes: Vec::new(), uses: Vec::new(), scope };
         if let Some(info) = ops::info(opcode) {
             order = if AS_EARLIER.contains(&opcode) { Order::Earlier } else { info.order };
             if matches!(order, Order::Streams | Order::Object) {
-                let _ = (info.visit_handles)(body, &mut |handle| named.push(handle));
-                if named.is_empty() {
+                let reads_events = matches!(opcode, WAIT_EVENT | SYNCHRONIZE | ELAPSED);
+                let _ = (info.visit_handles)(body, &mut |handle| match handle {
+                    Handle::Stream(stream) => ties.add_stream(stream, streams),
+                    Handle::Event(_) if !reads_events => ties.changes.push(handle),
+                    _ if order == Order::Object => ties.changes.push(handle),
+                    _ => ties.uses.push(handle),
+                });
+                if ties.changes.is_empty() && ties.uses.is_empty() {
                     order = Order::Earlier;
                 }
             }
@@ -181,16 +191,22 @@ impl Ties {
                 scope = Scope::Device(op.device);
             }
         }
-        let reads_events = matches!(opcode, WAIT_EVENT | SYNCHRONIZE | ELAPSED);
-        Ties { order, named, reads_events, scope }
+        Ties { order, scope, ..ties }
     }
 
-    /// Whether it changes this object, so that it is ordered between the earlier and later commands that use
-    /// the object.
-    fn changes(&self, handle: &Handle) -> bool {
-        self.order == Order::Object
-            || matches!(handle, Handle::Stream(_))
-            || matches!(handle, Handle::Event(_)) && !self.reads_events
+    /// Those of work on a stream.
+    fn of_work(stream: StreamId, streams: &HashMap<StreamId, Made>) -> Ties {
+        let (changes, uses) = Default::default();
+        let mut ties = Ties { order: Order::Streams, changes, uses, scope: Scope::Session };
+        ties.add_stream(stream, streams);
+        ties
+    }
+
+    fn add_stream(&mut self, stream: StreamId, streams: &HashMap<StreamId, Made>) {
+        self.changes.push(Handle::Stream(stream));
+        if let Some(made) = streams.get(&stream).filter(|made| made.blocking) {
+            self.uses.push(Handle::Stream(StreamId(made.context.0)));
+        }
     }
 }
 
@@ -198,6 +214,7 @@ impl Ties {
 struct Held {
     record: Record,
     body: Vec<u8>,
+    /// What it changes and uses.
     named: Vec<Handle>,
     /// Number of unfinished earlier commands that it has to follow.
     missing: usize,
@@ -210,46 +227,48 @@ struct Held {
 }
 
 /// The last held commands in each kind of order, by `seq`. Whatever follows these follows all.
-#[derive(Default)]
+#[derive(Default, PartialEq, Eq)]
 struct Ends {
-    /// For a stream; for an event, a function or a graph, the command that changes it, as a record does.
+    /// For an object, the command that changes it.
     of: HashMap<Handle, u64>,
-    /// The commands that use an event's last record, or a function or a graph in its current state.
+    /// The commands that use it in its current state.
     users: HashMap<Handle, BTreeSet<u64>>,
-    /// Commands that name nothing, and those that destroy a stream, with what it was: another stream may get
-    /// its ID before they are executed.
-    others: BTreeMap<u64, Option<Made>>,
+    /// Commands that destroy a stream, with what it was: another stream may get its ID before they are
+    /// executed.
+    destroyed: BTreeMap<u64, Made>,
     /// In session order. The reset of a device comes after that device's commands only, so those of others
     /// stay here.
     session: Option<u64>,
+    /// One that follows all that were held before it.
+    all: Option<u64>,
 }
 
 impl Ends {
-    /// All of them.
-    fn all(&self) -> impl Iterator<Item = u64> {
-        let users = self.users.values().flatten();
-        self.of.values().chain(self.others.keys()).chain(users).copied().chain(self.session)
+    /// Those that a command follows because of the objects that it changes and uses, or by the session's
+    /// order.
+    fn before<'e>(&'e self, ties: &'e Ties) -> impl Iterator<Item = u64> + 'e {
+        let changed = ties.changes.iter().chain(&ties.uses).filter_map(|handle| self.of.get(handle));
+        let used = ties.changes.iter().filter_map(|handle| self.users.get(handle)).flatten();
+        self.session.iter().chain(changed).chain(used).copied()
     }
 
     fn add(&mut self, seq: u64, ties: &Ties) {
-        match ties.order {
-            Order::Session => {
-                if let Scope::Session = ties.scope {
-                    *self = Ends::default();
-                }
-                self.session = Some(seq);
+        if matches!((ties.order, ties.scope), (Order::Session | Order::Earlier, Scope::Session)) {
+            self.all = Some(seq);
+        }
+        match (ties.order, ties.scope) {
+            (Order::Session, Scope::Session) => {
+                *self = Ends { session: Some(seq), all: self.all, ..Ends::default() };
             }
-            Order::Earlier | Order::None => drop(self.others.insert(seq, None)),
-            Order::Streams | Order::Object => {
-                for handle in &ties.named {
-                    if ties.changes(handle) {
-                        self.of.insert(*handle, seq);
-                        self.users.remove(handle);
-                    } else {
-                        self.users.entry(*handle).or_default().insert(seq);
-                    }
-                }
-            }
+            (Order::Session, _) => self.session = Some(seq),
+            _ => {}
+        }
+        for handle in &ties.changes {
+            self.of.insert(*handle, seq);
+            self.users.remove(handle);
+        }
+        for handle in &ties.uses {
+            self.users.entry(*handle).or_default().insert(seq);
         }
     }
 
@@ -265,13 +284,14 @@ impl Ends {
                 }
             }
         }
-        self.others.remove(&seq);
+        self.destroyed.remove(&seq);
         self.session = self.session.filter(|session| *session != seq);
+        self.all = self.all.filter(|all| *all != seq);
     }
 }
 
 /// A stream's context, and whether it is ordered with that context's legacy default stream.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct Made {
     context: ContextId,
     blocking: bool,
@@ -287,7 +307,7 @@ pub(super) struct HostWaits {
     dynamic_shared: HashMap<FunctionId, i32>,
     /// The held changes of it.
     resizes: HashMap<FunctionId, BTreeSet<u64>>,
-    held: HashMap<u64, Held>,
+    held: BTreeMap<u64, Held>,
     ends: Ends,
     of_event: HashMap<EventId, EventUses>,
     /// The IDs of events whose records held commands use and that were recorded again since: see
@@ -425,7 +445,7 @@ impl HostWaits {
         if info.is_some_and(|info| info.lane == Lane::Express) {
             return Verdict::Execute;
         }
-        let ties = Ties::of(record.opcode, body);
+        let ties = Ties::of(record.opcode, body, &self.streams);
         let mut first = self.to_follow(&ties);
         first.sort_unstable();
         first.dedup();
@@ -440,7 +460,7 @@ impl HostWaits {
         if let Some(op) = decoded::<StreamDestroy>(record.opcode, body)
             && let Some(made) = self.streams.get(&op.stream)
         {
-            self.ends.others.insert(record.seq, Some(*made));
+            self.ends.destroyed.insert(record.seq, *made);
         }
         if info.is_some_and(|info| info.carries_data) {
             self.with_data.insert(record.seq);
@@ -452,11 +472,13 @@ impl HostWaits {
     fn hold(&mut self, record: &Record, body: Vec<u8>, ties: Ties, missing: usize, kept: Vec<Mapped>) {
         self.ends.add(record.seq, &ties);
         let is_other = EventUses::is_other(record.opcode);
-        let stream = ties.named.iter().find_map(|handle| match handle {
+        let stream = ties.changes.iter().find_map(|handle| match handle {
             Handle::Stream(stream) => Some(*stream),
             _ => None,
         });
-        for handle in &ties.named {
+        let Ties { changes: mut named, uses, .. } = ties;
+        named.extend(uses);
+        for handle in &named {
             let Handle::Event(event) = handle else { continue };
             let uses = self.of_event.entry(*event).or_default();
             uses.stream = stream.filter(|_| uses.held.is_empty() || uses.stream == stream);
@@ -467,7 +489,6 @@ impl HostWaits {
         if let Some((function, _)) = resize(record.opcode, &body) {
             self.resizes.entry(function).or_default().insert(record.seq);
         }
-        let Ties { named, .. } = ties;
         let cost = size_of::<Held>() + missing * size_of::<u64>();
         self.bytes += cost + body.len();
         let held = Held { record: *record, body, named, missing, followers: Vec::new(), cost, _kept: kept };
@@ -477,47 +498,20 @@ impl HostWaits {
     /// The held commands that a command with these ties has to follow.
     fn to_follow(&self, ties: &Ties) -> Vec<u64> {
         let ends = &self.ends;
-        let mut first: Vec<u64> = ends.session.into_iter().collect();
+        let mut first: Vec<u64> = ends.before(ties).collect();
         match (ties.order, ties.scope) {
-            (Order::None, _) => {}
-            (Order::Session | Order::Earlier, Scope::Session) => first.extend(ends.all()),
+            (Order::None | Order::Streams | Order::Object, _) => {}
+            (Order::Session | Order::Earlier, Scope::Session) => {
+                first.extend(self.held.range(ends.all.unwrap_or(0)..).map(|(seq, _)| seq));
+            }
             (Order::Session | Order::Earlier, scope) => {
                 let inside = ends.of.iter().filter(|(handle, _)| self.is_inside(handle, scope));
                 first.extend(inside.map(|(_, seq)| seq));
-                let destroyed =
-                    |made: &Option<Made>| made.is_some_and(|made| self.covers(scope, made.context));
-                first.extend(ends.others.iter().filter(|(_, made)| destroyed(made)).map(|(seq, _)| seq));
-            }
-            (Order::Streams | Order::Object, _) => {
-                for handle in &ties.named {
-                    first.extend(ends.of.get(handle));
-                    if ties.changes(handle) {
-                        first.extend(ends.users.get(handle).into_iter().flatten());
-                    }
-                    if let Handle::Stream(stream) = handle {
-                        self.follow_related(*stream, &mut first);
-                    }
-                }
+                let destroyed = ends.destroyed.iter().filter(|(_, made)| self.covers(scope, made.context));
+                first.extend(destroyed.map(|(seq, _)| seq));
             }
         }
         first
-    }
-
-    /// Adds the last held commands of the streams that all work of this one is ordered with.
-    fn follow_related(&self, stream: StreamId, first: &mut Vec<u64>) {
-        let ends = &self.ends;
-        if stream.0 < MAX_CONTEXTS {
-            let related = |made: &Made| made.blocking && made.context.0 == stream.0;
-            let blocking = |handle: &Handle| match handle {
-                Handle::Stream(other) => self.streams.get(other).is_some_and(related),
-                _ => false,
-            };
-            first.extend(ends.of.iter().filter(|(handle, _)| blocking(handle)).map(|(_, seq)| seq));
-            let destroyed = ends.others.iter().filter(|(_, made)| made.as_ref().is_some_and(related));
-            first.extend(destroyed.map(|(seq, _)| seq));
-        } else if let Some(made) = self.streams.get(&stream).filter(|made| made.blocking) {
-            first.extend(ends.of.get(&Handle::Stream(StreamId(made.context.0))));
-        }
     }
 
     /// Whether an object is a stream that may be in this scope, as is one with an unknown context.
@@ -568,7 +562,8 @@ impl HostWaits {
         }
         self.open.insert(op.ticket, record.seq);
         if !self.held.contains_key(&record.seq) {
-            self.hold(record, Vec::new(), Ties::of(WAIT, body), 0, Vec::new());
+            let ties = Ties::of(WAIT, body, &self.streams);
+            self.hold(record, Vec::new(), ties, 0, Vec::new());
         }
     }
 
@@ -662,10 +657,7 @@ impl HostWaits {
     /// executed.
     fn has_room(&self, body: &[u8]) -> bool {
         let Some(op) = decoded::<StreamRoom>(ROOM, body) else { return true };
-        let would_be_held = |stream| {
-            let (order, named) = (Order::Streams, vec![Handle::Stream(stream)]);
-            !self.to_follow(&Ties { order, named, reads_events: false, scope: Scope::Session }).is_empty()
-        };
+        let would_be_held = |stream| self.ends.before(&Ties::of_work(stream, &self.streams)).next().is_some();
         self.bytes as u64 <= op.bytes || op.stream.is_some_and(|stream| !would_be_held(stream))
     }
 

@@ -2,10 +2,13 @@
 //! it counts for one of them only: for the session that shares it as long as it does, and then for one of
 //! those that have it.
 //!
-//! All of them are granted it. Which of that counts for another session is in the daemon's memory only. Its
-//! successor counts it for each of them, which is too much, but never too little.
+//! All of them are granted it. Which of that counts for another session is in the daemon's memory only, so
+//! that an import writes nothing. An upgrade hands it over. After a crash, the next daemon counts it for each
+//! of them, which is too much, but never too little.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+
+use serde::{Deserialize, Serialize};
 
 use crate::cuda_ipc::MAX_OF_SESSION;
 use crate::worker_protocol::Token;
@@ -19,7 +22,7 @@ pub(in crate::parent) struct Imports {
 }
 
 /// Memory that it has imported.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(in crate::parent) struct Import {
     /// Number of its device.
     pub(in crate::parent) device: u32,
@@ -30,6 +33,13 @@ pub(in crate::parent) struct Import {
 }
 
 impl Imports {
+    /// What the previous daemon knew.
+    pub(in crate::parent) fn restore(all: Vec<(Token, Import)>) -> Imports {
+        let mut imports = Imports::default();
+        all.into_iter().for_each(|(token, import)| imports.add(token, import));
+        imports
+    }
+
     /// Whether memory can be noted. Otherwise it counts for the session.
     pub(in crate::parent) fn may_add(&self, token: &Token) -> bool {
         self.all.len() < MAX_OF_SESSION && !self.all.contains_key(token)

@@ -9,6 +9,7 @@ use sandbox::{Description, Process};
 use serde::{Deserialize, Serialize};
 
 use crate::limits::Limits;
+use crate::parent::accounts::imports::Import;
 use crate::parent::audit::hex;
 use crate::parent::leases::table::{Lease, LeaseId, Leases};
 use crate::parent::record::{Record, Succession};
@@ -51,6 +52,9 @@ pub(super) struct Saved {
     /// Events of other sessions that it has opened, and its slot in each. Further ones are added to the
     /// text.
     pub(super) opened: Vec<(Token, u16)>,
+    /// Memory of other sessions that it has, if nothing has changed since this was written.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) imports: Vec<(Token, Import)>,
 }
 
 impl Saved {
@@ -137,7 +141,22 @@ pub(super) fn parse_share(name: &str) -> Option<(Token, u32, Shared)> {
 impl State {
     /// Saves what a successor must know of a session after a change.
     pub(in crate::parent) fn save(&self, worker: u32) {
-        let Some((session, process)) = self.kept(worker) else { return };
+        if let Err(e) = self.write(worker, false) {
+            tracing::warn!(worker, "cannot save a session for another daemon: {e}");
+        }
+    }
+
+    /// The same for a successor that goes on from exactly this state.
+    pub(super) fn save_all(&self, worker: u32) {
+        // There may be too many imports. Then they count for each session that has them.
+        if self.write(worker, true).is_err() {
+            self.save(worker);
+        }
+    }
+
+    fn write(&self, worker: u32, all: bool) -> io::Result<()> {
+        let Some((session, process)) = self.kept(worker) else { return Ok(()) };
+        let imports = session.account.imports.all().filter(|_| all).collect();
         let saved = Saved {
             format: FORMAT,
             daemons: session.daemons,
@@ -165,10 +184,9 @@ impl State {
             ended: session.ended,
             lost: session.lost,
             opened: session.opened.clone(),
+            imports,
         };
-        if let Err(e) = session.account.record().write(&saved) {
-            tracing::warn!(worker, "cannot save a session for another daemon: {e}");
-        }
+        session.account.record().write(&saved)
     }
 
     /// Saves that a session has opened another event, its last.
@@ -252,8 +270,11 @@ pub(in crate::parent) fn describe(process: &Process) -> Option<Description> {
 mod tests {
     use super::*;
     use crate::config::Serve;
+    use crate::limits::Resource;
+    use crate::parent::accounts::imports::Imports;
     use crate::parent::queue::tests::session_of_limits;
     use crate::parent::workers::Managed;
+    use crate::worker_protocol::Reply;
     use handover::Inherited;
     use std::time::Instant;
 
@@ -273,14 +294,38 @@ mod tests {
         assert_eq!(ill, [(1, Some(Status(999)))]);
     }
 
-    #[test]
-    fn noting_an_opened_event_costs_the_same_however_many_are_open() {
+    /// A session that is kept for another daemon.
+    fn kept(state: &mut State, pid: u32) {
         let process =
             r#"{"process":{"pid":8,"started":1},"guard":null,"isolation":"Root","user":null,"group":null}"#;
-        let (mut state, process) = (State::default(), serde_json::from_str(process).unwrap());
-        state.workers.insert(8, Managed::serving(&Worker::fake_of(8, Some(process)), Kind::Gpu));
-        state.sessions.insert(8, Session { kept: true, ..session_of_limits(Limits::default()) });
+        let process = serde_json::from_str(process).unwrap();
+        state.workers.insert(pid, Managed::serving(&Worker::fake_of(pid, Some(process)), Kind::Gpu));
+        state.sessions.insert(pid, Session { kept: true, ..session_of_limits(Limits::default()) });
+        state.save(pid);
+    }
+
+    #[test]
+    fn imports_are_saved_only_for_a_daemon_that_goes_on_from_there() {
+        let (mut state, device) = (State::default(), Resource::Device(0));
+        [7, 8].iter().for_each(|pid| kept(&mut state, *pid));
+        assert!(matches!(state.charge(7, 1, device, 60, None), Reply::Charged));
+        let (what, origin) = (Shared::Memory { device: 0, size: 60 }, state.origin_of(7).unwrap());
+        let token = state.shares.add(7, origin, what, None).unwrap().unwrap();
+        assert!(matches!(state.charge(8, 1, device, 60, Some(token)), Reply::Charged));
+        let saved = |state: &State, pid| Saved::read(state.sessions[&pid].account.record()).unwrap().imports;
+        state.save_all(8);
+        let imports = saved(&state, 8);
+        assert_eq!(imports.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [token]);
+        assert_eq!(Imports::restore(imports).elsewhere(0), 60);
+        // Otherwise it may have given them back by the time that somebody reads this.
         state.save(8);
+        assert!(saved(&state, 8).is_empty());
+    }
+
+    #[test]
+    fn noting_an_opened_event_costs_the_same_however_many_are_open() {
+        let mut state = State::default();
+        kept(&mut state, 8);
         // Bytes that this thread has written.
         let written = || {
             let text = std::fs::read_to_string("/proc/thread-self/io").unwrap();

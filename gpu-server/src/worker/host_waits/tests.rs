@@ -597,6 +597,53 @@ fn a_client_that_only_asks_is_answered() {
     assert_eq!(fake.waits.asked.len(), MAX_ASKED);
 }
 
+/// How many commands the held ones follow, all together.
+fn followed(fake: &Fake) -> usize {
+    fake.waits.held.values().map(|held| held.missing).sum()
+}
+
+#[test]
+fn what_destructions_follow_grows_with_their_number_only() {
+    const DESTROYED: u32 = 4000;
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let first = fake.seq;
+    for n in 0..DESTROYED {
+        fake.launch(held, FunctionId(n.into()));
+        fake.push(&ModuleUnload { module: ModuleId(n) });
+    }
+    let count = 2 * DESTROYED as usize;
+    assert!(fake.waits.bytes < count * 512, "{} KiB are held", fake.waits.bytes >> 10);
+    assert!(followed(&fake) <= 4 * count);
+    fake.signal(1);
+    let last = first + 2 * u64::from(DESTROYED);
+    assert!(fake.executed.ends_with(&(first + 1..=last).collect::<Vec<_>>()));
+    assert!(fake.waits.held.is_empty() && fake.waits.bytes == 0);
+}
+
+#[test]
+fn what_work_on_the_legacy_stream_follows_grows_with_the_number_of_commands_only() {
+    const STREAMS: u32 = 100;
+    const LAUNCHED: u32 = 4000;
+    let mut fake = Fake::default();
+    let held = fake.stream(100, NON_BLOCKING);
+    fake.wait(held, 1);
+    let event = EventId(1);
+    fake.push(&EventRecord { event, stream: held, flags: 0 });
+    let blocking: Vec<StreamId> = (0..STREAMS).map(|n| fake.stream(101 + n, 0)).collect();
+    let first = fake.seq;
+    blocking.iter().for_each(|stream| _ = fake.push(&StreamWaitEvent { stream: *stream, event, flags: 0 }));
+    (0..LAUNCHED).for_each(|_| _ = fake.launch(StreamId(0), FunctionId(7)));
+    let last = fake.seq;
+    let count = (STREAMS + LAUNCHED) as usize;
+    assert!(fake.waits.bytes < count * 512, "{} KiB are held", fake.waits.bytes >> 10);
+    assert!(followed(&fake) <= 4 * count);
+    fake.signal(1);
+    assert!(fake.executed.ends_with(&(first + 1..=last).collect::<Vec<_>>()));
+    assert!(fake.waits.held.is_empty() && fake.waits.bytes == 0);
+}
+
 /// The client's numbers: `MOST_HELD` and twice `STEP` in `guest-cudart/cuda/src/process/room.rs`.
 #[test]
 fn a_client_that_asks_for_room_stays_far_below_the_limit() {

@@ -189,15 +189,14 @@ pub(crate) fn found(address: u64, len: u64) -> Option<Found> {
 /// # Errors
 /// `INVALID_VALUE` if it is a graph's and doesn't exist because no launch has reached its node.
 pub(crate) fn freed(address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> {
-    match find(address) {
-        None => Ok(false),
-        Some(memory) if memory.live.swap(false, Ordering::AcqRel) => {
-            let used = stream.map(|stream| Ok((stream, stream.mark()?))).transpose()?;
-            graph_chunks::freed(&memory, used);
-            Ok(true)
-        }
-        Some(_) => Err(Status::INVALID_VALUE),
+    let Some(memory) = find(address) else { return Ok(false) };
+    // If the stream's server is lost, nothing is freed.
+    let used = stream.map(|stream| Ok((stream, stream.mark()?))).transpose()?;
+    if !memory.live.swap(false, Ordering::AcqRel) {
+        return Err(Status::INVALID_VALUE);
     }
+    graph_chunks::freed(&memory, used);
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -241,6 +240,19 @@ mod tests {
         // Threads that wait for themselves never end.
         is_ended.recv_timeout(Duration::from_secs(120)).unwrap();
         looks.join().unwrap();
+    }
+
+    #[test]
+    fn memory_that_a_lost_servers_stream_cannot_free_can_be_freed() {
+        let [home, lost] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
+        let segment = Segment::for_tests(home, 2 << 50, ALIGN);
+        let (address, buffer, live) = (segment.address, unique_id(), AtomicBool::new(true));
+        let freed_by = OnceLock::new();
+        let made = Arc::new(GraphMemory { address, size: ALIGN, segment, buffer, freed_by, live });
+        lock(&ALL).insert((address, buffer), Arc::downgrade(&made));
+        lost.server.lose();
+        assert!(freed(address, Some(lost.legacy())).is_err() && made.is_live());
+        assert_eq!(freed(address, None), Ok(true));
     }
 
     proptest! {

@@ -129,8 +129,12 @@ pub(crate) fn alloc(
 
 /// Frees an allocation in stream order. Returns false if no pool allocated the address.
 pub(crate) fn free(address: u64, stream: Arc<Stream>) -> Result<bool> {
-    let Some(live) = lock(&LIVE).remove(&(address as usize)) else { return Ok(false) };
+    if !is_here(address) {
+        return Ok(false);
+    }
+    // If the stream's server is lost, nothing is freed.
     let mark = stream.mark()?;
+    let Some(live) = lock(&LIVE).remove(&(address as usize)) else { return Ok(false) };
     live.pool.give_back(live.size);
     let Some(host) = live.pool.host() else { return Ok(false) };
     let piece = Free { address: address as usize, room: live.room, stream, mark };

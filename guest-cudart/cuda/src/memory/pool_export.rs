@@ -12,7 +12,7 @@ use crate::abi::result::Result;
 use crate::abi::types::PointerData;
 use crate::memory::pool::{Pool, PoolName};
 use crate::memory::{shared_descriptor, virtual_memory};
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
 use crate::process::stream::Stream;
 use client::seq::Seq;
@@ -137,7 +137,8 @@ pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) 
 pub(crate) fn collect(driver: &Driver) {
     if LEAVING.load(Ordering::Relaxed) != 0 {
         close_where(driver, |imported| {
-            imported.leaving.as_ref().is_some_and(|(stream, mark)| stream.has_passed(*mark))
+            let home = imported.context.server;
+            imported.leaving.as_ref().is_some_and(|(stream, mark)| context::has_freed(stream, *mark, home))
         });
     }
 }

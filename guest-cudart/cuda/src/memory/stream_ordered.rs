@@ -130,6 +130,8 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
         return pool_export::free_in_order(driver, address, stream);
     }
     let device = device_memory::device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
+    // If the stream's server is lost, nothing is freed.
+    let mark = stream.mark()?;
     let (size, pool) = {
         let mut memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address).ok_or(Status::INVALID_VALUE)?;
@@ -145,7 +147,6 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
         (size, pool)
     };
     pool::gone(pool, size);
-    let mark = stream.mark()?;
     lock(&LEAVING).push(Leaving { address, size, device: device.ordinal, pool, stream, mark });
     collect(driver);
     Ok(())
@@ -181,7 +182,10 @@ pub(crate) fn collect(driver: &'static Driver) {
         if leaving.is_empty() {
             return;
         }
-        leaving.extract_if(.., |l| l.stream.has_passed(l.mark)).collect()
+        let home = |l: &Leaving| driver.devices.get(l.device as usize).map(|device| device.server);
+        let is_over =
+            |l: &mut Leaving| home(l).is_some_and(|home| context::has_freed(&l.stream, l.mark, home));
+        leaving.extract_if(.., is_over).collect()
     };
     for l in gone {
         if let Some(device) = driver.devices.get(l.device as usize) {
@@ -192,12 +196,11 @@ pub(crate) fn collect(driver: &'static Driver) {
 
 /// Waits for the streams that have frees pending on a device. Returns false if there are none.
 pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
+    let Some(home) = driver.devices.get(device as usize).map(|device| device.server) else { return false };
     let waiting: Vec<(Arc<Stream>, Seq)> =
         lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
     for (stream, mark) in &waiting {
-        if stream.session().wait_progress(|| stream.has_passed(*mark)).is_err() {
-            return false;
-        }
+        context::wait_until_freed(stream, *mark, home);
     }
     collect(driver);
     !waiting.is_empty()

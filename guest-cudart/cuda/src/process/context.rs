@@ -511,6 +511,23 @@ pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
     all.filter(|context| context.is_alive() && context.is_busy() && !context.is_given_up())
 }
 
+/// Whether memory of a server that was freed in the order of a stream, behind this mark, is used no more. A
+/// stream of a lost server never gets there, and does nothing more with the memory. But what it would have
+/// waited for may still be under way on the memory's own server.
+pub(crate) fn has_freed(stream: &Stream, mark: Seq, home: &Server) -> bool {
+    let is_idle = || !busy().any(|context| std::ptr::eq(context.server, home));
+    stream.has_passed(mark) || stream.session().check().is_err() && is_idle()
+}
+
+/// Waits until a stream has freed memory of a server, as [`has_freed`] says.
+pub(crate) fn wait_until_freed(stream: &Stream, mark: Seq, home: &Server) {
+    if stream.session().wait_progress(|| stream.has_passed(mark)).is_err() {
+        for context in busy().filter(|context| std::ptr::eq(context.server, home)) {
+            context.quiesce();
+        }
+    }
+}
+
 /// Called when a context is created. Orders its work behind everything on its server that the program was
 /// told is done. (From then on, [fences](crate::process::fences) do that among the contexts of a server.) It
 /// waits for nothing on other servers, whose memory only copies between servers reach.
@@ -736,6 +753,18 @@ mod tests {
         assert!(context.is_busy(), "record 10 may still run");
         context.is_synced(seq(12));
         assert!(!context.is_busy());
+    }
+
+    #[test]
+    fn what_a_lost_servers_stream_has_freed_is_used_until_its_own_server_is_idle() {
+        let [home, lost] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
+        let is_freed = || has_freed(lost.legacy(), seq(20), home.server);
+        home.worked(seq(10), false);
+        assert!(!is_freed());
+        lost.server.lose();
+        assert!(!is_freed(), "record 10 may still run");
+        home.is_synced(seq(10));
+        assert!(is_freed());
     }
 
     #[test]

@@ -268,7 +268,7 @@ proptest! {
         prop_assert_eq!(&fake.found, &awaited);
         prop_assert!(fake.waits.of_event.is_empty() && fake.waits.aside.is_empty());
         prop_assert!(fake.waits.held.is_empty() && fake.waits.open.is_empty() && fake.waits.bytes == 0);
-        prop_assert!(fake.waits.ends.all().next().is_none() && fake.waits.with_data.is_empty());
+        prop_assert!(fake.waits.ends == Ends::default() && fake.waits.with_data.is_empty());
         prop_assert_eq!(fake.waits.executed_upto(), fake.seq);
     }
 }
