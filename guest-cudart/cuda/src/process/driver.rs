@@ -12,7 +12,7 @@ use crate::process::fences::Fences;
 use crate::process::visible_devices;
 use client::channel::MAX_DEVICES;
 use client::handle::ContextId;
-use client::memory::{Backing, DeviceMemory, Growing};
+use client::memory::{Answer, Backing, DeviceMemory};
 use client::ops::device::{
     DeviceInfo, DeviceInfoReply, PeerInfo, PeerInfoReply, SelectDevices, SessionInfo, SessionInfoReply,
 };
@@ -340,12 +340,12 @@ impl std::fmt::Debug for Grow {
     }
 }
 
-impl Growing for Grow {
-    fn is_answered(&self) -> bool {
+impl Answer for Grow {
+    fn is_here(&self) -> bool {
         self.0.is_done()
     }
 
-    fn answer(self: Box<Self>) -> Result {
+    fn wait(self: Box<Self>) -> Result {
         self.0.take().map(drop)
     }
 }
@@ -376,14 +376,14 @@ impl std::fmt::Debug for Shrink {
     }
 }
 
-impl Growing for Shrink {
-    fn is_answered(&self) -> bool {
+impl Answer for Shrink {
+    fn is_here(&self) -> bool {
         // Without a session, whoever waits for the answer gets the error.
         let _ = self.submit();
         self.ahead.get().is_some_and(Ahead::is_done)
     }
 
-    fn answer(self: Box<Self>) -> Result {
+    fn wait(self: Box<Self>) -> Result {
         match self.ahead.into_inner() {
             Some(ahead) => ahead.take().map(drop),
             None => self.session.call(&self.op).map(drop),
@@ -398,7 +398,7 @@ impl Backing for Device {
         self.server.session.call(&MemGrow { device: self.number, address, size }).map(|_| ())
     }
 
-    fn grow_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Option<Box<dyn Growing>> {
+    fn grow_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Option<Box<dyn Answer>> {
         let session = self.server.session;
         if !session.is_far() {
             return None;
@@ -411,7 +411,7 @@ impl Backing for Device {
         self.server.session.call(&MemShrink { device: self.number, address, size }).map(|_| ())
     }
 
-    fn shrink_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Result<Option<Box<dyn Growing>>> {
+    fn shrink_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Result<Option<Box<dyn Answer>>> {
         let op = MemShrink { device: self.number, address, size };
         let shrink = Shrink { session: self.server.session, op, ahead: OnceCell::new() };
         shrink.submit()?;
@@ -441,7 +441,7 @@ mod unused {
     use std::path::Path;
     use std::time::Duration;
 
-    use super::{Growing, MemShrink, OnceCell, Shrink};
+    use super::{Answer, MemShrink, OnceCell, Shrink};
     use client::channel::{Geometry, Header};
     use client::port::mapping::Mapping;
     use client::port::{Pinned, Port, PortError};
@@ -524,9 +524,9 @@ mod unused {
         }
         let shrink = Shrink { session, op, ahead: OnceCell::new() };
         assert_eq!(shrink.submit(), Ok(()));
-        assert!(!shrink.is_answered() && session.last_seq() == before, "it is not submitted");
+        assert!(!shrink.is_here() && session.last_seq() == before, "it is not submitted");
         waits.clear();
-        assert!(!shrink.is_answered() && session.last_seq() != before, "it is submitted");
+        assert!(!shrink.is_here() && session.last_seq() != before, "it is submitted");
     }
 
     #[test]
