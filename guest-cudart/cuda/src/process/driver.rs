@@ -3,7 +3,7 @@
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, RwLock};
+use std::sync::{Mutex, Once, OnceLock, RwLock};
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
@@ -47,6 +47,8 @@ pub(crate) struct Server {
     pub fences: Fences,
 }
 
+    /// The program's first use of it.
+    pub used: Once,
 /// One device.
 pub(crate) struct Device {
     /// Its number among all devices of the process.
@@ -216,6 +218,7 @@ impl Asked {
             reads_late: info.reads_late,
             runs_machine_code: info.runs_machine_code,
             device_count: info.device_count,
+            used: Once::new(),
             globals: RwLock::default(),
             fences: Fences::new(),
         }));
@@ -269,6 +272,7 @@ impl Server {
             reads_late: false,
             runs_machine_code: false,
             device_count,
+            used: Once::new(),
             globals,
             fences: Fences::new(),
         }))
