@@ -28,6 +28,9 @@ pub(crate) struct Driver {
     pub version: i32,
     /// The devices of all servers, by ordinal.
     pub devices: Vec<Device>,
+    /// The devices that `CUDA_VISIBLE_DEVICES` hides: UUIDs and servers. Other processes may have memory
+    /// there.
+    pub hidden: Vec<([u8; 16], &'static Server)>,
 }
 
 /// A server that the process has a session with. Each context names its server, and everything in a context
@@ -45,10 +48,10 @@ pub(crate) struct Server {
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
     /// The copies that work on streams not ordered behind theirs has to wait for.
     pub fences: Fences,
-}
-
     /// The program's first use of it.
     pub used: Once,
+}
+
 /// One device.
 pub(crate) struct Device {
     /// Its number among all devices of the process.
@@ -95,16 +98,10 @@ impl Driver {
         usable.reduce(|first, other| first.or_else(|status| other.map_err(|_| status))).unwrap_or(Ok(()))
     }
 
-    /// The device with this number in the session with a server.
-    pub fn device_on(&self, server: &Server, number: u32) -> Result<&Device> {
+    /// The device with this number in the session with a server, if the program sees it.
+    pub fn device_on(&self, server: &Server, number: u32) -> Option<&Device> {
         let is_it = |device: &&Device| std::ptr::eq(device.server, server) && device.number == number;
-        self.devices.iter().find(is_it).ok_or(Status::INVALID_DEVICE)
-    }
-
-    /// Whether the program sees fewer devices than the session with a server has.
-    pub fn hides_devices_of(&self, server: &Server) -> bool {
-        let seen = self.devices.iter().filter(|device| std::ptr::eq(device.server, server)).count();
-        seen < server.device_count as usize
+        self.devices.iter().find(is_it)
     }
 }
 
@@ -164,9 +161,11 @@ pub(crate) fn init() -> Result<&'static Driver> {
         found.truncate(MAX_DEVICES as usize);
     }
     let uuids: Vec<[u8; 16]> = found.iter().map(|found| found.info.uuid).collect();
+    let mut hidden = Vec::new();
     if let Some(chosen) = visible_devices::of_process(&uuids)? {
         let mut all: Vec<_> = found.into_iter().map(Some).collect();
         found = chosen.iter().filter_map(|ordinal| all[*ordinal as usize].take()).collect();
+        hidden = all.into_iter().flatten().map(|found| (found.info.uuid, found.server)).collect();
     }
     for (index, server) in servers.iter().enumerate() {
         place(index, server, &mut found)?;
@@ -174,7 +173,7 @@ pub(crate) fn init() -> Result<&'static Driver> {
     let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, found)).collect();
     // This library implements this version of the API, even if a server's driver is newer.
     let version = version.min(API_VERSION);
-    Ok(DRIVER.get_or_init(|| Driver { servers, version, devices }))
+    Ok(DRIVER.get_or_init(|| Driver { servers, version, devices, hidden }))
 }
 
 /// A device found in a session.
@@ -218,9 +217,9 @@ impl Asked {
             reads_late: info.reads_late,
             runs_machine_code: info.runs_machine_code,
             device_count: info.device_count,
-            used: Once::new(),
             globals: RwLock::default(),
             fences: Fences::new(),
+            used: Once::new(),
         }));
         if info.device_count == 0 {
             return Ok((server, version, Vec::new()));
@@ -272,9 +271,9 @@ impl Server {
             reads_late: false,
             runs_machine_code: false,
             device_count,
-            used: Once::new(),
             globals,
             fences: Fences::new(),
+            used: Once::new(),
         }))
     }
 
