@@ -558,7 +558,8 @@ impl Directs {
     pub fn hold_still(&self) -> Option<Still> {
         let still = self.motion.stop()?;
         let table = lock(&self.table);
-        table.incoming.values().for_each(|incoming| incoming.give_up_idle());
+        let now = Instant::now();
+        table.incoming.values().for_each(|incoming| incoming.give_up_idle(now));
         (!table.incoming.values().any(|incoming| incoming.expects())).then_some(still)
     }
 
