@@ -582,7 +582,8 @@ impl Directs {
         let still = self.motion.stop()?;
         self.blocks.forget_all();
         let table = lock(&self.table);
-        table.incoming.values().for_each(|incoming| incoming.give_up_idle());
+        let now = Instant::now();
+        table.incoming.values().for_each(|incoming| incoming.give_up_idle(now));
         (!table.incoming.values().any(|incoming| incoming.expects())).then_some(still)
     }
 

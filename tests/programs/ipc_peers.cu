@@ -25,27 +25,10 @@ static void require_words(const unsigned *data, unsigned flip, const char *where
     for (size_t i = 0; i < N; i++) REQUIRE(words[i] == ((unsigned)i * 2654435761u ^ flip), "word %zu %s", i, where);
 }
 
-// The process sees device 1 only, as its device 0. Works natively.
-static int without_device_0(int socket, const cudaIpcMemHandle_t &handle) {
-    unsigned *data;
-    cudaError_t status = cudaIpcOpenMemHandle((void **)&data, handle, cudaIpcMemLazyEnablePeerAccess);
-    if (status == cudaSuccess) {
-        turn<<<BLOCKS, 256>>>(data, N);
-        LAUNCHED();
-        CHECK(cudaDeviceSynchronize());
-        CHECK(cudaIpcCloseMemHandle(data));
-    } else {
-        REQUIRE(status == cudaErrorNotSupported, "memory of a device that is not visible: %s", cudaGetErrorName(status));
-    }
-    REQUIRE(write(socket, "ok", 2) == 2, "the first process is gone");
-    return 0;
-}
-
 // The devices in the order in which the other process opens the memory and launches.
 static int other(int socket) {
     cudaIpcMemHandle_t handle;
     REQUIRE(recv(socket, &handle, sizeof handle, MSG_WAITALL) == sizeof handle, "the first process is gone");
-    if (getenv("CUDA_VISIBLE_DEVICES")) return without_device_0(socket, handle);
     const int orders[][2] = {{1, 0}, {0, 1}};
     for (const int *order : orders) {
         unsigned *data[2];
@@ -87,12 +70,8 @@ static int other(int socket) {
 
 int main(int argc, char **argv) {
     if (argc > 2 && std::string(argv[1]) == "other") return other(atoi(argv[2]));
-    std::string word = parse_options(argc, argv).word;
-    bool hidden = word == "hidden";
-    if (word == "busy") setenv("BUSY", "1", 1);
-    if (hidden) setenv("CUDA_VISIBLE_DEVICES", "1", 1);
+    if (parse_options(argc, argv).word == "busy") setenv("BUSY", "1", 1);
     const OtherProcess second = start_other(argv);
-    unsetenv("CUDA_VISIBLE_DEVICES");
     int count = 0, can = 0;
     CHECK(cudaGetDeviceCount(&count));
     REQUIRE(count >= 2, "there are not two devices");
@@ -110,7 +89,7 @@ int main(int argc, char **argv) {
     int status;
     REQUIRE(recv(second.socket, answer, 2, MSG_WAITALL) == 2, "the other process is gone");
     REQUIRE(waitpid(second.pid, &status, 0) == second.pid && status == 0, "the other process ended with %d", status);
-    if (!hidden) require_words(data, 0, "after the other process");
+    require_words(data, 0, "after the other process");
     CHECK(cudaFree(data));
     return pass("kernels of device 1 in another process reach memory of device 0");
 }

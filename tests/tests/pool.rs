@@ -878,12 +878,33 @@ fn memory_of_another_process_is_closed_when_no_device_uses_it() -> Result<()> {
 }
 
 #[test]
-fn a_line_says_why_memory_of_a_device_that_is_not_visible_cannot_be_opened() -> Result<()> {
-    let rig = Rig::with("pool-hidden", &["--software-devices", "2"], &[])?;
-    let mut program = rig.program(Transport::Local, "ipc_peers")?;
-    let outcome = programs::run(program.arg("hidden"), programs::LIMIT)?;
-    outcome.verdict("ipc_peers")?;
-    ensure!(outcome.stderr.matches("CUDA_VISIBLE_DEVICES hides").count() == 1, "{outcome:?}");
+fn with_several_servers_memory_of_a_device_that_is_not_visible_is_opened() -> Result<()> {
+    let second = Rig::with("pool-hidden-2", &["--software-devices", "3"], &[])?;
+    let rigs = [Rig::start("pool-hidden-1")?, second];
+    for transport in [Transport::Local, Transport::Tcp] {
+        let [first, second] = [0, 1].map(|place| address(&rigs[place], transport));
+        let mut program = with_servers(&[first, format!("{second}/1,2")], "hidden_peers")?;
+        programs::run(program.arg("servers"), programs::LIMIT)?
+            .verdict("hidden_peers")
+            .with_context(|| format!("over {transport:?}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_line_says_that_memory_of_a_device_is_not_for_a_session() -> Result<()> {
+    let rig = Rig::with("pool-others-device", &["--software-devices", "2"], &[])?;
+    let server = address(&rig, Transport::Tcp);
+    let host = Rig::with("pool-others-host", &[], &["--named-servers", &server])?;
+    let mut program = host.program(Transport::Tcp, "hidden_peers")?;
+    program.arg("refused").env("RGPU_SERVERS", format!("{server}/0"));
+    program.env("OTHERS_SERVERS", format!("{server}/1"));
+    let outcome = programs::run(&mut program, programs::LIMIT)?;
+    outcome.verdict("hidden_peers")?;
+    ensure!(
+        outcome.stderr.matches("a GPU that this process's session does not have").count() == 1,
+        "{outcome:?}"
+    );
     Ok(())
 }
 

@@ -28,7 +28,7 @@ const MAX_WAITING: usize = 64;
 /// Maximum number of pieces that a client may expect on one connection.
 const MAX_EXPECTED: usize = 1024;
 /// A box of which nothing has come for this long keeps no memory on the device.
-const IDLE: Duration = Duration::from_secs(5);
+pub(super) const IDLE: Duration = Duration::from_secs(5);
 
 /// Where a piece goes that the client expects.
 pub struct Expected {
@@ -89,8 +89,8 @@ pub(super) struct Arrived {
     /// Boxes of which not all pieces have arrived, and the number after the last piece of all such boxes.
     pub(super) awaited: VecDeque<Awaited>,
     pub(super) awaited_end: u64,
-    /// When the first of them was named, or a piece arrived after that.
-    pub(super) moved: Option<Instant>,
+    /// When the last piece arrived.
+    pub(super) last_arrival: Option<Instant>,
     /// The memory of all boxes that are landed.
     pub(super) in_motion: InMotion,
     /// The last piece that has arrived or will not.
@@ -186,12 +186,9 @@ impl Incoming {
             return Err(Status::OUT_OF_MEMORY);
         }
         state.awaited_end = series.end();
-        if state.awaited.is_empty() {
-            state.moved = Some(Instant::now());
-        }
         state.in_motion.add(&series);
         let landing = Landing::new(&series, later());
-        state.awaited.push_back(Awaited { series, landing });
+        state.awaited.push_back(Awaited { series, named: Instant::now(), landing });
         self.advance(&mut state);
         Ok(())
     }
@@ -199,7 +196,7 @@ impl Incoming {
     /// Lands what has arrived of the awaited boxes, and gives up those of which something will not come. The
     /// state stays locked, so that pieces are landed in their order.
     fn advance(&self, state: &mut Arrived) {
-        while let Some(Awaited { series, landing }) = state.awaited.front_mut() {
+        while let Some(Awaited { series, landing, .. }) = state.awaited.front_mut() {
             let Some(next) = series.next() else {
                 state.awaited.pop_front();
                 continue;
@@ -269,11 +266,14 @@ impl Incoming {
         }
     }
 
-    /// Memory is to leave the device: gives up the boxes that wait for a sender of which nothing has come for
-    /// some time. It may wait for its own memory, which a session has that waits for this one's.
-    pub(super) fn give_up_idle(&self) {
+    /// Memory is to leave the device: gives up the boxes if nothing has come of the first one for some time.
+    /// Its sender may wait for its own memory, which a session has that waits for this one's. Those behind it
+    /// wait for the same sender, however young they are: pieces come in order.
+    pub(super) fn give_up_idle(&self, now: Instant) {
         let mut state = lock(&self.state);
-        if state.moved.is_some_and(|moved| moved.elapsed() >= IDLE) && !state.awaited.is_empty() {
+        let last = state.last_arrival;
+        let begun = |first: &Awaited| last.map_or(first.named, |last| last.max(first.named));
+        if state.awaited.front().is_some_and(|first| now.saturating_duration_since(begun(first)) >= IDLE) {
             tracing::info!(
                 "a copy from another server is given up: nothing of it has come for a while, and others need the device's memory"
             );
@@ -388,7 +388,7 @@ impl Incoming {
         let len = piece.as_ref().map_or(0, |(_, len)| *len as u64);
         self.bytes.all.fetch_add(len, Ordering::Relaxed);
         let mut state = lock(&self.state);
-        (state.last, state.moved) = (number, Some(Instant::now()));
+        (state.last, state.last_arrival) = (number, Some(Instant::now()));
         let expected = state.expected.remove(&number);
         // Numbers ascend, so these will not come.
         if state.expected.first_key_value().is_some_and(|(first, _)| *first < number) {

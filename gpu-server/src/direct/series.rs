@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use protocol::Status;
 use protocol::ops::direct::{DirectReceiveAllReply, MAX_PIECE};
@@ -129,6 +130,8 @@ pub(super) struct Leaving {
 /// A box that is awaited.
 pub(super) struct Awaited {
     pub(super) series: Series,
+    /// When the client named it.
+    pub(super) named: Instant,
     pub(super) landing: Arc<Landing>,
 }
 

@@ -168,6 +168,32 @@ fn memory_leaves_at_last_if_nothing_comes_of_a_box_which_is_given_up() {
 }
 
 #[test]
+fn a_box_is_given_up_for_its_own_wait_and_not_for_that_of_a_box_that_is_gone() {
+    let (directs, _peers) = Directs::prepared_double(1);
+    let incoming = directs.incoming(1).unwrap();
+    let call = Call::new(Arc::new(Listener::new(|_: Told<'_>| {})));
+    let await_box = |address, first| {
+        let series = Series::new(Rows::line(address, 2), 2, first, Arc::new(Nothing)).unwrap();
+        directs.receive_all(1, series, || call.later()).unwrap();
+        lock(&incoming.state).awaited.back().unwrap().named
+    };
+    let first = await_box(0, 1);
+    test_kit::until("the clock goes on", || first.elapsed() > Duration::ZERO);
+    let second = await_box(100, 2);
+    let long_enough = |named: Instant| {
+        incoming.give_up_idle(named + incoming::IDLE);
+        lock(&incoming.state).awaited.is_empty()
+    };
+    // The memory of the first is freed.
+    directs.forget(0, 2);
+    assert!(!long_enough(first));
+    assert!(long_enough(second));
+    // Nothing of the last comes before the one in front of it.
+    let (first, _) = (await_box(0, 3), await_box(100, 4));
+    assert!(long_enough(first));
+}
+
+#[test]
 fn memory_is_freed_only_when_no_piece_of_a_box_is_being_copied() {
     let (directs, _peers) = Directs::prepared_double(1);
     let patient = Arc::<Patient>::default();

@@ -20,7 +20,8 @@ const MOST: usize = 1 << 17;
 
 /// Memory of a device. `M` belongs to the GPU.
 pub struct Memory<M> {
-    /// Ordinal of its device.
+    /// Ordinal of its device. If it was imported from a device that the client has not selected: that of the
+    /// device that opened it.
     pub device: u32,
     /// Its size in bytes.
     pub size: u64,

@@ -142,10 +142,10 @@ impl State {
     }
 
     /// Sessions were taken over from the previous daemon: the ones that shared memory with them may be gone.
-    pub(super) fn settle_taken_imports(&mut self) {
+    pub(super) fn pass_on_taken_imports(&mut self) {
         let all = self.sessions.values().flat_map(|session| session.account.imports.all());
         let tokens: Vec<Token> = all.map(|(token, _)| token).collect();
-        self.settle_imports(tokens);
+        self.pass_on_imports(tokens);
     }
 
     /// Tells a principal's workers what it holds on each device.
@@ -289,7 +289,7 @@ mod tests {
             let imports = Imports::restore(vec![([7; 16], import)]);
             state.sessions.get_mut(&worker).unwrap().account.imports = imports;
         }
-        state.settle_taken_imports();
+        state.pass_on_taken_imports();
         assert_eq!((total(&state, 2), told(&state, 3)), (50, 50));
     }
 

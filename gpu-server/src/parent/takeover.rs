@@ -129,7 +129,7 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         }
     }
     restore_slots(&mut server.lock(), &gone);
-    server.lock().settle_taken_imports();
+    server.lock().pass_on_taken_imports();
     // Remains of workers that had not begun or had already ended.
     for rest in inherited.names("worker-") {
         let full = format!("worker-{rest}");

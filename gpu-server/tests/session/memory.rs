@@ -136,6 +136,39 @@ fn memory_that_outlives_its_session_counts_for_the_session_that_holds_it() {
 }
 
 #[test]
+fn memory_of_a_device_that_is_not_selected_is_opened_and_counts_there() {
+    const SIZE: u64 = 16 << 20;
+    fn body<S: Session>(maker: &mut S, other: &mut S) {
+        // Device 2 and then device 1 of three, and of those the second.
+        for devices in [vec![2, 1], vec![1]] {
+            other.call(&SelectDevices { devices, windows: vec![] }).unwrap();
+        }
+        let mut open = |other: &mut S, id| {
+            let token = export(maker, 1, SIZE);
+            let opened = other.call(&MemoryImport { memory: MemoryId(id), token });
+            maker.call(&MemoryRelease { memory: MemoryId(1) }).unwrap();
+            opened
+        };
+        // Behind the one that is selected and the one that was.
+        let opened = open(other, 1).unwrap();
+        assert_eq!((opened.device, opened.size, opened.own), (2, SIZE, false));
+        let (memory, address) = (MemoryId(1), SPACE);
+        other.call(&AddressReserve { address, size: SIZE }).unwrap();
+        other.call(&MemoryMap { memory, offset: 0, address, size: SIZE }).unwrap();
+        let mut give = |device| other.call(&MemoryAccess { address, size: SIZE, device, flags: 3 });
+        assert_eq!(give(2).unwrap_err(), Status::INVALID_DEVICE, "of which nothing else is the session's");
+        give(0).unwrap();
+        open(other, 2).unwrap();
+        assert_eq!(other.call(&MemGetInfo { device: 0 }).unwrap().free, 2 * SIZE);
+        assert_eq!(open(other, 3).unwrap_err(), Status::OUT_OF_MEMORY);
+    }
+    let server = Server::start(&["--memory-limit=32M", "--software-devices=3"]);
+    let local = || LocalBridge::connect(&server.socket());
+    body(&mut local(), &mut local());
+    body(&mut TcpSession::connect(server.port), &mut TcpSession::connect(server.port));
+}
+
+#[test]
 fn a_token_is_valid_only_for_its_client_and_during_its_session() {
     fn open<S: Session>(s: &mut S, id: u32, token: [u8; 16]) -> Result<bool, Status> {
         s.call(&MemoryImport { memory: MemoryId(id), token }).map(|reply| reply.own)

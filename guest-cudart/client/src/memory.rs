@@ -40,12 +40,12 @@ const MAX_REPEATED: u64 = 1 << 30;
 /// All larger ones together have at most this fraction.
 const AHEAD_PART: u64 = 8;
 
-/// A `MemGrow` or a `MemShrink` whose answer was not awaited yet.
-pub trait Growing: Send + std::fmt::Debug {
-    /// Whether the answer has arrived.
-    fn is_answered(&self) -> bool;
-    /// The answer. Waits for it.
-    fn answer(self: Box<Self>) -> Result<(), Status>;
+/// The answer to a `MemGrow` or a `MemShrink`, which was not awaited yet.
+pub trait Answer: Send + std::fmt::Debug {
+    /// Whether it has arrived.
+    fn is_here(&self) -> bool;
+    /// Waits for it.
+    fn wait(self: Box<Self>) -> Result<(), Status>;
 }
 
 /// Backs addresses with memory on the server.
@@ -54,13 +54,13 @@ pub trait Backing {
     fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
     /// `MemGrow` without waiting for the answer. `None` if waiting is so short that this is not worth it, or
     /// if it is not possible now.
-    fn grow_ahead(&self, _device: u32, _address: u64, _size: u64) -> Option<Box<dyn Growing>> {
+    fn grow_ahead(&self, _device: u32, _address: u64, _size: u64) -> Option<Box<dyn Answer>> {
         None
     }
     /// `MemShrink`.
     fn shrink(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
     /// `MemShrink` without waiting for the answer. `None`: the memory is already given back.
-    fn shrink_ahead(&self, device: u32, address: u64, size: u64) -> Result<Option<Box<dyn Growing>>, Status> {
+    fn shrink_ahead(&self, device: u32, address: u64, size: u64) -> Result<Option<Box<dyn Answer>>, Status> {
         self.shrink(device, address, size).map(|()| None)
     }
 }
@@ -91,12 +91,11 @@ pub struct DeviceMemory<T> {
     free: FreeRanges,
     empty: u64,
     /// The chunks that were requested early, in this order, and how many there should be.
-    ahead: VecDeque<Ahead>,
+    ahead: VecDeque<Requested>,
     depth: usize,
-    /// The chunks that are being given back. The server answers when streams of the device
-    /// have reached what was before, so only whoever needs the memory waits for it. Their addresses are not
-    /// used until then.
-    leaving: Vec<Ahead>,
+    /// The chunks that are being given back. The server answers when streams of the device have reached what
+    /// was before, so only whoever needs the memory waits for it. Their addresses are not used until then.
+    leaving: Vec<Requested>,
     /// How often everything was dropped.
     resets: u64,
     /// Size of the chunk that was needed last.
@@ -106,25 +105,26 @@ pub struct DeviceMemory<T> {
     allocations: BTreeMap<u64, Allocation<T>>,
 }
 
+/// A chunk that was requested early, or is being given back.
 #[derive(Debug)]
-struct Ahead {
+struct Requested {
     address: u64,
     size: u64,
-    growing: Box<dyn Growing>,
+    answer: Box<dyn Answer>,
 }
 
 /// A chunk that is being given back.
 #[derive(Debug)]
-pub struct Leaving {
-    chunk: Ahead,
+pub struct GivenBack {
+    chunk: Requested,
     resets: u64,
 }
 
-impl Leaving {
+impl GivenBack {
     /// Waits for the answer.
-    pub fn answer(self) -> Returned {
-        let Leaving { chunk: Ahead { address, size, growing }, resets } = self;
-        Returned { address, size, resets, answer: growing.answer() }
+    pub fn wait(self) -> Returned {
+        let GivenBack { chunk: Requested { address, size, answer }, resets } = self;
+        Returned { address, size, resets, answer: answer.wait() }
     }
 }
 
@@ -225,7 +225,7 @@ impl<T> DeviceMemory<T> {
         while self.ahead.iter().any(|ahead| ahead.size >= exact) {
             let Some(ahead) = self.ahead.front() else { break };
             let fits = ahead.size >= exact;
-            if !ahead.growing.is_answered() {
+            if !ahead.answer.is_here() {
                 // The program needs memory faster than answers come.
                 self.depth = (self.depth + 1).min(MOST_AHEAD);
             }
@@ -279,25 +279,25 @@ impl<T> DeviceMemory<T> {
             return false;
         }
         let Some(address) = self.addresses.take_best(size + self.granule) else { return false };
-        let Some(growing) = backing.grow_ahead(self.device, address, size) else {
+        let Some(answer) = backing.grow_ahead(self.device, address, size) else {
             self.addresses.insert(address, size + self.granule);
             return false;
         };
-        self.ahead.push_back(Ahead { address, size, growing });
+        self.ahead.push_back(Requested { address, size, answer });
         true
     }
 
     /// Takes the requested chunks whose answers have come.
     fn take_answered(&mut self) {
-        while self.ahead.front().is_some_and(|ahead| ahead.growing.is_answered()) {
+        while self.ahead.front().is_some_and(|ahead| ahead.answer.is_here()) {
             self.take_ahead();
         }
     }
 
     /// Waits for the next requested chunk. Returns whether there is one now.
     fn take_ahead(&mut self) -> bool {
-        let Some(Ahead { address, size, growing }) = self.ahead.pop_front() else { return false };
-        match growing.answer() {
+        let Some(Requested { address, size, answer }) = self.ahead.pop_front() else { return false };
+        match answer.wait() {
             Ok(()) => self.add_chunk(address, size),
             // The request that needs memory reports the error.
             Err(status) => {
@@ -339,13 +339,13 @@ impl<T> DeviceMemory<T> {
         while self.empty > keep
             && let Some((address, size)) = self.largest_empty()
         {
-            let Ok(answer) = backing.shrink_ahead(self.device, address, size) else { break };
+            let Ok(later) = backing.shrink_ahead(self.device, address, size) else { break };
             self.chunks.remove(&address);
             self.free.remove(address, size);
             self.empty -= size;
             any = true;
-            match answer {
-                Some(growing) => self.leaving.push(Ahead { address, size, growing }),
+            match later {
+                Some(answer) => self.leaving.push(Requested { address, size, answer }),
                 None => self.is_returned(address, size),
             }
         }
@@ -354,10 +354,10 @@ impl<T> DeviceMemory<T> {
 
     /// The chunks that are being given back and whose answers have not come. Whoever takes them waits for the
     /// answers, without a lock on this, and then calls [`returned`](Self::returned) with each.
-    pub fn take_leaving(&mut self) -> Vec<Leaving> {
+    pub fn take_leaving(&mut self) -> Vec<GivenBack> {
         self.take_answers();
         let resets = self.resets;
-        self.leaving.drain(..).map(|chunk| Leaving { chunk, resets }).collect()
+        self.leaving.drain(..).map(|chunk| GivenBack { chunk, resets }).collect()
     }
 
     /// A chunk was given back, or could not be.
@@ -373,9 +373,9 @@ impl<T> DeviceMemory<T> {
     /// Takes the answers that have come for chunks that are being given back. Returns false if none have.
     fn take_answers(&mut self) -> bool {
         let (before, resets) = (self.leaving.len(), self.resets);
-        let answered: Vec<Ahead> = self.leaving.extract_if(.., |chunk| chunk.growing.is_answered()).collect();
+        let answered: Vec<Requested> = self.leaving.extract_if(.., |chunk| chunk.answer.is_here()).collect();
         for chunk in answered {
-            self.returned(Leaving { chunk, resets }.answer());
+            self.returned(GivenBack { chunk, resets }.wait());
         }
         before != self.leaving.len()
     }
@@ -483,12 +483,12 @@ mod tests {
     #[derive(Debug)]
     struct Returning(Arc<AtomicBool>);
 
-    impl Growing for Returning {
-        fn is_answered(&self) -> bool {
+    impl Answer for Returning {
+        fn is_here(&self) -> bool {
             !self.0.load(Ordering::Relaxed)
         }
-        fn answer(self: Box<Self>) -> Result<(), Status> {
-            assert!(self.is_answered(), "it is waited for");
+        fn wait(self: Box<Self>) -> Result<(), Status> {
+            assert!(self.is_here(), "it is waited for");
             Ok(())
         }
     }
@@ -496,22 +496,22 @@ mod tests {
     #[derive(Debug)]
     struct Answered(Result<(), Status>);
 
-    impl Growing for Answered {
-        fn is_answered(&self) -> bool {
+    impl Answer for Answered {
+        fn is_here(&self) -> bool {
             true
         }
-        fn answer(self: Box<Self>) -> Result<(), Status> {
+        fn wait(self: Box<Self>) -> Result<(), Status> {
             self.0
         }
     }
 
     impl Backing for Fake {
-        fn grow_ahead(&self, device: u32, address: u64, size: u64) -> Option<Box<dyn Growing>> {
+        fn grow_ahead(&self, device: u32, address: u64, size: u64) -> Option<Box<dyn Answer>> {
             let waits = self.waits.get();
-            let growing: Box<dyn Growing> =
+            let answer: Box<dyn Answer> =
                 Box::new(Answered(self.far.then(|| self.grow(device, address, size))?));
             self.waits.set(waits);
-            Some(growing)
+            Some(answer)
         }
         fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status> {
             self.waits.set(self.waits.get() + 1);
@@ -530,7 +530,7 @@ mod tests {
             device: u32,
             address: u64,
             size: u64,
-        ) -> Result<Option<Box<dyn Growing>>, Status> {
+        ) -> Result<Option<Box<dyn Answer>>, Status> {
             if self.held.load(Ordering::Relaxed) {
                 self.owed.borrow_mut().push((address, size));
             } else {
@@ -602,7 +602,7 @@ mod tests {
         assert!(memory.alloc(SIZE + (100 << 20), (), &fake).is_ok());
         // A chunk that cannot be given back stays.
         memory.free(third, &fake).unwrap();
-        memory.leaving.last_mut().unwrap().growing = Box::new(Answered(Err(Status::UNKNOWN)));
+        memory.leaving.last_mut().unwrap().answer = Box::new(Answered(Err(Status::UNKNOWN)));
         assert_eq!((memory.free_bytes(), memory.chunks().len()), (SIZE, 2));
     }
 
@@ -615,7 +615,7 @@ mod tests {
         for address in both {
             memory.free(address, &fake).unwrap();
         }
-        memory.leaving[0].growing = Box::new(Returning(Arc::new(AtomicBool::new(true))));
+        memory.leaving[0].answer = Box::new(Returning(Arc::new(AtomicBool::new(true))));
         fake.hold(false);
         assert_eq!((memory.free_bytes(), memory.leaving.len()), (300 << 20, 1));
     }
@@ -680,11 +680,11 @@ mod tests {
     #[derive(Debug)]
     struct Later(Arc<Clock>, u64);
 
-    impl Growing for Later {
-        fn is_answered(&self) -> bool {
+    impl Answer for Later {
+        fn is_here(&self) -> bool {
             self.0.now.load(Ordering::Relaxed) >= self.1
         }
-        fn answer(self: Box<Self>) -> Result<(), Status> {
+        fn wait(self: Box<Self>) -> Result<(), Status> {
             self.0.wait_until(self.1);
             Ok(())
         }
@@ -697,7 +697,7 @@ mod tests {
             self.0.wait_until(self.0.now.load(Ordering::Relaxed) + Clock::ANSWER);
             Ok(())
         }
-        fn grow_ahead(&self, _: u32, _: u64, _: u64) -> Option<Box<dyn Growing>> {
+        fn grow_ahead(&self, _: u32, _: u64, _: u64) -> Option<Box<dyn Answer>> {
             let answered = self.0.now.load(Ordering::Relaxed) + Clock::ANSWER;
             Some(Box::new(Later(self.0.clone(), answered)))
         }

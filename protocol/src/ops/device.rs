@@ -96,7 +96,8 @@ ops! {
 
     /// `CUDA_VISIBLE_DEVICES`, and the positions of the session's devices among all devices of the process.
     /// From now on the session has only these devices, and a device's ordinal is its position in this list.
-    /// Only allowed before anything was created on a device.
+    /// Memory of the others can still be [imported](super::memory::MemoryImport). Only allowed before
+    /// anything was created on a device.
     sync 0x0104 select_devices: SelectDevices
         [order None, may_block Never, lane Main]
     {

@@ -425,7 +425,9 @@ ops! {
         /// The token of the export.
         token: [u8; 16],
     } -> MemoryImportReply {
-        /// Ordinal of its device, in this session.
+        /// Ordinal of its device, in this session. A device that the session had before
+        /// [`SelectDevices`](super::device::SelectDevices) has one behind those that were selected; only they
+        /// can be given access.
         device: u32,
         /// Bytes.
         size: u64,

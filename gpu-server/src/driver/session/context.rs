@@ -94,6 +94,9 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
         }
         check_selection(&op.devices, self.windows.len() as u32)?;
         let windows = check_windows(op.windows, op.devices.len())?;
+        let all = 0..self.windows.len() as u32;
+        let left = all.filter(|device| !op.devices.contains(device)).map(|device| self.gpu.number(device));
+        self.hidden = left.chain(std::mem::take(&mut self.hidden)).collect();
         self.clear_windows(&windows);
         self.gpu.select(&op.devices, &windows)?;
         now(SelectDevicesReply {})

@@ -428,13 +428,21 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         let (Shared::Memory { device: number, size }, Some(fd), own) = self.broker()?.open(op.token)? else {
             return Err(Status::INVALID_VALUE);
         };
-        let device = (0..self.windows.len() as u32).find(|device| self.gpu.number(*device) == number);
-        let device = device.ok_or(Status::INVALID_DEVICE)?;
+        let seen = self.windows.len() as u32;
+        let (home, device) = match (0..seen).find(|device| self.gpu.number(*device) == number) {
+            Some(device) => (device, device),
+            // Nothing is made on a hidden device. The first one can open its memory as well.
+            None => {
+                let hidden = self.hidden.iter().position(|hidden| *hidden == number);
+                (seen + hidden.ok_or(Status::INVALID_DEVICE)? as u32, 0)
+            }
+        };
         cx.context = ContextId(device);
-        let charge = self.space.charge_import(&self.quota, self.memory_of(device), &op.token, size)?;
+        let resource = Resource::Device(number);
+        let charge = self.space.charge_import(&self.quota, resource, &op.token, size)?;
         let handle = self.gpu.import(device, fd)?;
         self.space.add(op.memory.0, Memory::imported(device, size, op.token, handle, charge));
-        now(MemoryImportReply { device, size, own })
+        now(MemoryImportReply { device: home, size, own })
     }
 
     fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Reply<PieceExportReply> {

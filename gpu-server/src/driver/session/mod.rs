@@ -61,6 +61,9 @@ pub struct Session<G: Gpu> {
     gpu: G,
     /// The devices' windows, by ordinal.
     windows: Vec<Window<G::Piece>>,
+    /// Numbers on this server of the devices that the client may use and has not selected. Nothing is made
+    /// on them, but memory of theirs that other sessions share can be opened.
+    hidden: Vec<u32>,
     /// Memory without an address, and where it is mapped.
     space: Space<G::Memory>,
     /// Client memory that devices access, by its address in the client.
@@ -102,6 +105,7 @@ impl<G: Gpu> Session<G> {
     pub fn new(gpu: G, quota: Quota, nvml: Management) -> Session<G> {
         Session {
             windows: (0..).zip(gpu.names()).map(|(number, _)| Window::new(number)).collect(),
+            hidden: Vec::new(),
             gpu,
             space: Space::default(),
             host_views: HashMap::new(),

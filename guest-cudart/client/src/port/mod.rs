@@ -112,8 +112,9 @@ pub trait Port: Send + Sync {
     /// thread, as far as the system tells.
     fn wait(&self, offset: u64, expected: u32, timeout: Duration) -> bool;
 
-    /// Whether the host side may still be alive. Threads that sleep call it several times a second, and a
-    /// port may rely on that.
+    /// Whether the host side may still be alive. While a thread sleeps and nobody wakes it, this is called at
+    /// least twice a second: a longer gap means that nobody slept, or that every sleep ended soon. Several
+    /// threads may call it at the same time.
     fn alive(&self) -> bool;
 
     /// The reason, once [`Port::alive`] has returned false.

@@ -114,7 +114,8 @@ fn is_not_zero(text: &str) -> bool {
     digits.bytes().take_while(u8::is_ascii_digit).any(|digit| digit != b'0')
 }
 
-/// Called behind a launch. With `CUDA_LAUNCH_BLOCKING=1`, waits for it: its error is then the launch's.
+/// Called after a launch was appended. With `CUDA_LAUNCH_BLOCKING=1`, waits for it: its error is then the
+/// launch's.
 #[inline]
 pub(crate) fn wait_if_blocking(driver: &'static Driver, stream: &Arc<Stream>) -> Result {
     if !*IS_BLOCKING {

@@ -51,16 +51,21 @@ static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
 /// Lets kernels of a context use opened memory that another device has, as if the context had enabled peer
 /// access to that device.
 fn let_use(driver: &Driver, context: &'static Context, address: u64) -> Result {
-    let found = virtual_memory::find(driver, address).ok_or(Status::INVALID_VALUE)?;
-    let [home, own] = [found.context, context].map(|context| driver::device(context.device as i32));
-    let (home, own) = (home?, own?);
-    if own.ordinal == home.ordinal {
-        return Ok(());
+    let own = driver::device(context.device as i32)?;
+    let reaches = match virtual_memory::home_of_opened(address)? {
+        Some(home) if home == own.ordinal => return Ok(()),
+        Some(home) => own.as_peer_of(driver::device(home as i32)?)?.is_some_and(|peer| peer.can_access),
+        // The server knows whether its device reaches one that the program does not see.
+        None => true,
+    };
+    let unsupported = Err(code::PEER_ACCESS_UNSUPPORTED);
+    if !reaches {
+        return unsupported;
     }
-    if !own.as_peer_of(home)?.is_some_and(|peer| peer.can_access) {
-        return Err(code::PEER_ACCESS_UNSUPPORTED);
+    match virtual_memory::set_access_to(driver, address, &[(own.ordinal, READ_WRITE)]) {
+        Err(Status::INVALID_DEVICE) => unsupported,
+        set => set,
     }
-    virtual_memory::set_access_to(driver, address, &[(own.ordinal, READ_WRITE)])
 }
 
 api! {

@@ -227,7 +227,7 @@ api! {
         if found.default {
             return Err(Status::INVALID_VALUE);
         }
-        if let Some(name) = found.name.as_ref().filter(|_| found.imported) {
+        if let Some(name) = found.name.as_ref().filter(|_| found.imported.is_some()) {
             pool_export::forget_pool(driver, name)?;
         }
         POOLS.remove(pool).map(|_| ()).ok_or(Status::INVALID_VALUE)
@@ -288,9 +288,12 @@ api! {
     fn cuMemPoolSetAccess(pool: usize, map: Array<MemAccessDesc>, count: Count) {
         let (driver, pool) = pool::of(pool)?;
         let map = map.entries(count)?;
-        let given = if pool.host.is_some() { host_access(map) } else { pool::check_access(pool.device, map) }?;
+        let given = match pool.host {
+            Some(_) => host_access(map),
+            None => pool::check_access(pool.own_device()?, map),
+        }?;
         let mut access = lock(&pool.access);
-        if pool.imported {
+        if pool.imported.is_some() {
             pool_export::set_access(driver, &pool, &given)?;
         }
         access.extend(given);

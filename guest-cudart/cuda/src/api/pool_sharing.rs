@@ -35,17 +35,15 @@ api! {
         let said = shared_descriptor::read::<32>(&POOL_MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
         let (name, uuid) = said.split_first_chunk().ok_or(Status::INVALID_VALUE)?;
         // The device may have another number in this process.
-        let device = match driver.devices.iter().find(|device| device.info.uuid == uuid) {
-            Some(device) => device.ordinal,
-            None if driver.servers.iter().any(|server| driver.hides_devices_of(server)) => {
-                return virtual_memory::refuse_hidden();
-            }
-            None => return Err(Status::INVALID_DEVICE),
+        let seen = driver.devices.iter().map(|device| (device.ordinal, device.info.uuid, device.server));
+        let hidden = driver.hidden.iter().map(|(uuid, server)| (pool::HIDDEN, *uuid, *server));
+        let Some((device, _, server)) = seen.chain(hidden).find(|(_, found, _)| found == uuid) else {
+            return Err(virtual_memory::of_no_session());
         };
         let mut pools = lock(&POOLS);
         let handle = match pools.get(name) {
             Some(handle) => *handle,
-            None => pool::insert(Pool::imported(device, *name))?,
+            None => pool::insert(Pool::imported(device, server, *name))?,
         };
         pools.insert(*name, handle);
         pool.put(handle)
@@ -68,11 +66,11 @@ api! {
         data.required()?;
         let driver = driver()?;
         let (_, pool) = pool::of(pool)?;
-        let name = Name::of(&data.get()?).filter(|name| pool.imported && pool.name == Some(name.pool));
+        let server = pool.imported.ok_or(Status::INVALID_VALUE)?;
+        let name = Name::of(&data.get()?).filter(|name| pool.name == Some(name.pool));
         let name = name.ok_or(Status::INVALID_VALUE)?;
         pool_export::collect(driver);
         virtual_memory::share(driver)?;
-        let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         let access = lock(&pool.access);
         let mut imported = lock(&IMPORTED);
         // Memory that is imported twice has one address, and freeing it once removes it.
@@ -80,13 +78,17 @@ api! {
         if let Some((known, _)) = known {
             return address.put(*known);
         }
-        let opened = virtual_memory::open(driver, device.server, name.token, name.offset, name.size, true)?;
+        let opened = virtual_memory::open(driver, server, name.token, name.offset, name.size, true)?;
         let given: Vec<_> = access.iter().map(|(device, flags)| (*device, *flags)).collect();
-        if let Err(status) = virtual_memory::set_access_to(driver, opened, &given) {
-            let _ = virtual_memory::close(driver, opened);
-            return Err(status);
-        }
-        imported.insert(opened, Imported { name, context: device.primary, leaving: None });
+        let usable = virtual_memory::set_access_to(driver, opened, &given);
+        let found = usable.and_then(|()| virtual_memory::find(driver, opened).ok_or(Status::INVALID_DEVICE));
+        match found {
+            Ok(found) => imported.insert(opened, Imported { name, context: found.context, leaving: None }),
+            Err(status) => {
+                let _ = virtual_memory::close(driver, opened);
+                return Err(status);
+            }
+        };
         address.put(opened)
     }
 }

@@ -14,6 +14,9 @@ use crate::process::driver::{self, driver};
 use client::Status;
 use client::ops::memory::MemoryExport;
 
+/// `CU_DEVICE_INVALID`: what stands for a device that the program does not see.
+const INVALID_DEVICE_ID: i32 = -2;
+
 /// The device on which a program wants memory, or `None` for host memory.
 fn wanted(prop: &AllocationProp) -> Result<Option<&'static driver::Device>> {
     if prop.kind != PINNED {
@@ -73,7 +76,8 @@ api! {
     }
 
     fn cuMemRelease(handle: u64) {
-        virtual_memory::write().release(driver()?, handle as usize)
+        driver()?;
+        virtual_memory::write().release(handle as usize)
     }
 
     fn cuMemMap(ptr: u64, size: usize, offset: usize, handle: u64, flags: u64) {
@@ -95,7 +99,7 @@ api! {
                 stream_ordered::synchronize(context)?;
             }
         }
-        virtual_memory::write().unmap(driver, ptr, size)
+        virtual_memory::write().unmap(ptr, size)
     }
 
     fn cuMemSetAccess(ptr: u64, size: usize, descs: Array<AccessDesc>, count: Count) {
@@ -155,7 +159,9 @@ api! {
             kind: PINNED,
             handle_types: memory.handle_types,
             location: match &memory.home {
-                Home::Device(_, device) => MemLocation { kind: DEVICE, id: *device as i32 },
+                Home::Device { device, .. } => {
+                    MemLocation { kind: DEVICE, id: device.map_or(INVALID_DEVICE_ID, |device| device as i32) }
+                }
                 Home::Host(host) => host.location,
             },
             win32: std::ptr::null_mut(),
@@ -188,10 +194,9 @@ api! {
         if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let Home::Device(id, device) = memory.home else { return Err(Status::INVALID_VALUE) };
+        let Home::Device { id, server, .. } = memory.home else { return Err(Status::INVALID_VALUE) };
         virtual_memory::share(driver)?;
-        let device = driver::device(device as i32)?;
-        let token = device.server.session.call(&MemoryExport { memory: id })?.token;
+        let token = server.session.call(&MemoryExport { memory: id })?.token;
         // SAFETY: not NULL, and room for a descriptor, as CUDA's manual has it of this kind of handle.
         unsafe { put(shareable.cast::<RawFd>(), shared_descriptor::make(&MAGIC, &token)?) }
     }

@@ -400,9 +400,9 @@ impl State {
         }
     }
 
-    /// Called behind a launch. Records what a launch on another stream waits for, so that it does not wait
-    /// for what the program puts on this stream next. That is done for the first launch, and for every launch
-    /// of an instance that moves between streams.
+    /// Called after a launch was appended. Records what a launch on another stream waits for, so that it does
+    /// not wait for what the program puts on this stream next. That is done for the first launch, and for
+    /// every launch of an instance that moves between streams.
     fn record(&mut self, context: &'static Context, stream: &Arc<Stream>) -> Result {
         if !std::ptr::eq(stream.context, context) || self.event.is_some() && !self.moves {
             return Ok(());

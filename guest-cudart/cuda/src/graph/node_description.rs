@@ -11,7 +11,7 @@ use crate::abi::types::{
 use crate::graph::node_work::{Kernel, Work, kind};
 use crate::graph::{Edge, Graph, conditional, of};
 use crate::memory::pool;
-use crate::process::driver::driver;
+use crate::process::driver::{self, driver};
 use crate::streams::event;
 use crate::work::memory_operation::Operations;
 use client::Status;
@@ -98,7 +98,7 @@ pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNod
         }
         // SAFETY: not NULL, and as many as the caller says, whose bytes fit into the address space.
         let access = unsafe { std::slice::from_raw_parts(p.accessDescs, p.accessDescCount) };
-        let given = pool::check_access(device as u32, access)?;
+        let given = pool::check_access(Some(driver::device(device)?), access)?;
         if given.iter().any(|(to, flags)| *to != device as u32 && *flags != 0) {
             return refuse_form!("access of another device to memory of a graph");
         }

@@ -60,7 +60,7 @@ pub(crate) fn wait_for_returned(device: &Device) -> bool {
     let leaving = lock(&device.memory).take_leaving();
     let any = others || !leaving.is_empty();
     for chunk in leaving {
-        let returned = chunk.answer();
+        let returned = chunk.wait();
         lock(&device.memory).returned(returned);
     }
     drop(alone);

@@ -157,7 +157,7 @@ impl Pool {
             }
             // After the session is lost there is nothing to free.
             if segment.mapped {
-                let _ = virtual_memory::unmap(driver, segment.address, segment.size);
+                let _ = virtual_memory::unmap(segment.address, segment.size);
             }
             let _ = virtual_memory::unreserve(driver, segment.address, segment.size);
             false
@@ -207,7 +207,7 @@ impl Pool {
             for (last, mark) in lock(&segment.used).open() {
                 last.session().wait_progress(|| last.has_passed(*mark))?;
             }
-            virtual_memory::unmap(driver, segment.address, segment.size)?;
+            virtual_memory::unmap(segment.address, segment.size)?;
             self.bound.remove(&segment.address);
         }
         virtual_memory::map(driver, segment.address, segment.size, handle, segment.device)?;
@@ -247,9 +247,9 @@ impl Pool {
             for address in segments {
                 self.bound.remove(&address);
                 // As in `collect`.
-                let _ = virtual_memory::unmap(driver, address, chunk.size);
+                let _ = virtual_memory::unmap(address, chunk.size);
             }
-            let _ = virtual_memory::release(driver, chunk.handle);
+            let _ = virtual_memory::release(chunk.handle);
         }
         !ids.is_empty()
     }

@@ -278,7 +278,7 @@ mod tests {
             Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, NON_BLOCKING, 0, false))
         });
         let (at, len, seq) = (0x5eed_0000, 64, Seq::for_tests(0, 10));
-        let driver = Driver { servers: Vec::new(), version: 0, devices: Vec::new() };
+        let driver = Driver { servers: Vec::new(), version: 0, devices: Vec::new(), hidden: Vec::new() };
         writes(&gone, seq, at, len);
         holds(&gone, seq);
         stream.waits_for(Seq::for_tests(0, 20), &gone, seq);

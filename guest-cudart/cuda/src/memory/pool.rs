@@ -13,7 +13,7 @@ use crate::abi::types::{MemAccessDesc, MemLocation};
 use crate::memory::host_pool::HostPool;
 use crate::memory::managed::advice::Place;
 use crate::process::context::Context;
-use crate::process::driver::{self, Driver, driver};
+use crate::process::driver::{self, Device, Driver, Server, driver};
 use client::handles::Slab;
 use client::{Status, lock};
 
@@ -32,13 +32,17 @@ pub(crate) const PINNED: u32 = 1;
 /// `CU_MEM_ALLOCATION_TYPE_MANAGED`.
 pub(crate) const MANAGED: u32 = 2;
 
+/// The device of another process's pool that is on none that the program sees.
+pub(crate) const HIDDEN: u32 = u32::MAX;
+
 pub(crate) struct Pool {
+    /// The ordinal of its device, or [`HIDDEN`].
     pub device: u32,
     pub default: bool,
     /// Its name for other processes, if it is shared.
     pub name: Option<PoolName>,
-    /// Whether it is another process's pool. Its memory is opened, not allocated.
-    pub imported: bool,
+    /// The server, if it is another process's pool. Its memory is opened, not allocated.
+    pub imported: Option<&'static Server>,
     /// The location of its allocations, if they are managed memory.
     pub managed: Option<Place>,
     /// Whether its allocations are pinned host memory.
@@ -63,7 +67,7 @@ impl Pool {
             device,
             default: false,
             name: None,
-            imported: false,
+            imported: None,
             managed: None,
             host: None,
             access: Mutex::default(),
@@ -94,6 +98,11 @@ impl Pool {
         lock(&self.access).get(&device).copied().unwrap_or(0)
     }
 
+    /// Its device, if the program sees it.
+    pub fn own_device(&self) -> Result<Option<&'static Device>> {
+        if self.device == HIDDEN { Ok(None) } else { driver::device(self.device as i32).map(Some) }
+    }
+
     /// Its state as a pool of pinned host memory, if it is one.
     pub fn host(&self) -> Option<&HostPool> {
         self.host.as_ref()
@@ -119,8 +128,8 @@ impl Pool {
     }
 
     /// Another process's pool.
-    pub fn imported(device: u32, name: PoolName) -> Pool {
-        Pool { name: Some(name), imported: true, ..Pool::new(device) }
+    pub fn imported(device: u32, server: &'static Server, name: PoolName) -> Pool {
+        Pool { name: Some(name), imported: Some(server), ..Pool::new(device) }
     }
 
     /// Counts an allocation, if there is room for it.
@@ -189,7 +198,8 @@ pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
 
 /// The same, for a pool that must not be another process's.
 pub(crate) fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
-    of(handle).and_then(|found| if found.1.imported { Err(Status::INVALID_VALUE) } else { Ok(found) })
+    of(handle)
+        .and_then(|found| if found.1.imported.is_some() { Err(Status::INVALID_VALUE) } else { Ok(found) })
 }
 
 /// The device that a location names.
@@ -239,20 +249,22 @@ pub(crate) fn set_host(pool: usize) -> Result {
 }
 
 /// Checks what a program gives devices to do with memory of a device: pairs of a device and its
-/// `CUmemAccess_flags`. The memory's own device can always read and write it.
-pub(crate) fn check_access(device: u32, map: &[MemAccessDesc]) -> Result<Vec<(u32, u32)>> {
-    let own = driver::device(device as i32)?;
+/// `CUmemAccess_flags`. The memory's own device can always read and write it. If the program does not see
+/// that one (`None`), the server tells later whether the others reach it.
+pub(crate) fn check_access(own: Option<&Device>, map: &[MemAccessDesc]) -> Result<Vec<(u32, u32)>> {
     let check = |access: &MemAccessDesc| {
         if access.location.kind != LOCATION_DEVICE || !matches!(access.flags, 0 | 1 | READ_WRITE) {
             return Err(Status::INVALID_VALUE);
         }
         let to = driver::device(access.location.id)?;
-        match access.flags {
-            READ_WRITE if to.ordinal == device => {}
-            1 if to.ordinal == device => return Err(Status::NOT_SUPPORTED),
-            0 if to.ordinal == device => return Err(Status::INVALID_DEVICE),
-            0 => {}
-            _ if to.as_peer_of(own)?.is_some_and(|info| info.can_access) => {}
+        match (own, access.flags) {
+            (Some(own), flags) if own.ordinal == to.ordinal => match flags {
+                READ_WRITE => {}
+                1 => return Err(Status::NOT_SUPPORTED),
+                _ => return Err(Status::INVALID_DEVICE),
+            },
+            (None, _) | (_, 0) => {}
+            (Some(own), _) if to.as_peer_of(own)?.is_some_and(|info| info.can_access) => {}
             _ => return Err(Status::INVALID_DEVICE),
         }
         Ok((to.ordinal, access.flags))

@@ -59,7 +59,7 @@ impl Name {
 /// An allocation of another process.
 pub(crate) struct Imported {
     pub name: Name,
-    /// A context of its device.
+    /// A context of its device, or if the program does not see that one, of a device that may use it.
     pub context: &'static Context,
     /// Freed in stream order; the stream has not passed the mark yet.
     pub leaving: Option<(Arc<Stream>, Seq)>,

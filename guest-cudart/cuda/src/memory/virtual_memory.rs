@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::abi::result::Result;
 use crate::abi::types::MemLocation;
@@ -15,10 +15,9 @@ use crate::memory::device_memory::Found;
 use crate::memory::host_memory::HostMemory;
 use crate::memory::{host_mappings, shared_descriptor};
 use crate::process::context::{self, Context};
-use crate::process::driver::{Driver, Server};
+use crate::process::driver::{Device, Driver, Server};
 use crate::process::fences::{self, SHARES};
 use crate::process::ids::unique_id;
-use client::Status;
 use client::handle::MemoryId;
 use client::handles::Slab;
 use client::ops::memory::{
@@ -26,6 +25,7 @@ use client::ops::memory::{
     MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE,
 };
 use client::session::Session;
+use client::{Status, log};
 
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const PINNED: u32 = 1;
@@ -40,8 +40,14 @@ const ATTEMPTS: usize = 16;
 
 /// Where memory is.
 pub(crate) enum Home {
-    /// On the server: its ID there, and its device's ordinal.
-    Device(MemoryId, u32),
+    /// On a server, with its ID there, on the device with this ordinal. `None`: another process's memory on a
+    /// device that `CUDA_VISIBLE_DEVICES` hides from this one. Devices of the same server can be given
+    /// access.
+    Device {
+        id: MemoryId,
+        server: &'static Server,
+        device: Option<u32>,
+    },
     Host(HostMemory),
 }
 
@@ -68,6 +74,22 @@ pub(crate) struct Mapping {
     pub access: Vec<u32>,
     /// The same for the host, if it is host memory.
     pub host_access: u32,
+}
+
+impl Mapping {
+    /// The device that has it, or if the program does not see that one, the first that may use it, or else
+    /// the first one of its server.
+    fn device<'a>(&self, driver: &'a Driver) -> Option<&'a Device> {
+        match self.memory.home {
+            Home::Device { device: Some(device), .. } => driver.devices.get(device as usize),
+            Home::Device { server, device: None, .. } => {
+                let may = driver.devices.iter().zip(&self.access).find(|(_, flags)| **flags != 0);
+                let of_server = |device: &&Device| std::ptr::eq(device.server, server);
+                may.map(|(device, _)| device).or_else(|| driver.devices.iter().find(of_server))
+            }
+            Home::Host(_) => None,
+        }
+    }
 }
 
 /// The program's virtual memory.
@@ -142,8 +164,7 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     if address.checked_sub(base)? >= size {
         return None;
     }
-    let Home::Device(_, device) = mapping.memory.home else { return None };
-    let context = driver.devices.get(device as usize)?.primary;
+    let context = mapping.device(driver)?.primary;
     Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false, managed: false })
 }
 
@@ -186,11 +207,6 @@ pub(crate) fn memory_of(handle: usize) -> Result<Arc<Memory>> {
 fn new_id() -> MemoryId {
     static IDS: AtomicU32 = AtomicU32::new(1);
     MemoryId(IDS.fetch_add(1, Ordering::Relaxed))
-}
-
-/// The session of a device's server.
-fn session_of(driver: &Driver, device: u32) -> Result<&'static Session> {
-    driver.devices.get(device as usize).map(|device| device.server.session).ok_or(Status::INVALID_DEVICE)
 }
 
 /// The sessions that are not lost; all if every one is, so that the caller gets an error.
@@ -338,8 +354,8 @@ impl Space {
         let memory = memory_of(handle)?;
         let reservation = self.prepare(driver, address, size, matches!(memory.home, Home::Host(_)))?;
         match &memory.home {
-            Home::Device(id, device) => {
-                session_of(driver, *device)?.call(&MemoryMap { memory: *id, offset, address, size })?;
+            Home::Device { id, server, .. } => {
+                server.session.call(&MemoryMap { memory: *id, offset, address, size })?;
             }
             Home::Host(host) => {
                 let whole = size.is_multiple_of(Space::granule(driver))
@@ -405,12 +421,12 @@ impl Space {
         self.whole(address, size)
     }
 
-    pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
+    pub fn unmap(&mut self, address: u64, size: u64) -> Result {
         for address in self.to_unmap(address, size)? {
             let Some(mapping) = self.mappings.get(&address) else { continue };
             match &mapping.memory.home {
-                Home::Device(_, device) => {
-                    session_of(driver, *device)?.call(&MemoryUnmap { address, size: mapping.size })?;
+                Home::Device { server, .. } => {
+                    server.session.call(&MemoryUnmap { address, size: mapping.size })?;
                 }
                 Home::Host(host) => {
                     let keep = mapping.memory.handles.load(Ordering::Relaxed) > 0;
@@ -419,7 +435,7 @@ impl Space {
             }
             if let Some(mapping) = self.mappings.remove(&address) {
                 mapping.memory.mapped.fetch_sub(1, Ordering::Relaxed);
-                self.end_if_unused(driver, mapping.handle, &mapping.memory)?;
+                self.end_if_unused(mapping.handle, &mapping.memory)?;
             }
         }
         Ok(())
@@ -436,14 +452,14 @@ impl Space {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
             // A device can always reach pinned memory.
-            if let Home::Device(_, home) = mapping.memory.home {
+            if let Home::Device { server, .. } = mapping.memory.home {
                 let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
-                let home = session_of(driver, home)?;
-                if !std::ptr::eq(home, device.server.session) {
+                if !std::ptr::eq(server, device.server) {
                     // No device of another server reaches it.
                     return Err(Status::INVALID_DEVICE);
                 }
-                home.call(&MemoryAccess { address, size: mapping.size, device: device.number, flags })?;
+                let op = MemoryAccess { address, size: mapping.size, device: device.number, flags };
+                server.session.call(&op)?;
             }
             if let Some(place) = mapping.access.get_mut(device as usize) {
                 *place = flags;
@@ -456,7 +472,7 @@ impl Space {
     pub fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
-            if let Home::Device(..) = mapping.memory.home {
+            if let Home::Device { .. } = mapping.memory.home {
                 return refuse_form!("cuMemSetAccess for the host on memory of a device");
             }
             mapping.host_access = flags;
@@ -465,47 +481,51 @@ impl Space {
     }
 
     /// Frees memory when its last handle and its last mapping are gone.
-    fn end_if_unused(&self, driver: &Driver, handle: usize, memory: &Memory) -> Result {
+    fn end_if_unused(&self, handle: usize, memory: &Memory) -> Result {
         if memory.handles.load(Ordering::Relaxed) == 0 && memory.mapped.load(Ordering::Relaxed) == 0 {
             MEMORIES.remove(handle);
-            if let Home::Device(id, device) = memory.home {
-                session_of(driver, device)?.call(&MemoryRelease { memory: id })?;
+            if let Home::Device { id, server, .. } = memory.home {
+                server.session.call(&MemoryRelease { memory: id })?;
             }
         }
         Ok(())
     }
 
-    pub fn release(&self, driver: &Driver, handle: usize) -> Result {
+    pub fn release(&self, handle: usize) -> Result {
         let memory = memory_of(handle)?;
         memory.handles.fetch_sub(1, Ordering::Relaxed);
-        self.end_if_unused(driver, handle, &memory)
+        self.end_if_unused(handle, &memory)
     }
 }
 
-/// The answer for memory of a device that the program does not see.
-pub(crate) fn refuse_hidden<T>() -> Result<T> {
-    refuse_form!("using memory of another process on a GPU that CUDA_VISIBLE_DEVICES hides from this one")
+/// The status for memory of a device that no session of this process has. A line says so, once.
+pub(crate) fn of_no_session() -> Status {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| {
+        log::warn(format_args!(
+            "memory of another process is on a GPU that this process's session does not have"
+        ));
+    });
+    Status::INVALID_DEVICE
 }
 
+/// Imports memory that a process has exported. Returns its handle, and whether this process did.
 pub(crate) fn import(
     driver: &Driver,
-    server: &Server,
+    server: &'static Server,
     token: [u8; 16],
     handle_types: u32,
 ) -> Result<(usize, bool)> {
     let id = new_id();
-    let reply = match server.session.call(&MemoryImport { memory: id, token }) {
-        // The session has only the devices that the program sees.
-        Err(Status::INVALID_DEVICE) if driver.hides_devices_of(server) => return refuse_hidden(),
-        answer => answer?,
-    };
-    let memory = Memory {
-        home: Home::Device(id, driver.device_on(server, reply.device)?.ordinal),
-        size: reply.size,
-        handle_types,
-        handles: AtomicU32::new(1),
-        mapped: AtomicU32::new(0),
-    };
+    let reply = server.session.call(&MemoryImport { memory: id, token }).map_err(|status| match status {
+        Status::INVALID_DEVICE => of_no_session(),
+        other => other,
+    })?;
+    // The devices that the program does not see are behind the others.
+    let device = driver.device_on(server, reply.device).map(|device| device.ordinal);
+    let home = Home::Device { id, server, device };
+    let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
+    let memory = Memory { home, size: reply.size, handle_types, handles, mapped };
     Ok((MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)?, reply.own))
 }
 
@@ -523,12 +543,12 @@ pub(crate) fn import_from_any(driver: &Driver, token: [u8; 16], handle_types: u3
     refused
 }
 
-/// Maps memory that a process has exported, for its own device ([`set_access_to`] adds others). Returns the
-/// address of `offset`. Memory that this process exported itself is opened only with `own_too`; otherwise the
-/// result is `INVALID_CONTEXT`.
+/// Maps memory that a process has exported, for its own device if the program sees it ([`set_access_to`] adds
+/// others). Returns the address of `offset`. Memory that this process exported itself is opened only with
+/// `own_too`; otherwise the result is `INVALID_CONTEXT`.
 pub(crate) fn open(
     driver: &Driver,
-    server: &Server,
+    server: &'static Server,
     token: [u8; 16],
     offset: u64,
     size: u64,
@@ -537,7 +557,6 @@ pub(crate) fn open(
     let mut space = write();
     let (handle, own) = import(driver, server, token, 0)?;
     let memory = memory_of(handle)?;
-    let Home::Device(_, device) = memory.home else { return Err(Status::INVALID_VALUE) };
     let inside = offset.checked_add(size).is_some_and(|end| end <= memory.size);
     let opened = if own && !own_too {
         Err(Status::INVALID_CONTEXT)
@@ -546,19 +565,25 @@ pub(crate) fn open(
     } else {
         space.reserve(driver, memory.size, 0, 0).and_then(|address| {
             let part = Some((address + offset, size));
+            let own_access = |space: &mut Space| match memory.home {
+                Home::Device { device: Some(device), .. } => {
+                    space.set_access(driver, address, memory.size, device, 3)
+                }
+                _ => Ok(()),
+            };
             let mapped = space
                 .map(driver, address, memory.size, 0, handle, part)
-                .and_then(|()| space.set_access(driver, address, memory.size, device, 3));
+                .and_then(|()| own_access(&mut space));
             if mapped.is_err() {
                 // Undo what was done. The first error is the one to report.
-                let _ = space.unmap(driver, address, memory.size);
+                let _ = space.unmap(address, memory.size);
                 let _ = space.free(driver, address, memory.size);
             }
             mapped.map(|()| address + offset)
         })
     };
     // The mapping keeps the memory.
-    space.release(driver, handle)?;
+    space.release(handle)?;
     opened
 }
 
@@ -567,6 +592,16 @@ pub(crate) fn set_access_to(driver: &Driver, address: u64, given: &[(u32, u32)])
     let mut space = write();
     let (start, size) = space.opened(address)?;
     given.iter().try_for_each(|(device, flags)| space.set_access(driver, start, size, *device, *flags))
+}
+
+/// The device that has what [`open`] opened. `None` if the program does not see it.
+pub(crate) fn home_of_opened(address: u64) -> Result<Option<u32>> {
+    let space = read();
+    let (start, _) = space.opened(address)?;
+    match space.mappings.get(&start).map(|mapping| &mapping.memory.home) {
+        Some(Home::Device { device, .. }) => Ok(*device),
+        _ => Err(Status::INVALID_VALUE),
+    }
 }
 
 /// The contexts whose work may use what [`open`] opened.
@@ -580,7 +615,7 @@ pub(crate) fn users_of_opened(driver: &Driver, address: u64) -> Result<Vec<&'sta
 pub(crate) fn close(driver: &Driver, address: u64) -> Result {
     let mut space = write();
     let (start, size) = space.opened(address)?;
-    space.unmap(driver, start, size)?;
+    space.unmap(start, size)?;
     space.free(driver, start, size)
 }
 
@@ -608,13 +643,13 @@ pub(crate) fn map(driver: &Driver, address: u64, size: u64, handle: usize, devic
 }
 
 /// Unmaps such memory. No work may use it there.
-pub(crate) fn unmap(driver: &Driver, address: u64, size: u64) -> Result {
-    write().unmap(driver, address, size)
+pub(crate) fn unmap(address: u64, size: u64) -> Result {
+    write().unmap(address, size)
 }
 
 /// Frees such memory.
-pub(crate) fn release(driver: &Driver, handle: usize) -> Result {
-    write().release(driver, handle)
+pub(crate) fn release(handle: usize) -> Result {
+    write().release(handle)
 }
 
 pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<usize> {
@@ -623,7 +658,13 @@ pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -
     let on = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
     on.server.session.call(&MemoryCreate { memory: id, device: on.number, size, exportable })?;
     let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
-    let memory = Memory { home: Home::Device(id, device), size, handle_types, handles, mapped };
+    let memory = Memory {
+        home: Home::Device { id, server: on.server, device: Some(device) },
+        size,
+        handle_types,
+        handles,
+        mapped,
+    };
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
 }
 

@@ -3,7 +3,7 @@
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, RwLock};
+use std::sync::{Mutex, Once, OnceLock, RwLock};
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
@@ -12,7 +12,7 @@ use crate::process::fences::Fences;
 use crate::process::visible_devices;
 use client::channel::MAX_DEVICES;
 use client::handle::ContextId;
-use client::memory::{Backing, DeviceMemory, Growing};
+use client::memory::{Answer, Backing, DeviceMemory};
 use client::ops::device::{
     DeviceInfo, DeviceInfoReply, PeerInfo, PeerInfoReply, SelectDevices, SessionInfo, SessionInfoReply,
 };
@@ -28,6 +28,9 @@ pub(crate) struct Driver {
     pub version: i32,
     /// The devices of all servers, by ordinal.
     pub devices: Vec<Device>,
+    /// The devices that `CUDA_VISIBLE_DEVICES` hides: UUIDs and servers. Other processes may have memory
+    /// there.
+    pub hidden: Vec<([u8; 16], &'static Server)>,
 }
 
 /// A server that the process has a session with. Each context names its server, and everything in a context
@@ -45,6 +48,8 @@ pub(crate) struct Server {
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
     /// The copies that work on streams not ordered behind theirs has to wait for.
     pub fences: Fences,
+    /// The program's first use of it.
+    pub used: Once,
 }
 
 /// One device.
@@ -93,16 +98,10 @@ impl Driver {
         usable.reduce(|first, other| first.or_else(|status| other.map_err(|_| status))).unwrap_or(Ok(()))
     }
 
-    /// The device with this number in the session with a server.
-    pub fn device_on(&self, server: &Server, number: u32) -> Result<&Device> {
+    /// The device with this number in the session with a server, if the program sees it.
+    pub fn device_on(&self, server: &Server, number: u32) -> Option<&Device> {
         let is_it = |device: &&Device| std::ptr::eq(device.server, server) && device.number == number;
-        self.devices.iter().find(is_it).ok_or(Status::INVALID_DEVICE)
-    }
-
-    /// Whether the program sees fewer devices than the session with a server has.
-    pub fn hides_devices_of(&self, server: &Server) -> bool {
-        let seen = self.devices.iter().filter(|device| std::ptr::eq(device.server, server)).count();
-        seen < server.device_count as usize
+        self.devices.iter().find(is_it)
     }
 }
 
@@ -162,9 +161,11 @@ pub(crate) fn init() -> Result<&'static Driver> {
         found.truncate(MAX_DEVICES as usize);
     }
     let uuids: Vec<[u8; 16]> = found.iter().map(|found| found.info.uuid).collect();
+    let mut hidden = Vec::new();
     if let Some(chosen) = visible_devices::of_process(&uuids)? {
         let mut all: Vec<_> = found.into_iter().map(Some).collect();
         found = chosen.iter().filter_map(|ordinal| all[*ordinal as usize].take()).collect();
+        hidden = all.into_iter().flatten().map(|found| (found.info.uuid, found.server)).collect();
     }
     for (index, server) in servers.iter().enumerate() {
         place(index, server, &mut found)?;
@@ -172,7 +173,7 @@ pub(crate) fn init() -> Result<&'static Driver> {
     let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, found)).collect();
     // This library implements this version of the API, even if a server's driver is newer.
     let version = version.min(API_VERSION);
-    Ok(DRIVER.get_or_init(|| Driver { servers, version, devices }))
+    Ok(DRIVER.get_or_init(|| Driver { servers, version, devices, hidden }))
 }
 
 /// A device found in a session.
@@ -218,6 +219,7 @@ impl Asked {
             device_count: info.device_count,
             globals: RwLock::default(),
             fences: Fences::new(),
+            used: Once::new(),
         }));
         if info.device_count == 0 {
             return Ok((server, version, Vec::new()));
@@ -271,6 +273,7 @@ impl Server {
             device_count,
             globals,
             fences: Fences::new(),
+            used: Once::new(),
         }))
     }
 
@@ -340,12 +343,12 @@ impl std::fmt::Debug for Grow {
     }
 }
 
-impl Growing for Grow {
-    fn is_answered(&self) -> bool {
+impl Answer for Grow {
+    fn is_here(&self) -> bool {
         self.0.is_done()
     }
 
-    fn answer(self: Box<Self>) -> Result {
+    fn wait(self: Box<Self>) -> Result {
         self.0.take().map(drop)
     }
 }
@@ -376,14 +379,14 @@ impl std::fmt::Debug for Shrink {
     }
 }
 
-impl Growing for Shrink {
-    fn is_answered(&self) -> bool {
+impl Answer for Shrink {
+    fn is_here(&self) -> bool {
         // Without a session, whoever waits for the answer gets the error.
         let _ = self.submit();
         self.ahead.get().is_some_and(Ahead::is_done)
     }
 
-    fn answer(self: Box<Self>) -> Result {
+    fn wait(self: Box<Self>) -> Result {
         match self.ahead.into_inner() {
             Some(ahead) => ahead.take().map(drop),
             None => self.session.call(&self.op).map(drop),
@@ -398,7 +401,7 @@ impl Backing for Device {
         self.server.session.call(&MemGrow { device: self.number, address, size }).map(|_| ())
     }
 
-    fn grow_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Option<Box<dyn Growing>> {
+    fn grow_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Option<Box<dyn Answer>> {
         let session = self.server.session;
         if !session.is_far() {
             return None;
@@ -411,7 +414,7 @@ impl Backing for Device {
         self.server.session.call(&MemShrink { device: self.number, address, size }).map(|_| ())
     }
 
-    fn shrink_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Result<Option<Box<dyn Growing>>> {
+    fn shrink_ahead(&self, _ordinal: u32, address: u64, size: u64) -> Result<Option<Box<dyn Answer>>> {
         let op = MemShrink { device: self.number, address, size };
         let shrink = Shrink { session: self.server.session, op, ahead: OnceCell::new() };
         shrink.submit()?;
@@ -441,7 +444,7 @@ mod unused {
     use std::path::Path;
     use std::time::Duration;
 
-    use super::{Growing, MemShrink, OnceCell, Shrink};
+    use super::{Answer, MemShrink, OnceCell, Shrink};
     use client::channel::{Geometry, Header};
     use client::port::mapping::Mapping;
     use client::port::{Pinned, Port, PortError};
@@ -524,9 +527,9 @@ mod unused {
         }
         let shrink = Shrink { session, op, ahead: OnceCell::new() };
         assert_eq!(shrink.submit(), Ok(()));
-        assert!(!shrink.is_answered() && session.last_seq() == before, "it is not submitted");
+        assert!(!shrink.is_here() && session.last_seq() == before, "it is not submitted");
         waits.clear();
-        assert!(!shrink.is_answered() && session.last_seq() != before, "it is submitted");
+        assert!(!shrink.is_here() && session.last_seq() != before, "it is submitted");
     }
 
     #[test]

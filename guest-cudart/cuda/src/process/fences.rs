@@ -137,7 +137,7 @@ impl Fences {
     /// Called when the program first uses another server, with the marks behind the work of a context of this
     /// one. Work on this server's memory that is put on another server's stream comes behind them: natively,
     /// a fill that the program has not waited for is over before the first context on another device is made.
-    pub fn are_behind(&self, marks: Vec<(Arc<Stream>, Seq)>) {
+    pub fn come_behind(&self, marks: Vec<(Arc<Stream>, Seq)>) {
         lock(&self.unfinished).extend(marks);
     }
 }

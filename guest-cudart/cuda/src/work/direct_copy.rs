@@ -115,32 +115,37 @@ impl Open {
     }
 }
 
-/// The servers on which the program has had a context.
+/// The servers on which the program has had a context, or makes its first one.
 static USED: Mutex<Vec<&'static Server>> = Mutex::new(Vec::new());
 
 /// Notes that the program has a context on a server. If it is not the program's first server, a thread opens
 /// the connections between them before the first copy, and copies come behind what the others are doing now.
 pub(crate) fn used(server: &'static Server) {
-    let mut used = lock(&USED);
-    if used.iter().any(|known| std::ptr::eq(*known, server)) {
-        return;
-    }
-    let others = used.clone();
-    used.push(server);
+    // A mark may wait for room in a ring. Other threads wait for that before they use this server, but not
+    // before they use others.
+    server.used.call_once(|| first_use(server));
+}
+
+fn first_use(server: &'static Server) {
+    let others = {
+        let mut used = lock(&USED);
+        used.push(server);
+        used[..used.len() - 1].to_vec()
+    };
     if others.is_empty() {
         return;
     }
-    for context in context::busy().filter(|context| !std::ptr::eq(context.server, server)) {
-        // A lost server does nothing.
-        let Ok(mut marks) = stream_table::marks(context) else { continue };
-        // What waits for the program may do so until the copy is over. Asked after the marks, so that nothing
-        // that holds one of them is missed.
-        let waiting = pending_writes::calls_and_holds();
+    let busy = context::busy().filter(|context| !std::ptr::eq(context.server, server));
+    // A lost server does nothing.
+    let marked: Vec<_> =
+        busy.filter_map(|context| Some((context.server, stream_table::marks(context).ok()?))).collect();
+    // What waits for the program may do so until the copy is over. Asked after the marks, so that nothing
+    // that holds one of them is missed.
+    let waiting = pending_writes::calls_and_holds();
+    for (busy, mut marks) in marked {
         marks.retain(|(stream, _)| !waiting.iter().any(|(other, seq)| stream.may_be_behind(other, *seq)));
-        context.server.fences.are_behind(marks);
+        busy.fences.come_behind(marks);
     }
-    // Only now, because other threads may use the server next.
-    drop(used);
     let open_all = move || {
         for other in others {
             for (from, to) in [(server, other), (other, server)] {
