@@ -46,8 +46,8 @@ pub(super) fn lacks(what: &str) -> VerbsError {
 static MADE: AtomicU32 = AtomicU32::new(0);
 
 /// Which of the device's completion vectors, of which there is at least one, the `made`-th queue of a process
-/// uses. Each vector has an interrupt, and each interrupt a processor, so the sessions of a server, which have
-/// a process each, do not all use the first one.
+/// uses. Each vector has an interrupt, and each interrupt a processor, so the sessions of a server, which
+/// have a process each, do not all use the first one.
 fn vector(process: u32, made: u32, vectors: c_int) -> c_int {
     (process.wrapping_add(made) % vectors.max(1) as u32) as c_int
 }
