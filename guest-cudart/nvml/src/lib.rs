@@ -4,14 +4,14 @@
 //! "NVML API" manual defines what a function means, and NVIDIA's library on the server produces the result:
 //! nearly every function is one query of [`client::ops::nvml`], sent to the server with its arguments, and
 //! returns the bytes that the library there wrote or its return code. Functions that would change a GPU
-//! shared with others, or that concern this machine's processors or the server's processes, are refused.
+//! shared with others, or that concern the server's processes, are refused.
 //!
 //! In reading order:
 //! - `state`: the session, from `nvmlInit` on; `error`: return codes and their texts
 //! - `query`: sends a query of each form, and `macros`, which define the exported functions
 //! - `system`: functions without a device, and finding devices; `device`: queries of a device; `process`:
 //!   processes
-//! - `event`: events
+//! - `affinity`: this machine's processors and memory; `event`: events
 //! - `export_table`: what nvidia-smi needs in addition
 //! - `unsupported`: the rest of `nvml.h`, exported but refused
 //!
@@ -33,6 +33,7 @@
 #[macro_use]
 mod macros;
 
+mod affinity;
 mod device;
 mod error;
 mod event;
