@@ -70,14 +70,13 @@ mod decompression {
     }
 }
 
-/// Core dumps, logs, checkpoints and notifications concern the machine that has the GPU.
+/// Core dumps, checkpoints and notifications concern the machine that has the GPU.
 mod tools {
     unsupported! {
         cuCheckpointProcessCheckpoint, cuCheckpointProcessGetRestoreThreadId, cuCheckpointProcessGetState,
         cuCheckpointProcessLock, cuCheckpointProcessRestore, cuCheckpointProcessUnlock, cuCoredumpGetAttribute,
         cuCoredumpGetAttributeGlobal, cuCoredumpSetAttribute, cuCoredumpSetAttributeGlobal,
-        cuDeviceRegisterAsyncNotification, cuDeviceUnregisterAsyncNotification, cuLogsCurrent, cuLogsDumpToFile,
-        cuLogsDumpToMemory, cuLogsRegisterCallback, cuLogsUnregisterCallback, cuProfilerInitialize,
+        cuDeviceRegisterAsyncNotification, cuDeviceUnregisterAsyncNotification, cuProfilerInitialize,
     }
 }
 
