@@ -20,11 +20,10 @@ mod array {
     }
 }
 
-/// Texture and surface references, which CUDA 12 removed, and the newest form of tensor maps.
+/// Texture and surface references, which CUDA 12 removed.
 mod texture {
     unsupported! {
-        cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef,         cuTensorMapEncodeIm2colWide,
-                 cuTexRefCreate,
+        cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef, cuTexRefCreate,
         cuTexRefDestroy, cuTexRefGetAddress, cuTexRefGetAddressMode, cuTexRefGetAddress_v2, cuTexRefGetBorderColor,
         cuTexRefGetFilterMode, cuTexRefGetFlags, cuTexRefGetFormat, cuTexRefGetMaxAnisotropy,
         cuTexRefGetMipmapFilterMode, cuTexRefGetMipmapLevelBias, cuTexRefGetMipmapLevelClamp, cuTexRefSetAddress,
