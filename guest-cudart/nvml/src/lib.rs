@@ -16,9 +16,7 @@
 //! - `unsupported`: the rest of `nvml.h`, exported but refused
 //!
 //! **A separate session.** A program that also uses CUDA has two sessions, each with its own worker on the
-//! server: the libraries are separate files without shared state, and each works without the other. The
-//! process list is therefore that of a session that never runs a kernel: it is empty, as for a program in a
-//! container.
+//! server: the libraries are separate files without shared state, and each works without the other.
 //!
 //! **Fork.** A child can use NVML: it opens a new session at its first call.
 
