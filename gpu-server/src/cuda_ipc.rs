@@ -22,7 +22,7 @@ use protocol::Status;
 
 use crate::limits::Resource;
 use crate::shared_event::{self, SLOTS};
-use crate::worker_protocol::{self, FromWorker, Refusal, Reply, Shared, Token};
+use crate::worker_protocol::{self, FromWorker, Process, Refusal, Reply, Shared, Token};
 
 /// How long a worker waits for a connection that its daemon makes.
 const CONNECT_WITHIN: Duration = Duration::from_secs(60);
@@ -146,6 +146,18 @@ impl Broker {
             Ok((Reply::Connected, Some(socket))) => Ok(socket),
             Ok((Reply::NotConnected(why), _)) => Err(why),
             _ => Err("the daemon does not answer".into()),
+        }
+    }
+
+    /// The client's programs that use the device with this number, as processes in this PID namespace see
+    /// them.
+    ///
+    /// # Errors
+    /// `DEVICE_UNAVAILABLE` if the daemon is gone.
+    pub fn processes(&self, device: u32, namespace: u64) -> Result<Vec<Process>, Status> {
+        match self.ask(|request| FromWorker::Processes { request, device, namespace }, None)?.0 {
+            Reply::Processes(all) => Ok(all),
+            _ => Err(Status::UNKNOWN),
         }
     }
 

@@ -3,7 +3,7 @@
 //! | page | written by | contents |
 //! |---|---|---|
 //! | [`Terms`] | the daemon; the worker can only read it | what others of the principal hold, and whether the session may give its devices work now |
-//! | [`Meter`] | the worker | what the session holds, and what work it has |
+//! | [`Meter`] | the worker | what the session holds, what work it has, and whose it is |
 //!
 //! Each worker has its own pages, so what a worker writes only concerns its own session. The daemon reads
 //! every word of a [`Meter`] once and trusts it no more than a message.
@@ -110,6 +110,8 @@ pub struct Meter {
     pub waits: AtomicU32,
     /// What it says about its memory.
     pub memory: Whereabouts,
+    /// The PID namespace of the client's program. 0: unknown.
+    pub namespace: AtomicU64,
 }
 
 /// Where a session's device memory is.
@@ -295,6 +297,7 @@ impl Default for Meter {
             gpu_ns: zero(),
             waits: AtomicU32::new(0),
             memory: Whereabouts::default(),
+            namespace: zero(),
         }
     }
 }

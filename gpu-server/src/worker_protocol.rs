@@ -47,10 +47,13 @@ impl Kind {
 
 /// Version of the messages between the daemon and its workers and of what daemons keep for their successors.
 /// 5: events that a session opens are added to its record; charges of imported memory name its token; limits
-/// say whose a lease is.
-pub const FORMAT: u32 = 5;
+/// say whose a lease is. 6: workers ask for the programs that use a device.
+pub const FORMAT: u32 = 6;
 /// The oldest version whose sessions a daemon takes over.
 pub const OLDEST: u32 = 4;
+
+/// A client's program that uses a device: its process id, and bytes of the device's memory.
+pub type Process = (u32, u64);
 
 /// Names a shared object.
 pub type Token = [u8; 16];
@@ -113,6 +116,8 @@ pub enum Reply {
     Connected,
     /// To such a request: why there is no connection.
     NotConnected(String),
+    /// To a request for the programs that use a device.
+    Processes(Vec<Process>),
     /// The request is refused.
     Refused(Refusal),
 }
@@ -192,8 +197,8 @@ pub enum ToWorker {
         /// What to do.
         order: MemoryOrder,
     },
-    /// The answer to a `Share`, an `Open`, a `Charge`, a `Ticket` or a `Connect`, with a descriptor if it has
-    /// one.
+    /// The answer to a `Share`, an `Open`, a `Charge`, a `Ticket`, a `Connect` or a `Processes`, with a
+    /// descriptor if it has one.
     Reply {
         /// The request's number.
         request: u64,
@@ -333,6 +338,15 @@ pub enum FromWorker {
         address: String,
         /// Whether the worker will shake hands under TLS.
         encrypted: bool,
+    },
+    /// Asks for the client's programs that use a device. The daemon answers.
+    Processes {
+        /// Number of the request.
+        request: u64,
+        /// The device's number on this server.
+        device: u32,
+        /// The PID namespace of whoever asks.
+        namespace: u64,
     },
     /// Counters of the running session.
     Counters(Counters),

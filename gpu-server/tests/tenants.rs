@@ -15,7 +15,7 @@ use protocol::ops::device::*;
 use protocol::ops::launch::Launch;
 use protocol::ops::memory::*;
 use protocol::ops::module::*;
-use protocol::ops::nvml::{self, NvmlQuery};
+use protocol::ops::nvml::{self, NvmlProcess, NvmlProcesses, NvmlQuery};
 use protocol::ops::stream::StreamSynchronize;
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, Waiting};
@@ -64,6 +64,46 @@ fn two_sessions_of_a_client_share_its_quota_and_see_what_the_other_holds() {
     drop(first);
     until("its memory is free", || info(&mut second, 0) == (40, 64));
     grow(&mut second, 0, 24 * MIB, 40 * MIB).unwrap();
+}
+
+/// What NVML lists on a device for processes of a namespace: process ids, and MiB.
+fn processes<S: Session>(s: &mut S, device: u32, namespace: u64) -> Vec<(u32, u64)> {
+    let reply = s.call(&NvmlProcesses { device, namespace }).unwrap();
+    assert_eq!(reply.status, nvml::status::SUCCESS);
+    reply.processes.iter().map(|NvmlProcess { pid, memory }| (*pid, memory / MIB)).collect()
+}
+
+#[test]
+fn nvml_lists_the_programs_that_hold_memory_on_a_device_to_their_own_kind() {
+    let server = Server::start(&["--software-devices=2"]);
+    let mut nvml = Waiting::ask(&server.socket(), protocol::link::wish::NVML_ONLY).served().0.unwrap();
+    let mut first = LocalBridge::connect(&server.socket());
+    let mut second = LocalBridge::connect(&server.socket());
+    // Of another host, in a namespace that has the same number there.
+    let mut other = TcpSession::connect(server.port);
+    first.push(&ProcessNamespace { namespace: 7 });
+    second.push(&ProcessNamespace { namespace: 8 });
+    other.push(&ProcessNamespace { namespace: 7 });
+    grow(&mut first, 1, 0, 40 * MIB).unwrap();
+    grow(&mut second, 0, 0, 20 * MIB).unwrap();
+    grow(&mut other, 1, 0, 60 * MIB).unwrap();
+    // All are sessions of this process.
+    let pid = std::process::id();
+    assert_eq!(processes(&mut nvml, 1, 7), [(pid, 40)]);
+    assert_eq!(processes(&mut nvml, 0, 8), [(pid, 20)]);
+    assert_eq!(processes(&mut first, 1, 7), [(pid, 40)]);
+    for (device, namespace) in [(0, 7), (1, 8), (1, 0), (1, 9)] {
+        assert_eq!(processes(&mut nvml, device, namespace), []);
+    }
+    let unknown = nvml.call(&NvmlProcesses { device: 2, namespace: 7 }).unwrap();
+    assert_eq!(unknown.status, nvml::status::INVALID_ARGUMENT);
+    // A process with several sessions is listed once, and one that has ended not at all.
+    let mut third = LocalBridge::connect(&server.socket());
+    third.push(&ProcessNamespace { namespace: 7 });
+    grow(&mut third, 1, 0, 2 * MIB).unwrap();
+    assert_eq!(processes(&mut nvml, 1, 7), [(pid, 42)]);
+    drop((first, third));
+    until("they are gone", || processes(&mut nvml, 1, 7).is_empty());
 }
 
 #[test]

@@ -128,7 +128,7 @@ pub const VERBS_RESUME_SINCE: Version = Version { major: 2, minor: 5 };
 /// The first version in which a server can do with several [keys](RegionKey) for a memory at a time.
 pub const SEVERAL_KEYS_SINCE: Version = Version { major: 2, minor: 7 };
 /// The first version in which a worker can be told of other [memories](frame::MEMORIES) of the client.
-pub const MEMORIES_SINCE: Version = Version { major: 2, minor: 7 };
+pub const MEMORIES_SINCE: Version = Version { major: 2, minor: 8 };
 /// Bytes of a block, the unit in which a server knows data: a piece is cut at multiples of this, and its last
 /// block may be shorter.
 pub const CACHE_BLOCK: u64 = MAX_DATA as u64;
@@ -343,7 +343,7 @@ numbers! {
         /// Bridge → worker, `local`: one or more [`Memory`](super::Memory)s, with a descriptor for each: the
         /// memories that the client has now, in which the extents of later `REGION_ADD`s lie. Channel and
         /// regions stay what they are. A worker that cannot map one of them refuses, and has none.
-        MEMORIES = 28, since 7;
+        MEMORIES = 28, since 8;
     }
 
     /// Kinds of [`ProgressUpdate`](super::ProgressUpdate).

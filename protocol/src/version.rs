@@ -25,7 +25,7 @@ use crate::schema::{Hash, Layout, Number, Numbers};
 use crate::{channel, data, device, link, native, ops};
 
 /// The version of this build.
-pub const VERSION: Version = Version { major: 2, minor: 7 };
+pub const VERSION: Version = Version { major: 2, minor: 8 };
 
 /// Whether the entries of [`VERSION`] may no longer change. See the module's documentation.
 pub const FROZEN: bool = false;
@@ -68,6 +68,7 @@ const LIMITS: Numbers = limits! {
     ops::nvml::MAX_OUTPUT, ops::nvml::FIELD_SIZE, ops::nvml::MAX_FIELDS, link::COMPRESSED_FLAG since 1,
     link::DIRECT_VERBS since 2, ops::memory::MOST_REMEMBERED since 4,
     ops::memory::MOST_REMEMBERED_BYTES since 4, ops::memory::MOST_CHANGES since 4,
+    ops::nvml::MOST_PROCESSES since 8,
 };
 
 /// The fingerprint of `VERSION.major` with this minor number, as this build knows it.

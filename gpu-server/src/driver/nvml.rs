@@ -4,7 +4,8 @@
 //! only NVML can use it alone: it takes no device memory and starts in milliseconds. Behind it is NVIDIA's
 //! library ([`super::cuda::nvml`]) or the software devices' implementation ([`super::software::nvml`]).
 //!
-//! There are no queries about processes, because the server's processes belong to all its clients.
+//! Processes are the exception: the library knows the workers of all clients. Only the daemon knows whose
+//! they are, so the daemon is asked for the client's programs instead.
 
 pub mod answers;
 
@@ -13,8 +14,8 @@ use std::cell::OnceCell;
 use protocol::Status;
 use protocol::ops::Answer;
 use protocol::ops::nvml::{
-    NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply, NvmlSystem, NvmlSystemReply, NvmlText,
-    Query, status,
+    NvmlOps, NvmlPair, NvmlPairReply, NvmlProcess, NvmlProcesses, NvmlProcessesReply, NvmlQuery,
+    NvmlQueryReply, NvmlSystem, NvmlSystemReply, NvmlText, Query, status,
 };
 use protocol::wire::Bytes;
 
@@ -32,15 +33,17 @@ type Find = Box<dyn Fn() -> Result<Box<dyn Answers>, u32> + Send>;
 pub struct Management {
     find: Find,
     answers: OnceCell<Result<Box<dyn Answers>, u32>>,
+    quota: Quota,
 }
 
 impl Management {
-    /// For the devices that `backing` selects. Memory figures are those that `quota` lets the session see.
+    /// For the devices that `backing` selects. Memory figures and processes are those that `quota` lets the
+    /// session see.
     pub fn new(backing: &Backing, quota: Quota) -> Management {
-        let backing = backing.clone();
-        Management::from(move || {
-            let nvidia = || Nvidia::new(&backing.devices, quota.clone());
-            let software = || Ok(Box::new(Devices::new(&backing, quota.clone())?) as Box<dyn Answers>);
+        let (backing, limited) = (backing.clone(), quota.clone());
+        let find = move || -> Result<Box<dyn Answers>, u32> {
+            let nvidia = || Nvidia::new(&backing.devices, limited.clone());
+            let software = || Ok(Box::new(Devices::new(&backing, limited.clone())?) as Box<dyn Answers>);
             match backing.backend {
                 Backend::Cuda => Ok(Box::new(nvidia()?)),
                 Backend::Software => software(),
@@ -51,12 +54,8 @@ impl Management {
                     _ => software(),
                 },
             }
-        })
-    }
-
-    /// For the devices that `find` finds.
-    pub fn from(find: impl Fn() -> Result<Box<dyn Answers>, u32> + Send + 'static) -> Management {
-        Management { find: Box::new(find), answers: OnceCell::new() }
+        };
+        Management { find: Box::new(find), answers: OnceCell::new(), quota }
     }
 
     /// Names of the devices, by ordinal. The error is an NVML status.
@@ -116,6 +115,24 @@ impl NvmlOps<Call> for Management {
         Ok(Answer::Now(match self.answers().and_then(|answers| answers.pair(&op)) {
             Ok(value) => NvmlPairReply { status: status::SUCCESS, value },
             Err(status) => NvmlPairReply { status, value: 0 },
+        }))
+    }
+
+    fn nvml_processes(
+        &mut self,
+        _cx: &mut Call,
+        op: NvmlProcesses,
+    ) -> Result<Answer<NvmlProcessesReply>, Status> {
+        let found = self.answers().and_then(|answers| answers.number(op.device)).and_then(|number| {
+            let found = self.quota.processes(number, op.namespace);
+            found.map_err(|_| status::UNKNOWN)
+        });
+        Ok(Answer::Now(match found {
+            Ok(found) => NvmlProcessesReply {
+                status: status::SUCCESS,
+                processes: found.into_iter().map(|(pid, memory)| NvmlProcess { pid, memory }).collect(),
+            },
+            Err(status) => NvmlProcessesReply { status, processes: Vec::new() },
         }))
     }
 }

@@ -20,7 +20,7 @@ use crate::cuda_ipc::Broker;
 use crate::limits::{Amounts, Limits, MOST_DEVICES, Resource};
 use crate::pages::{Meter, Page, Terms};
 use crate::room::{AGAIN, Room, WITHIN};
-use crate::worker_protocol::Token;
+use crate::worker_protocol::{Process, Token};
 
 /// What a session may hold, and what it holds. Clones share this state.
 #[derive(Clone, Default)]
@@ -267,6 +267,21 @@ impl Quota {
             Way::Out => away.fetch_add(bytes, Ordering::Release),
             Way::In => away.fetch_sub(bytes, Ordering::Release),
         };
+    }
+
+    /// The PID namespace of the client's program.
+    pub fn set_namespace(&self, namespace: u64) {
+        self.meter().namespace.store(namespace, Ordering::Relaxed);
+    }
+
+    /// The client's programs that use the device with this number, as processes in this PID namespace see
+    /// them.
+    ///
+    /// # Errors
+    /// `DEVICE_UNAVAILABLE` if the daemon is gone.
+    pub fn processes(&self, number: u32, namespace: u64) -> Result<Vec<Process>, Status> {
+        let broker = self.0.session.get().and_then(|session| session.broker.as_ref());
+        broker.map_or(Ok(Vec::new()), |broker| broker.processes(number, namespace))
     }
 
     /// Bytes currently charged.

@@ -1,14 +1,17 @@
 //! Workers' messages to the daemon, and their ends. A thread for each worker receives its messages.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::sys::signal::Signal;
+use protocol::ops::nvml::MOST_PROCESSES;
 use sandbox::Process;
 
 use super::host::host_name;
@@ -99,6 +102,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 | FromWorker::Discharge { .. }
                 | FromWorker::Ticket { .. }
                 | FromWorker::Connect { .. }
+                | FromWorker::Processes { .. }
         );
         match message {
             FromWorker::Sandbox(_) => {}
@@ -162,6 +166,9 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
             FromWorker::Connect { request, address, encrypted } => {
                 direct::serve(server, worker, request, &address, encrypted);
+            }
+            FromWorker::Processes { request, device, namespace } => {
+                worker.answer(request, state.processes(pid, device, namespace), None);
             }
             FromWorker::Unshare { token } => {
                 if let Some(what) = state.shares.remove(&token, pid) {
@@ -311,6 +318,7 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
             clean(address);
             serving("asked for a connection")
         }
+        FromWorker::Processes { .. } => serving("asked for processes"),
         FromWorker::Link { .. } => serving("reported its link"),
         FromWorker::Overrun => serving("reported a kernel"),
         FromWorker::Counters(counters) => {
@@ -356,6 +364,30 @@ impl State {
     /// The origin of a worker's session.
     pub(super) fn origin_of(&self, pid: u32) -> Option<String> {
         self.sessions.get(&pid).map(|session| origin(&session.peer, &session.client))
+    }
+
+    /// The programs that use a device, for a worker's session: those of the same principal, machine and PID
+    /// namespace, by process id. A program uses a device while it holds memory there.
+    fn processes(&self, asker: u32, device: u32, namespace: u64) -> Reply {
+        let (Some(asks), Some(origin)) = (self.sessions.get(&asker), self.origin_of(asker)) else {
+            return Reply::Processes(Vec::new());
+        };
+        let of_asker = |worker: &u32, session: &Session| {
+            session.kind == Kind::Gpu
+                && session.principal.name == asks.principal.name
+                && namespace != 0
+                && session.account.meter().namespace.load(Ordering::Relaxed) == namespace
+                && self.origin_of(*worker).as_ref() == Some(&origin)
+        };
+        let mut memory = BTreeMap::<u32, u64>::new();
+        for (_, session) in self.sessions.iter().filter(|(worker, session)| of_asker(worker, session)) {
+            let held = session.account.held(device as usize);
+            if held > 0 {
+                let of_process = memory.entry(session.pid).or_default();
+                *of_process = of_process.saturating_add(held);
+            }
+        }
+        Reply::Processes(memory.into_iter().take(MOST_PROCESSES).collect())
     }
 }
 

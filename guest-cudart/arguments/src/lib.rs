@@ -237,6 +237,12 @@ impl<T: Copy, L: Library> OutArray<'_, T, L> {
 #[derive(Clone, Copy)]
 pub struct Text<'a, L>(*const c_char, PhantomData<(&'a CStr, L)>);
 
+impl<'a, L> From<&'a CStr> for Text<'a, L> {
+    fn from(text: &'a CStr) -> Self {
+        Text(text.as_ptr(), PhantomData)
+    }
+}
+
 impl<'a, L: Library> Text<'a, L> {
     /// # Errors
     /// [`Library::INVALID_VALUE`] for NULL.

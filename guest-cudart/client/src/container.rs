@@ -1,8 +1,13 @@
-//! Which of the servers' devices the process's container has.
+//! Which of the servers' devices the process's container has, and whether two processes are in one.
 //!
 //! A container started with some of the devices that `rgpuctl cdi generate` describes has a variable for
 //! each: `RGPU_GPU_0`, `RGPU_GPU_1` …, or `RGPU_GPU_ALL`. CUDA and NVML show these devices and no others. The
 //! variables only select: the server decides what a program may use.
+//!
+//! A container usually has a [PID namespace](pid_namespace) of its own as well, in which its processes have
+//! other numbers than outside.
+
+use std::os::unix::fs::MetadataExt;
 
 /// Prefix of the variables.
 const PREFIX: &str = "RGPU_GPU_";
@@ -27,6 +32,12 @@ fn chosen<'a>(variables: impl Iterator<Item = &'a str>, count: usize) -> Option<
     Some(devices)
 }
 
+/// Inode number of the calling process's PID namespace: what tells it from others of this machine. 0 if that
+/// is not known.
+pub fn pid_namespace() -> u64 {
+    std::fs::metadata("/proc/self/ns/pid").map_or(0, |file| file.ino())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -42,5 +53,11 @@ mod tests {
         for name in ["RGPU_GPU_3", "RGPU_GPU_", "RGPU_GPU_-1", "RGPU_GPU_all"] {
             assert_eq!(chosen(&[name]), Some(vec![]), "{name}");
         }
+    }
+
+    #[test]
+    fn a_process_knows_its_namespace() {
+        assert_ne!(pid_namespace(), 0);
+        assert_eq!(pid_namespace(), pid_namespace());
     }
 }

@@ -1,6 +1,8 @@
 //! One-line messages of the guest libraries on stderr. `RGPU_LOG` sets the least important level that is
-//! written: `off`, `error`, `warn`, `info` or `debug`; the default is `warn`.
+//! written: `off`, `error`, `warn`, `info` or `debug`; the default is `warn`. Errors and warnings are also
+//! [kept](recent) for the program.
 
+pub mod recent;
 pub mod setting;
 
 use std::fmt::Arguments;
@@ -64,6 +66,14 @@ pub fn write(level: Level, message: Arguments<'_>) {
         let line = format!("rgpu: {message}\n");
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
+    if level <= Level::Warn {
+        recent::keep(level, &message.to_string());
+    }
+}
+
+/// Only keeps a message of [`Level::Warn`]: one like it was written before.
+pub fn unwritten(message: Arguments<'_>) {
+    recent::keep(Level::Warn, &message.to_string());
 }
 
 /// Writes a message of [`Level::Error`].

@@ -16,7 +16,7 @@ use crate::device::{
     nvmlDeviceGetPowerManagementLimitConstraints,
 };
 use crate::error::{Result, finish};
-use crate::process::{none, nvmlDeviceGetComputeRunningProcesses_v3};
+use crate::process::{none, nvmlDeviceGetGraphicsRunningProcesses_v3};
 use crate::query::{block, front, non_null};
 use crate::state::{self, Handle};
 
@@ -152,8 +152,8 @@ static TABLE: Table = {
     }
     let mut slot = *PROCESSES.start();
     while slot <= *PROCESSES.end() {
-        // All three lists are empty, so the format of their entries does not matter.
-        slots[slot] = nvmlDeviceGetComputeRunningProcesses_v3 as Slot;
+        // The format of their entries is not known, so all three lists are empty.
+        slots[slot] = nvmlDeviceGetGraphicsRunningProcesses_v3 as Slot;
         slot += 1;
     }
     Table(slots)

@@ -4,21 +4,19 @@
 //! "NVML API" manual defines what a function means, and NVIDIA's library on the server produces the result:
 //! nearly every function is one query of [`client::ops::nvml`], sent to the server with its arguments, and
 //! returns the bytes that the library there wrote or its return code. Functions that would change a GPU
-//! shared with others, or that concern this machine's processors or the server's processes, are refused.
+//! shared with others, or that concern the server's processes, are refused.
 //!
 //! In reading order:
 //! - `state`: the session, from `nvmlInit` on; `error`: return codes and their texts
 //! - `query`: sends a query of each form, and `macros`, which define the exported functions
 //! - `system`: functions without a device, and finding devices; `device`: queries of a device; `process`:
 //!   processes
-//! - `event`: events
+//! - `affinity`: this machine's processors and memory; `event`: events
 //! - `export_table`: what nvidia-smi needs in addition
 //! - `unsupported`: the rest of `nvml.h`, exported but refused
 //!
 //! **A separate session.** A program that also uses CUDA has two sessions, each with its own worker on the
-//! server: the libraries are separate files without shared state, and each works without the other. The
-//! process list is therefore that of a session that never runs a kernel: it is empty, as for a program in a
-//! container.
+//! server: the libraries are separate files without shared state, and each works without the other.
 //!
 //! **Fork.** A child can use NVML: it opens a new session at its first call.
 
@@ -33,6 +31,7 @@
 #[macro_use]
 mod macros;
 
+mod affinity;
 mod device;
 mod error;
 mod event;

@@ -108,6 +108,15 @@ ops! {
         /// different windows. Empty: window *n* for ordinal *n*.
         windows: Vec<u32>,
     } -> SelectDevicesReply {}
+
+    /// Whose processes know the program by its process id (`pid` in [`Hello`](crate::link::Hello)): only they
+    /// find it in NVML's [lists](crate::ops::nvml::NvmlProcesses). A client that does not say is in none.
+    async 0x0105 process_namespace: ProcessNamespace
+        [order None, may_block Never, lane Main, since 8]
+    {
+        /// Inode number of the program's PID namespace.
+        namespace: u64,
+    }
 }
 
 #[cfg(test)]

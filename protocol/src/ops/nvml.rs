@@ -18,6 +18,9 @@ pub const FIELD_SIZE: usize = 40;
 /// Maximum field values in one query.
 pub const MAX_FIELDS: usize = 64;
 
+/// Maximum processes in an answer.
+pub const MOST_PROCESSES: usize = 256;
+
 /// The statuses that rgpu itself returns.
 pub mod status {
     /// The operation succeeded.
@@ -282,6 +285,16 @@ crate::wire_struct! {
     }
 }
 
+crate::wire_struct! {
+    /// A program that uses a device.
+    pub struct NvmlProcess {
+        /// Its process id, in its own namespace.
+        pid: u32,
+        /// Bytes of the device's memory that it uses, its context included.
+        memory: u64,
+    }
+}
+
 ops! {
     /// NVML.
     trait NvmlOps;
@@ -339,11 +352,28 @@ ops! {
         /// The answer, if the status is success.
         value: u32,
     }
+
+    /// The client's programs that use a device: `nvmlDeviceGetComputeRunningProcesses`. They are those of the
+    /// same principal, machine and [namespace](crate::ops::device::ProcessNamespace).
+    sync 0x0904 nvml_processes: NvmlProcesses
+        [order None, may_block Never, lane Main, since 8]
+    {
+        /// Ordinal.
+        device: u32,
+        /// Inode number of the PID namespace of whoever asks.
+        namespace: u64,
+    } -> NvmlProcessesReply {
+        /// `nvmlReturn_t`.
+        status: u32,
+        /// The programs by process id, at most [`MOST_PROCESSES`], if the status is success.
+        processes: Vec<NvmlProcess>,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::{Wire, Writer};
 
     #[test]
     fn questions_are_in_order_and_found_by_number() {
@@ -371,5 +401,10 @@ mod tests {
             };
             assert!(size <= MAX_OUTPUT && query.arguments <= 3, "{}", query.function);
         }
+        let process = NvmlProcess { pid: 1, memory: 2 };
+        let reply = NvmlProcessesReply { status: 0, processes: vec![process; MOST_PROCESSES] };
+        let mut bytes = Vec::new();
+        reply.put(&mut Writer(&mut bytes));
+        assert!(bytes.len() <= crate::channel::MAX_PAYLOAD, "{} bytes", bytes.len());
     }
 }

@@ -85,4 +85,25 @@ ops! {
         /// `CUtensorMap`.
         map: [u8; 128],
     }
+
+    /// `cuTensorMapEncodeIm2colWide`.
+    sync 0x0b04 tensor_map_im2col_wide: TensorMapIm2colWide
+        [order None, may_block Never, lane Main, since 8]
+    {
+        /// Context of the device that will use it.
+        context: ContextId,
+        /// The tensor, of three dimensions or more.
+        tensor: Tensor,
+        /// Offsets of the box's left and right corners.
+        corners: [i32; 2],
+        /// Channels for each pixel.
+        channels: u32,
+        /// Pixels for each column.
+        pixels: u32,
+        /// `CUtensorMapIm2ColWideMode`.
+        mode: u32,
+    } -> TensorMapIm2colWideReply {
+        /// `CUtensorMap`.
+        map: [u8; 128],
+    }
 }

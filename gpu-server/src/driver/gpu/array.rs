@@ -4,7 +4,7 @@ use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::array::{ArrayShape, Resource, Sampling, View};
 use protocol::ops::copy::Pitched;
-use protocol::ops::texture::{TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
+use protocol::ops::texture::{TensorMapIm2col, TensorMapIm2colWide, TensorMapReplaceAddress, TensorMapTiled};
 
 use super::stream::GpuStreams;
 use crate::driver::call::{Call, Result};
@@ -161,6 +161,11 @@ pub trait GpuTensorMaps {
 
     /// `cuTensorMapEncodeIm2col`.
     fn tensor_map_im2col(&self, _op: &TensorMapIm2col) -> Result<[u8; 128]> {
+        Err(Status::NOT_SUPPORTED)
+    }
+
+    /// `cuTensorMapEncodeIm2colWide`.
+    fn tensor_map_im2col_wide(&self, _op: &TensorMapIm2colWide) -> Result<[u8; 128]> {
         Err(Status::NOT_SUPPORTED)
     }
 

@@ -13,6 +13,9 @@ pub trait Answers: Send {
     /// `nvmlSystemGetCudaDriverVersion`.
     fn cuda_version(&self) -> u32;
 
+    /// The number on the server of the device with an ordinal.
+    fn number(&self, ordinal: u32) -> Result<u32, u32>;
+
     /// Answers a query about the device with an ordinal.
     fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32>;
 

@@ -101,6 +101,11 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
         self.gpu.select(&op.devices, &windows)?;
         now(SelectDevicesReply {})
     }
+
+    fn process_namespace(&mut self, _cx: &mut Call, op: ProcessNamespace) -> Result {
+        self.quota.set_namespace(op.namespace);
+        Ok(())
+    }
 }
 
 /// The context flags (`CUctx_flags`) that are passed to the driver.

@@ -18,4 +18,8 @@ impl<G: Gpu> NvmlOps<Call> for Session<G> {
     fn nvml_pair(&mut self, cx: &mut Call, op: NvmlPair) -> Reply<NvmlPairReply> {
         self.nvml.nvml_pair(cx, op)
     }
+
+    fn nvml_processes(&mut self, cx: &mut Call, op: NvmlProcesses) -> Reply<NvmlProcessesReply> {
+        self.nvml.nvml_processes(cx, op)
+    }
 }

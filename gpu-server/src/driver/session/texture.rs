@@ -44,6 +44,18 @@ impl<G: Gpu> TextureOps<Call> for Session<G> {
         now(TensorMapIm2colReply { map: self.gpu.tensor_map_im2col(&op)? })
     }
 
+    fn tensor_map_im2col_wide(
+        &mut self,
+        cx: &mut Call,
+        op: TensorMapIm2colWide,
+    ) -> Reply<TensorMapIm2colWideReply> {
+        self.enter_map(cx, op.context)?;
+        if rank(&op.tensor)? < 3 {
+            return Err(Status::INVALID_VALUE);
+        }
+        now(TensorMapIm2colWideReply { map: self.gpu.tensor_map_im2col_wide(&op)? })
+    }
+
     fn tensor_map_replace_address(
         &mut self,
         cx: &mut Call,

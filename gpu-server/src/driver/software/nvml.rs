@@ -237,6 +237,10 @@ impl Answers for Devices {
         DRIVER_VERSION
     }
 
+    fn number(&self, ordinal: u32) -> Result<u32, u32> {
+        self.device(ordinal).map(|device| device.number)
+    }
+
     fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
         let device = self.device(op.device)?;
         let (memory, held) = (device.about.total_memory, Resource::Device(device.number));

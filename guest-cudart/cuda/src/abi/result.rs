@@ -49,17 +49,14 @@ pub(crate) fn failed(name: &str, status: Status) -> u32 {
 
 #[cold]
 pub(crate) fn refuse(name: &str, said: &AtomicBool) -> u32 {
-    if !said.swap(true, Ordering::Relaxed) {
-        log::warn(format_args!("{name} is not supported by rgpu yet; it answers CUDA_ERROR_NOT_SUPPORTED"));
-    }
+    let say = if said.swap(true, Ordering::Relaxed) { log::unwritten } else { log::warn };
+    say(format_args!("{name} is not supported by rgpu yet; it answers CUDA_ERROR_NOT_SUPPORTED"));
     Status::NOT_SUPPORTED.0
 }
 
-/// Returns `Err(NOT_SUPPORTED)` for an unsupported form of a supported function, and logs it once.
+/// Returns `Err(NOT_SUPPORTED)` for an unsupported form of a supported function, and writes that once. The
+/// program's log gets each.
 #[cold]
 pub(crate) fn refuse_form<T>(what: &str, said: &AtomicBool) -> Result<T> {
-    if !said.swap(true, Ordering::Relaxed) {
-        log::warn(format_args!("{what} is not supported by rgpu yet; it answers CUDA_ERROR_NOT_SUPPORTED"));
-    }
-    Err(Status::NOT_SUPPORTED)
+    Err(Status(refuse(what, said)))
 }

@@ -25,6 +25,7 @@ pub(crate) mod ipc;
 pub(crate) mod launch_deprecated;
 pub(crate) mod libraries;
 pub(crate) mod linker;
+pub(crate) mod logs;
 pub(crate) mod managed_advice;
 pub(crate) mod managed_memory;
 pub(crate) mod memory_allocation;

@@ -6,7 +6,9 @@ use crate::abi::arguments::{Array, InOut, Out};
 use crate::abi::result::Result;
 use crate::process::context;
 use client::Status;
-use client::ops::texture::{Tensor, TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
+use client::ops::texture::{
+    Tensor, TensorMapIm2col, TensorMapIm2colWide, TensorMapReplaceAddress, TensorMapTiled,
+};
 
 /// Maximum number of dimensions of a tensor.
 const MAX_RANK: u32 = 5;
@@ -78,6 +80,20 @@ api! {
         // SAFETY: the lists have one entry per dimension, by CUDA's manual.
         let (lower, upper) = unsafe { (lower.first(corners)?.to_vec(), upper.first(corners)?.to_vec()) };
         let request = TensorMapIm2col { context: context.id, tensor, lower, upper, channels, pixels };
+        map.put(context.session().call(&request)?.map)
+    }
+
+    unsafe fn cuTensorMapEncodeIm2colWide(
+        map: Out<[u8; 128]>, data_type: u32, rank: u32, address: *mut c_void, sizes: Array<u64>, strides: Array<u64>, lower: i32,
+        upper: i32, channels: u32, pixels: u32, steps: Array<u32>, interleave: u32, mode: u32, swizzle: u32, l2_promotion: u32, fill: u32
+    ) {
+        map.required()?;
+        let (_, context) = context::ready()?;
+        let said = TensorArguments { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
+        // SAFETY: the lists have one entry per dimension, by CUDA's manual.
+        let tensor = unsafe { said.read() }?;
+        let corners = [lower, upper];
+        let request = TensorMapIm2colWide { context: context.id, tensor, corners, channels, pixels, mode };
         map.put(context.session().call(&request)?.map)
     }
 

@@ -20,11 +20,10 @@ mod array {
     }
 }
 
-/// Texture and surface references, which CUDA 12 removed, and the newest form of tensor maps.
+/// Texture and surface references, which CUDA 12 removed.
 mod texture {
     unsupported! {
-        cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef,         cuTensorMapEncodeIm2colWide,
-                 cuTexRefCreate,
+        cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef, cuTexRefCreate,
         cuTexRefDestroy, cuTexRefGetAddress, cuTexRefGetAddressMode, cuTexRefGetAddress_v2, cuTexRefGetBorderColor,
         cuTexRefGetFilterMode, cuTexRefGetFlags, cuTexRefGetFormat, cuTexRefGetMaxAnisotropy,
         cuTexRefGetMipmapFilterMode, cuTexRefGetMipmapLevelBias, cuTexRefGetMipmapLevelClamp, cuTexRefSetAddress,
@@ -70,14 +69,13 @@ mod decompression {
     }
 }
 
-/// Core dumps, logs, checkpoints and notifications concern the machine that has the GPU.
+/// Core dumps, checkpoints and notifications concern the machine that has the GPU.
 mod tools {
     unsupported! {
         cuCheckpointProcessCheckpoint, cuCheckpointProcessGetRestoreThreadId, cuCheckpointProcessGetState,
         cuCheckpointProcessLock, cuCheckpointProcessRestore, cuCheckpointProcessUnlock, cuCoredumpGetAttribute,
         cuCoredumpGetAttributeGlobal, cuCoredumpSetAttribute, cuCoredumpSetAttributeGlobal,
-        cuDeviceRegisterAsyncNotification, cuDeviceUnregisterAsyncNotification, cuLogsCurrent, cuLogsDumpToFile,
-        cuLogsDumpToMemory, cuLogsRegisterCallback, cuLogsUnregisterCallback, cuProfilerInitialize,
+        cuDeviceRegisterAsyncNotification, cuDeviceUnregisterAsyncNotification, cuProfilerInitialize,
     }
 }
 

@@ -11,10 +11,12 @@ use crate::process::device_attributes::attr;
 use crate::process::fences::Fences;
 use crate::process::visible_devices;
 use client::channel::MAX_DEVICES;
+use client::container::pid_namespace;
 use client::handle::ContextId;
 use client::memory::{Answer, Backing, DeviceMemory};
 use client::ops::device::{
-    DeviceInfo, DeviceInfoReply, PeerInfo, PeerInfoReply, SelectDevices, SessionInfo, SessionInfoReply,
+    DeviceInfo, DeviceInfoReply, PeerInfo, PeerInfoReply, ProcessNamespace, SelectDevices, SessionInfo,
+    SessionInfoReply,
 };
 use client::ops::memory::{MemGrow, MemGrowReply, MemShrink, MemShrinkReply, is_managed};
 use client::servers::distinct_domain;
@@ -193,6 +195,9 @@ struct Asked {
 
 impl Asked {
     fn begin(session: &'static Session) -> Result<Asked> {
+        if session.knows::<ProcessNamespace>() {
+            session.append(&ProcessNamespace { namespace: pid_namespace() })?;
+        }
         let about = session.submit(&SessionInfo {})?;
         let first = session.submit(&DeviceInfo { device: 0 })?;
         Ok(Asked { session, about, first })

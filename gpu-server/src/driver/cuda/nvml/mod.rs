@@ -37,10 +37,6 @@ impl Nvidia {
         Ok(Nvidia { devices, numbers, quota })
     }
 
-    fn number(&self, ordinal: u32) -> u32 {
-        self.numbers.get(ordinal as usize).copied().unwrap_or(ordinal)
-    }
-
     /// A device's NVML handle. It is looked up for each query, because a GPU gets a new one when it is reset.
     fn handle(&self, library: &Library, ordinal: u32) -> Result<usize, u32> {
         let device = self.devices.get(ordinal as usize).ok_or(status::INVALID_ARGUMENT)?;
@@ -66,11 +62,15 @@ impl Answers for Nvidia {
         })
     }
 
+    fn number(&self, ordinal: u32) -> Result<u32, u32> {
+        self.numbers.get(ordinal as usize).copied().ok_or(status::INVALID_ARGUMENT)
+    }
+
     fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
         let library = library()?;
         let function = library.of_query(query).ok_or(status::FUNCTION_NOT_FOUND)?;
         let mut output = ask(function, self.handle(library, op.device)?, query, op)?;
-        limit_memory(query, &mut output, &self.quota, self.number(op.device));
+        limit_memory(query, &mut output, &self.quota, self.number(op.device)?);
         Ok(output)
     }
 
