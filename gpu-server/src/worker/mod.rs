@@ -353,8 +353,10 @@ struct Begun {
     survivor: Option<Arc<dyn Survivor>>,
 }
 
+/// A session's control connection, its door under TLS, and what the daemon has said meanwhile.
+type Connected = (Stream, Option<Arc<Door>>, Vec<FromDaemon>);
+
 /// The session's control connection: the one that came with it, or with TLS the one that its client opens.
-/// Also what the daemon has said meanwhile.
 fn connect(
     daemon: &OwnedFd,
     terms: &Page<Terms>,
@@ -362,7 +364,7 @@ fn connect(
     visitor: Option<Visitor>,
     transport: Transport,
     connection: Option<OwnedFd>,
-) -> Result<(Stream, Option<Arc<Door>>, Vec<FromDaemon>), Lost> {
+) -> Result<Connected, Lost> {
     match (visitor, connection) {
         (Some(visitor), _) => {
             let data_connections = match transport {
