@@ -58,8 +58,8 @@ use self::buffers::{Common, Pool};
 use self::in_place::Blocks;
 pub use self::incoming::Incoming;
 use self::incoming::{Expected, Failures};
+use self::near::{Copies, Motion, Named};
 pub use self::near::{Memory as PieceMemory, MirrorCarrier, Near, Still};
-use self::near::{Motion, Named};
 pub use self::outgoing::Outgoing;
 pub use self::series::Series;
 use self::verbs::Verbs;
@@ -223,7 +223,9 @@ impl Directs {
                     Ok(queue) => ("verbs".to_owned(), Some(queue)),
                     Err(why) => (format!("its socket, because {why}"), None),
                 };
-                queue.iter().for_each(|_| directs.blocks.tell());
+                if queue.is_some() {
+                    directs.blocks.log_why_off();
+                }
                 let outgoing = Outgoing::start(stream, queue, Arc::clone(&directs.bytes));
                 let outgoing = outgoing.map_err(|e| format!("cannot start a thread: {e}"))?;
                 Ok((outgoing, over))
@@ -471,12 +473,16 @@ impl Directs {
         if !self.is_prepared() && !self.boxes.load(Ordering::Acquire) {
             return;
         }
-        let mut used = Vec::new();
+        let (mut used, mut over_verbs) = (Vec::new(), Vec::new());
         {
             let table = lock(&self.table);
             for outgoing in table.outgoing.values().flatten() {
                 outgoing.named.forget(address, size);
-                used.extend(outgoing.forget(address, size));
+                let reading = outgoing.forget(address, size);
+                if outgoing.domain.is_some() && !reading.is_empty() {
+                    over_verbs.push(Arc::clone(outgoing));
+                }
+                used.extend(reading);
             }
             for incoming in table.incoming.values() {
                 incoming.named.forget(address, size);
@@ -484,8 +490,14 @@ impl Directs {
             }
         }
         self.blocks.forget(address, size);
-        // They wait for nothing. On a device that has failed they may not end.
-        used.iter().for_each(|copies| copies.wait(COPIED_WITHIN));
+        // They wait for nothing but the other end, if they are sent from this memory. On a device that has
+        // failed they may not end.
+        let are_over = || used.iter().all(|copies: &Arc<Copies>| copies.wait(COPIED_WITHIN));
+        if !are_over() && !over_verbs.is_empty() {
+            // Without the connection, nobody reads the memory.
+            over_verbs.iter().for_each(|outgoing| outgoing.abort());
+            are_over();
+        }
     }
 
     /// Whether a connection was ever prepared, so that there can be pieces that the dispatcher must not
@@ -539,6 +551,11 @@ impl Directs {
         incoming.expect(op.number, expected)
     }
 
+    /// Whether short copies may be sent from device memory.
+    pub fn sends_in_place(&self) -> bool {
+        self.verbs.is_some() && self.blocks.are_used()
+    }
+
     /// Sends a box, without the client: see [`DirectSendAll`](protocol::ops::direct::DirectSendAll). Over
     /// verbs, that of a short copy is sent from where it is, if `give` gives the memory of the granules
     /// around it. 0: it has no granules.
@@ -579,12 +596,14 @@ impl Directs {
     /// While the result exists, no piece is copied but by the dispatcher. `None`: a piece is being copied, or
     /// a client expects one that has not come. Of a box, it expects them only as long as some come.
     pub fn hold_still(&self) -> Option<Still> {
-        let still = self.motion.stop()?;
-        self.blocks.forget_all();
-        let table = lock(&self.table);
-        let now = Instant::now();
+        let (table, now) = (lock(&self.table), Instant::now());
+        let Some(still) = self.motion.stop() else {
+            table.outgoing.values().flatten().for_each(|outgoing| outgoing.abort_if_stuck(now));
+            return None;
+        };
         table.incoming.values().for_each(|incoming| incoming.give_up_idle(now));
-        (!table.incoming.values().any(|incoming| incoming.expects())).then_some(still)
+        let is_still = !table.incoming.values().any(|incoming| incoming.expects());
+        is_still.then(|| self.blocks.forget_all()).map(|()| still)
     }
 
     /// Answers once an expected piece will not come.

@@ -6,7 +6,7 @@
 
 DIST is a folder that `cargo xtask dist` makes. Two servers run on this machine, on its first device, and so they need no second GPU; with --own-devices, the second server has the second device. A program copies from one to the other, over TCP without TLS: sizes from 4 bytes to
 --most MiB (default: 1024), first one copy at a time (cuMemcpyPeer, then a synchronize), then eight one after the other on a stream (cuMemcpyPeerAsync), each several times, of which the median counts. Each result is compared. This is done once with --direct-to and
-once without it, and in one process on one device for comparison; and once with one connection between the servers (RGPU_DIRECT_LANES). The last column compares with what as many plain TCP streams carry in the same run. --rate and --delay put the two servers and the program into network namespaces of their own, joined by a bridge whose
+once without it, and in one process on one device for comparison; and once with one connection between the servers (RGPU_DIRECT_CONNECTIONS). The last column compares with what as many plain TCP streams carry in the same run. --rate and --delay put the two servers and the program into network namespaces of their own, joined by a bridge whose
 links have that rate and delay each (`tc` with tbf, or netem if there is a delay, e.g. 10gbit and 100us; needs root). Exit status: 1 if a run fails or a byte is wrong.
 
 --study measures more ways, and writes peer-copies.json, peer-copies-latency.svg and peer-copies-bandwidth.svg into the folder; --draw makes the two plots of such a file again. Direct copies are made with pieces of one size, one at a time and several at a time, as the
@@ -31,7 +31,7 @@ import plot
 
 PORT, PLAIN = 9790, 9793
 # Connections of a large copy, at most.
-LANES = 4
+MOST_CONNECTIONS = 4
 # What is set for copies, by way.
 STUDY = {
     "128 KiB, one at a time": {"RGPU_DIRECT_PIECE": "131072", "RGPU_DIRECT_DEPTH": "1"},
@@ -39,7 +39,7 @@ STUDY = {
     "256 KiB, eight at a time": {"RGPU_DIRECT_PIECE": "262144", "RGPU_DIRECT_DEPTH": "8"},
     "adaptive, asked": {"RGPU_DIRECT_DEPTH": "8"},
     "adaptive": {},
-    "adaptive, one connection": {"RGPU_DIRECT_LANES": "1"},
+    "adaptive, one connection": {"RGPU_DIRECT_CONNECTIONS": "1"},
     "hybrid": {"RGPU_DIRECT_LEAST": "65537"},
 }
 # Ways that are none between two servers' workers.
@@ -172,7 +172,7 @@ class Place:
         return ["ip", "netns", "exec", f"rgpu-peer-{name}"] if self.apart else []
 
     def plain(self, size):
-        """What TCP streams carry from the first server's place to the second's: GB/s of `size` bytes over one and over LANES of them; and one, as `measure`."""
+        """What TCP streams carry from the first server's place to the second's: GB/s of `size` bytes over one and over MOST_CONNECTIONS of them; and one, as `measure`."""
         ends = [
             [*self.prefix(name), sys.executable, __file__, way, self.address("second"), str(size)]
             for name, way in (("second", "--take"), ("first", "--give"))
@@ -180,7 +180,7 @@ class Place:
         with subprocess.Popen(ends[0], stdout=subprocess.PIPE, text=True) as taker:
             taker.stdout.readline()
             given = subprocess.run(ends[1], stdout=subprocess.PIPE, text=True, check=True).stdout
-            return [float(taker.stdout.readline()) for _ in (1, LANES)], figures(given)
+            return [float(taker.stdout.readline()) for _ in (1, MOST_CONNECTIONS)], figures(given)
 
 
 def plain_end(way, address, size):
@@ -195,7 +195,7 @@ def plain_end(way, address, size):
             while left:
                 left -= answers.recv_into(buffer, min(left, len(buffer)))
             answers.sendall(b"!")
-        for count in (1, LANES):
+        for count in (1, MOST_CONNECTIONS):
             print(receive([listener.accept()[0] for _ in range(count)]), flush=True)
         return
     chunk = os.urandom(1 << 20)
@@ -217,7 +217,7 @@ def plain_end(way, address, size):
             exchange(length)
             latency, rate = repeated(lambda: exchange(length)), 8 * length / repeated(lambda: exchange(8 * length)) / 1e9
             print(length, f"{latency * 1e6:.1f} {rate:.12f}")
-    for count in (1, LANES):
+    for count in (1, MOST_CONNECTIONS):
         connections = [socket.create_connection((address, PLAIN)) for _ in range(count)]
         with concurrent.futures.ThreadPoolExecutor(count) as threads:
             list(threads.map(lambda connection: give(connection, size // len(connections)), connections))
@@ -291,11 +291,11 @@ def study(options, place):
     streams, ways[PLAIN_WAY] = place.plain(options.most << 20)
     took = time.monotonic() - began
     options.study.mkdir(parents=True, exist_ok=True)
-    seen = {"machine": machine(options), "plain_streams_gb_s": dict(zip((1, LANES), streams)), "seconds": round(took), "us_and_gb_s_by_bytes": {way: figure for way, figure in ways.items() if figure}}
+    seen = {"machine": machine(options), "plain_streams_gb_s": dict(zip((1, MOST_CONNECTIONS), streams)), "seconds": round(took), "us_and_gb_s_by_bytes": {way: figure for way, figure in ways.items() if figure}}
     file = options.study / "peer-copies.json"
     file.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
     draw(file, options.study)
-    print(f"{file}: {len(ways)} ways in {took:.0f} s; 1 and {LANES} plain TCP streams carry {streams[0]:.2f} and {streams[1]:.2f} GB/s")
+    print(f"{file}: {len(ways)} ways in {took:.0f} s; 1 and {MOST_CONNECTIONS} plain TCP streams carry {streams[0]:.2f} and {streams[1]:.2f} GB/s")
     return int(None in ways.values())
 
 
@@ -341,7 +341,7 @@ def main():
             network(options.rate, options.delay)
         if options.study:
             return study(options, place)
-        ways = {"direct": {}, "one connection": {"RGPU_DIRECT_LANES": "1"}, THROUGH: {}, ONE_DEVICE: {}}
+        ways = {"direct": {}, "one connection": {"RGPU_DIRECT_CONNECTIONS": "1"}, THROUGH: {}, ONE_DEVICE: {}}
         seen = [measure(options, place, way, **environment) for way, environment in ways.items()]
         (one, several), _ = place.plain(min(options.most, 512) << 20)
     finally:
@@ -349,12 +349,12 @@ def main():
             remove_network()
     if None in seen:
         return 1
-    heading = ["bytes", *(f"{way}, {unit}" for way in ways for unit in ("µs", "GB/s")), "direct / through", f"direct / {LANES} plain", "one connection / plain"]
+    heading = ["bytes", *(f"{way}, {unit}" for way in ways for unit in ("µs", "GB/s")), "direct / through", f"direct / {MOST_CONNECTIONS} plain", "one connection / plain"]
     rows = []
     for size in seen[0]:
         rates = [figure[size][1] for figure in seen]
         rows.append([str(size), *(f"{value:.4g}" for figure in seen for value in figure[size]), f"{rates[0] / rates[2]:.2f}", f"{rates[0] / several:.2f}", f"{rates[1] / one:.2f}"])
-    print(f"one plain TCP stream: {one:.2f} GB/s, {LANES}: {several:.2f}; rate {options.rate or 'not limited'}, delay {options.delay or 'none'}")
+    print(f"one plain TCP stream: {one:.2f} GB/s, {MOST_CONNECTIONS}: {several:.2f}; rate {options.rate or 'not limited'}, delay {options.delay or 'none'}")
     if options.markdown:
         rows.insert(0, ["---"] * len(heading))
     for row in [heading, *rows]:

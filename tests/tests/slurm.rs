@@ -440,16 +440,16 @@ fn a_job_cannot_keep_its_lease_by_writing_into_its_file() -> Result<()> {
 }
 
 #[test]
-fn slurmctld_is_asked_again_if_it_does_not_answer_and_only_by_the_prolog() -> Result<()> {
+fn slurmctld_is_asked_again_by_the_prolog_and_by_tasks_only_if_they_find_nothing() -> Result<()> {
     let cluster = Cluster::start()?;
     let seen = cluster.folder.path().join("seen");
     fs::create_dir(&seen)?;
     fs::set_permissions(&seen, PermissionsExt::from_mode(0o777))?;
+    let folder = seen.display();
     for name in ["squeue", "scontrol"] {
         let script = format!(
-            "#!/bin/sh\nseen={} name={name}\necho $SLURM_SCRIPT_CONTEXT $SLURM_JOB_ID $* >>$seen/asked\n\
-             [ -e $seen/failed.$name ] || {{ touch $seen/failed.$name; exit 1; }}\nexec /usr/bin/$name \"$@\"\n",
-            seen.display()
+            "#!/bin/sh\nseen={folder} name={name}\necho $SLURM_SCRIPT_CONTEXT $SLURM_JOB_ID $name $* >>$seen/asked\n\
+             [ -e $seen/answers ] || {{ touch $seen/answers; exit 1; }}\nexec /usr/bin/$name \"$@\"\n",
         );
         cluster.install(name, &script)?;
     }
@@ -460,8 +460,18 @@ fn slurmctld_is_asked_again_if_it_does_not_answer_and_only_by_the_prolog() -> Re
     let asked = fs::read_to_string(seen.join("asked"))?;
     ensure!(asked.contains(&format!("prolog_slurmd {job}")), "{asked}");
     ensure!(!asked.contains("prolog_task"), "tasks have asked: {asked}");
+    // One question is enough for a job that shares its number with no other.
+    ensure!(!asked.contains("squeue"), "{asked}");
     // Jobs of many nodes have as many lines, and each Prolog looks for its own.
     ensure!(!asked.contains("hostnames"), "one node was taken apart: {asked}");
+    // A step that finds nothing of its Prolog, and gets no answer either, fails.
+    let unknown = format!(
+        "rm /run/rgpu-slurm/$SLURM_JOB_ID.n2.tasks {folder}/answers; srun echo reached; echo not started"
+    );
+    let job = cluster.submit("-w n2", &unknown)?;
+    cluster.prints(&job, "not started")?;
+    let output = cluster.output(&job);
+    ensure!(output.contains("slurmctld does not say") && !output.contains("reached"), "{output}");
     cluster.run("scancel --user=root")?;
     cluster.until_there_are_leases(0)
 }
@@ -542,8 +552,9 @@ fn neither_a_dead_job_nor_a_restarted_slurmctld_leaves_a_lease() -> Result<()> {
     .with_context(|| cluster.logs())?;
     cluster.run("/etc/rgpu/rgpu-slurm renew")?;
     ensure!(cluster.leases()?.len() == 1, "with another slurmctld: {:?}", cluster.leases()?);
-    // As if an Epilog never ran: the job is over, or runs on another node by now, and the timer notices.
-    for file in ["4711.n2".to_owned(), format!("{job}.n2")] {
+    // As if an Epilog never ran: the job is over, or runs on another node by now, or Slurm has the node no
+    // more, and the timer notices.
+    for file in ["4711.n2".to_owned(), format!("{job}.n2"), format!("{job}.renamed")] {
         cluster.run(&format!("rgpuctl lease --insecure --gpus 1 >/run/rgpu-slurm/{file}"))?;
         ensure!(cluster.leases()?.len() == 2, "{file}: {:?}", cluster.leases()?);
         cluster.run("/etc/rgpu/rgpu-slurm renew")?;

@@ -114,7 +114,7 @@ impl Pool {
             }
             None => return None,
         };
-        Some(Buffer { memory, pool: Arc::clone(self) })
+        Some(Buffer { registration: None, memory, pool: Arc::clone(self) })
     }
 
     /// Whether there is a buffer, in use or free, so that one can be taken sooner or later.
@@ -145,37 +145,38 @@ impl Pool {
 
 /// A buffer's memory.
 pub(super) struct Memory {
-    /// Made when the buffer is first used over verbs. Dropped before the memory.
-    registration: OnceLock<Registration>,
+    /// Made when a buffer of it is first used over verbs. Dropped before the memory.
+    registration: Mutex<Option<Arc<Registration>>>,
     region: Arc<Region>,
 }
 
 impl Memory {
     pub(super) fn new(len: usize) -> io::Result<Arc<Memory>> {
         let len = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(Arc::new(Memory { registration: OnceLock::new(), region: Region::own(len)? }))
+        Ok(Arc::new(Memory { registration: Mutex::default(), region: Region::own(len)? }))
     }
 
     pub(super) fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Registers it, unless that was done. Each buffer is used by one connection, and in one way.
-    pub(super) fn register(&self, domain: &Arc<Domain>, access: Access) -> Result<(), VerbsError> {
-        if self.registration.get().is_some() {
-            return Ok(());
+    /// Registers it in a domain, unless it is. It may be another connection's domain in which it was before,
+    /// of a device that has failed since.
+    fn register(&self, domain: &Arc<Domain>) -> Result<Arc<Registration>, VerbsError> {
+        let mut kept = lock(&self.registration);
+        if let Some(known) = kept.as_ref().filter(|known| Arc::ptr_eq(known.domain(), domain)) {
+            return Ok(Arc::clone(known));
         }
         let len = self.region.size();
         let runs = self.region.runs(0, len as u64).unwrap_or_default();
         let [(at, len)] = runs[..] else {
             return Err(VerbsError::Region { size: len as u64, why: "it is not in one piece".into() });
         };
-        // SAFETY: the region is mapped as long as this, which drops the registration first. Slices of it
-        // exist only while its buffer is with its owner, and not with a queue.
-        let registration = unsafe { domain.register(at, len, access) }?;
-        // Nobody else registers it: one thread has the buffer.
-        let _ = self.registration.set(registration);
-        Ok(())
+        // SAFETY: the region is mapped as long as this, and whoever has the registration has this, too.
+        // Slices of it exist only while its buffer is with its owner, and not with a queue.
+        let registration = Arc::new(unsafe { domain.register(at, len, Access::Write) }?);
+        *kept = Some(Arc::clone(&registration));
+        Ok(registration)
     }
 }
 
@@ -205,11 +206,19 @@ impl Bell {
 
 /// A buffer in use. Dropping it makes it free again.
 pub(super) struct Buffer {
+    /// In the domain of the connection that uses it, once it goes over verbs. Dropped before the memory.
+    registration: Option<Arc<Registration>>,
     pub(super) memory: Arc<Memory>,
     pub(super) pool: Arc<Pool>,
 }
 
 impl Buffer {
+    /// Makes it ready for a queue of this domain.
+    pub(super) fn register(&mut self, domain: &Arc<Domain>) -> Result<(), VerbsError> {
+        self.registration = Some(self.memory.register(domain)?);
+        Ok(())
+    }
+
     /// Its first `len` bytes.
     pub(super) fn bytes(&mut self, len: usize) -> &mut [u8] {
         match self.memory.region().runs(0, len as u64).as_deref() {
@@ -239,16 +248,19 @@ impl Drop for Buffer {
 // A registration that was made stays as long as the memory.
 unsafe impl PieceBuffer for Buffer {
     fn registration(&self) -> Option<&Registration> {
-        self.memory.registration.get()
+        self.registration.as_deref()
     }
 }
 
 /// Bytes of a box where they are in device memory, for verbs. See [`Blocks`](super::in_place::Blocks).
 pub(super) struct InPlace {
     pub(super) found: Found,
-    /// Until the device has read them, their memory is not freed, and does not leave.
+    /// Until the device has read them, and the other end's has them, their memory is not freed, and does not
+    /// leave.
     pub(super) _copying: [Copying; 2],
     pub(super) _moving: Arc<Moving>,
+    /// Says that it is under way.
+    pub(super) _piece: Arc<()>,
 }
 
 /// The bytes of a piece that is sent.

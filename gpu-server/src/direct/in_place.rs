@@ -31,6 +31,8 @@ use crate::lock::lock;
 pub(super) const LONGEST: u64 = 200_000;
 /// Maximum number of blocks that are kept.
 const KEPT: usize = 64;
+/// How often the driver or the RDMA device may refuse a block before no other is tried.
+const REFUSALS: u32 = 8;
 
 /// Bytes of a registered block.
 #[derive(Clone)]
@@ -51,6 +53,7 @@ struct State {
     kept: VecDeque<Kept>,
     /// Why no further block is registered.
     off: Option<String>,
+    refusals: u32,
     /// Whether the log says that blocks are used.
     told: bool,
 }
@@ -65,11 +68,17 @@ impl Blocks {
         Blocks(Mutex::new(State { off, ..State::default() }))
     }
 
+    /// Whether the operator wants it, and nothing is known that prevents it.
+    pub(super) fn are_used(&self) -> bool {
+        lock(&self.0).off.is_none()
+    }
+
     /// A connection over verbs is open: says in the log if all pieces are copied to buffers, and why.
-    pub(super) fn tell(&self) {
+    pub(super) fn log_why_off(&self) {
         let state = &mut *lock(&self.0);
-        if let (Some(why), false) = (&state.off, std::mem::replace(&mut state.told, true)) {
-            off(why);
+        if let Some(why) = state.off.as_ref().filter(|_| !state.told) {
+            log_off(why);
+            state.told = true;
         }
     }
 
@@ -96,15 +105,11 @@ impl Blocks {
         if state.off.is_some() {
             return None;
         }
+        // Those of a device that has failed since.
+        state.kept.retain(|block| block.registration.domain().device().failure().is_none());
         let first = at - at % granule;
         let size = end.checked_next_multiple_of(granule)? - first;
-        let registered = match give(first, size) {
-            Ok(block) => register(domain, &block, size).map_err(|e| format!("it cannot be registered: {e}")),
-            Err(Status::NOT_SUPPORTED) => Err("the GPU's driver does not give it to other devices as a DMA-buf (it takes the driver's open kernel modules, and Linux 5.12 or newer)".into()),
-            // Only these bytes.
-            Err(_) => return None,
-        };
-        match registered {
+        match registered(domain, give(first, size), size) {
             Ok(registration) => {
                 if !std::mem::replace(&mut state.told, true) {
                     tracing::info!(
@@ -118,9 +123,12 @@ impl Blocks {
                 state.kept.push_back(Kept { at: first, size, registration: Arc::clone(&registration) });
                 Some(Found { registration, offset: at - first })
             }
-            Err(why) => {
-                off(&why);
-                state.off = Some(why);
+            Err((for_good, why)) => {
+                state.refusals += 1;
+                if for_good || state.refusals >= REFUSALS {
+                    log_off(&why);
+                    state.off = Some(why);
+                }
                 None
             }
         }
@@ -138,18 +146,33 @@ impl Blocks {
     }
 }
 
-fn off(why: &str) {
+fn log_off(why: &str) {
     tracing::info!("device memory is copied to buffers before it is sent to other servers, because {why}");
 }
 
-fn register(domain: &Arc<Domain>, block: &Block, size: u64) -> Result<Registration, VerbsError> {
+/// Registers a block that was given. The error: whether no other will do better, and why.
+fn registered(
+    domain: &Arc<Domain>,
+    block: Result<Block, Status>,
+    size: u64,
+) -> Result<Registration, (bool, String)> {
     let len = size as usize;
-    match block {
-        Block::DmaBuf(file) => domain.register_dma_buf(file.as_fd(), len),
+    let registered = match block {
+        Ok(Block::DmaBuf(file)) => domain.register_dma_buf(file.as_fd(), len),
         // SAFETY: the memory is mapped until it is freed or leaves, and the registration is dropped before
         // (see the module). Nobody has references to memory of a GPU in software.
-        Block::Here(at) => unsafe { domain.register(*at, len, Access::Read) },
-    }
+        Ok(Block::Here(at)) => unsafe { domain.register(at, len, Access::Read) },
+        Err(Status::NOT_SUPPORTED) => return Err((true, "the GPU's driver does not give it to other devices as a DMA-buf (it takes the driver's open kernel modules, and Linux 5.12 or newer)".into())),
+        Err(status) => return Err((false, format!("the GPU's driver does not give it to other devices: {status}"))),
+    };
+    registered.map_err(|e| {
+        let is_unknown = match &e {
+            VerbsError::Call { source, .. } => source.raw_os_error() == Some(libc::EOPNOTSUPP),
+            VerbsError::Broken(_) => true,
+            _ => false,
+        };
+        (is_unknown, format!("it cannot be registered: {e}"))
+    })
 }
 
 #[cfg(test)]
@@ -188,12 +211,16 @@ mod tests {
         let off = Blocks::new(false);
         assert_eq!(find(&off, here()), (None, 0));
         assert!(why(&off).contains("--direct-device-memory"));
-        // Not these bytes, but perhaps others.
+        // Not these bytes, but perhaps others. Not for ever, though.
         let on = Blocks::new(true);
-        assert_eq!(find(&on, Err(Status::INVALID_VALUE)), (None, 1));
+        (1..REFUSALS).for_each(|_| assert_eq!(find(&on, Err(Status::INVALID_VALUE)), (None, 1)));
         assert_eq!(find(&on, here()), (Some(904), 1));
         assert_eq!(find(&on, here()), (Some(904), 0));
         assert_eq!(why(&on), "");
+        on.forget_all();
+        assert_eq!(find(&on, Err(Status::INVALID_VALUE)), (None, 1));
+        assert_eq!(find(&on, here()), (None, 0));
+        assert!(why(&on).contains("does not give it"), "{}", why(&on));
         // No GPU of this server can.
         let without = Blocks::new(true);
         assert_eq!(find(&without, Err(Status::NOT_SUPPORTED)), (None, 1));

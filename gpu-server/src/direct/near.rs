@@ -8,7 +8,7 @@
 //! their way. Those in device memory are added to a stream, and NVIDIA's driver does that only while no other
 //! thread is in a call that waits for a kernel.
 
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use host_bridge::endpoint::Mapped;
@@ -237,9 +237,14 @@ impl Copies {
         Copying(Arc::clone(self))
     }
 
-    /// Waits until none is under way, or the time is over.
-    pub(super) fn wait(&self, limit: Duration) {
-        drop(self.1.wait_timeout_while(lock(&self.0), limit, |state| state.0 > 0));
+    pub(super) fn are_under_way(&self) -> bool {
+        lock(&self.0).0 > 0
+    }
+
+    /// Waits until none is under way. False: the time is over.
+    pub(super) fn wait(&self, limit: Duration) -> bool {
+        let waited = self.1.wait_timeout_while(lock(&self.0), limit, |state| state.0 > 0);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     /// Answers when none is under way any more.

@@ -5,6 +5,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use host_bridge::endpoint::Mapped;
 use host_bridge::stream::Stream;
@@ -16,10 +17,14 @@ use zerocopy::IntoBytes;
 
 use super::buffers::{Bell, Buffer, Common, InPlace, InUse, Pool, Source};
 use super::in_place::Found;
+use super::incoming::IDLE;
 use super::near::{Copies, Moving, Named};
 use super::series::{InMotion, Leaving, Series};
 use super::verbs;
 use crate::lock::lock;
+
+/// A box has no more pieces than this if it is sent from device memory: whoever frees that waits for them.
+const IN_PLACE: u64 = 2;
 
 /// The sending end of a connection.
 pub struct Outgoing {
@@ -31,6 +36,10 @@ pub struct Outgoing {
     pub(super) copies: Arc<Copies>,
     /// Where memory must be registered from which pieces are sent, if they go over verbs.
     pub(super) domain: Option<Arc<Domain>>,
+    /// What it sends over, or agrees over, while its thread runs.
+    stream: Mutex<Option<Arc<Stream>>>,
+    /// When the last piece began that is sent from device memory. Each has the other half.
+    in_place: Mutex<(Arc<()>, Option<Instant>)>,
     /// Boxes of which not all pieces have begun, and the memory of all.
     series: Mutex<(VecDeque<Leaving>, InMotion)>,
 }
@@ -51,8 +60,8 @@ impl Outgoing {
         domain: Option<Arc<Domain>>,
     ) -> Outgoing {
         let (jobs, pool) = (Mutex::new(Some(jobs)), Pool::new(bytes));
-        let (named, copies, series) = Default::default();
-        Outgoing { jobs, pool, bell, named, copies, domain, series }
+        let (named, copies, stream, in_place, series) = Default::default();
+        Outgoing { jobs, pool, bell, named, copies, domain, stream, in_place, series }
     }
 
     /// `queue`: what pieces go over, instead of the socket.
@@ -66,7 +75,8 @@ impl Outgoing {
         let bell = queue.is_some().then(Bell::new).transpose()?.map(Arc::new);
         let domain = queue.as_ref().map(|queue| Arc::clone(queue.domain()));
         let outgoing = Arc::new(Outgoing::new(jobs, &bytes, bell.clone(), domain));
-        let own = Arc::clone(&outgoing);
+        let (own, stream) = (Arc::clone(&outgoing), Arc::new(stream));
+        *lock(&outgoing.stream) = Some(Arc::clone(&stream));
         std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
             let why = match (queue, bell) {
                 (Some(queue), Some(bell)) => {
@@ -75,6 +85,7 @@ impl Outgoing {
                 _ => send(&stream, due, &bytes, || own.advance()),
             };
             stream.shut_down();
+            drop(lock(&own.stream).take());
             drop(lock(&own.jobs).take());
             own.pool.close();
             lock(&own.series).0.clear();
@@ -83,6 +94,21 @@ impl Outgoing {
             }
         })?;
         Ok(outgoing)
+    }
+
+    /// Ends the connection at once: its thread drops what was not sent.
+    pub(super) fn abort(&self) {
+        lock(&self.stream).iter().for_each(|stream| stream.shut_down());
+    }
+
+    /// Ends the connection if the other end has not taken what is sent from device memory for some time. That
+    /// memory cannot leave the device before.
+    pub(super) fn abort_if_stuck(&self, now: Instant) {
+        let (pieces, began) = &*lock(&self.in_place);
+        let is_under_way = Arc::strong_count(pieces) > 1;
+        if is_under_way && began.is_some_and(|began| now.saturating_duration_since(began) >= IDLE) {
+            self.abort();
+        }
     }
 
     /// Closes it once everything before is sent.
@@ -136,10 +162,17 @@ impl Outgoing {
                 all.pop_front();
                 continue;
             };
+            // Other pieces reach their jobs later than these would.
+            if series.is_whole() && (series.left() > IN_PLACE || self.copies.are_under_way()) {
+                *found = None;
+            }
             if let Some(Found { registration, offset }) = found {
                 let found = Found { registration: Arc::clone(registration), offset: *offset + next.offset };
                 let copying = [self.copies.begin(), series.copies.begin()];
-                let bytes = InPlace { found, _copying: copying, _moving: Arc::clone(moving) };
+                let (pieces, began) = &mut *lock(&self.in_place);
+                *began = Some(Instant::now());
+                let (_piece, _moving) = (Arc::clone(pieces), Arc::clone(moving));
+                let bytes = InPlace { found, _copying: copying, _moving, _piece };
                 self.push(Job::Piece(next.number, Source::InPlace(bytes), next.len as usize));
                 series.pass();
                 continue;

@@ -61,6 +61,11 @@ impl Series {
         &self.rows
     }
 
+    /// Whether none of it has begun.
+    pub(super) fn is_whole(&self) -> bool {
+        self.at == 0
+    }
+
     /// How many pieces are left.
     pub(super) fn left(&self) -> u64 {
         (self.packed - self.at).div_ceil(self.piece)

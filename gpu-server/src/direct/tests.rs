@@ -11,6 +11,7 @@ use crate::driver::call::{Call, End};
 use crate::driver::gpu::Carrier;
 use host_bridge::endpoint::Mapped;
 use host_bridge::verbs::software::{self, Outside};
+use host_bridge::verbs::{Device, Domain, PieceBuffer};
 use proptest::prelude::*;
 use protocol::device::text;
 use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
@@ -439,6 +440,91 @@ fn a_connection_over_a_device_that_fails_ends_and_the_next_one_opens_a_device_ag
     let failed = sender.turn(&stream, &bytes, now).err().unwrap().to_string();
     assert!(failed.contains("RDMA device software0 has failed"), "{failed}");
     next.turn(&other, &bytes, now).unwrap();
+}
+
+#[test]
+fn a_buffer_of_a_closed_connection_is_registered_for_the_next_ones_device() {
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let domains = [(); 2].map(|()| Domain::new(Device::open(&Settings::default()).unwrap()).unwrap());
+    let common = Arc::<Common>::default();
+    let mut memories = Vec::new();
+    for domain in [&domains[0], &domains[0], &domains[1]] {
+        let pool = Pool::new(&common);
+        let mut buffer = pool.try_take().unwrap();
+        buffer.register(domain).unwrap();
+        assert!(Arc::ptr_eq(buffer.registration().unwrap().domain(), domain));
+        memories.push(Arc::as_ptr(&buffer.memory));
+        pool.close();
+        drop(buffer);
+        assert_eq!(lock(&common.spare).len(), 1);
+    }
+    assert!(memories.iter().all(|memory| *memory == memories[0]), "it is one buffer");
+    drop((common, domains));
+    assert_eq!(software::objects(), 0);
+}
+
+/// A box in one piece from memory of which the RDMA device reads short copies.
+fn box_in_place(at: u64, len: u64, first: u64, carrier: &Arc<Patient>) -> (Series, Block) {
+    let series = Series::new(Rows::line(at, len), 4096, first, Arc::<Patient>::clone(carrier)).unwrap();
+    let memory: &'static [u8] = vec![0; 65_536].leak();
+    (series, Block::Here(std::ptr::NonNull::from(memory).cast()))
+}
+
+#[test]
+fn what_comes_behind_pieces_that_are_copied_to_buffers_does_not_overtake_them() {
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let (directs, verbs) = (Directs::double(), Verbs::new(Settings::default()));
+    let (_peer, stream, outgoing, mut sender) = sending_over_verbs(&verbs, 8);
+    lock(&directs.table).outgoing.insert(1, Some(Arc::clone(&outgoing)));
+    let (patient, bytes) = (Arc::<Patient>::default(), Common::default());
+    let send = |first, len| {
+        let (series, block) = box_in_place(65_536, len, first, &patient);
+        directs.send_all(1, series, 65_536, |_, _| Ok(block)).unwrap();
+    };
+    // The first has more pieces than are sent in place. The second comes while it is copied.
+    send(1, 3 * 4096);
+    send(4, 10);
+    assert_eq!(lock(&patient.0).len(), 4, "both are copied to buffers");
+    assert_eq!(patient.copies(), 4);
+    sender.turn(&stream, &bytes, Instant::now()).unwrap();
+    let pair = software::pairs()[0];
+    assert_eq!(software::sends(pair), 4, "none came too late");
+    while software::complete(pair, 0) {}
+    sender.turn(&stream, &bytes, Instant::now()).unwrap();
+    // Now nothing is under way.
+    send(5, 10);
+    assert!(lock(&patient.0).is_empty());
+    lock(&directs.table).outgoing.clear();
+}
+
+#[test]
+fn memory_that_another_server_does_not_take_is_freed_without_its_connection() {
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let stream = Stream::from(OwnedFd::from(ours));
+    // It has a receive for the probe only.
+    let answer = DirectQueue { queue_pair: 0xff_fff0, mtu: 4096, receives: 1, ..DirectQueue::new_zeroed() };
+    theirs.write_all(answer.as_bytes()).unwrap();
+    software::outside(Outside::Done(0));
+    let verbs = Verbs::new(Settings::default());
+    let queue = verbs::offer(Some(&verbs), &stream, DIRECT_VERBS_SINCE).unwrap().unwrap();
+    software::outside(Outside::Kept);
+    let directs = Directs::double();
+    let outgoing = Outgoing::start(stream, Some(queue), Arc::default()).unwrap();
+    lock(&directs.table).outgoing.insert(1, Some(Arc::clone(&outgoing)));
+    let (series, block) = box_in_place(65_536, 10, 1, &Arc::default());
+    directs.send_all(1, series, 65_536, |_, _| Ok(block)).unwrap();
+    // Memory that is to leave does not wait for ever, either.
+    assert!(directs.hold_still().is_none());
+    outgoing.abort_if_stuck(Instant::now());
+    assert!(outgoing.copies.are_under_way(), "it has some time");
+    outgoing.abort_if_stuck(Instant::now() + 2 * incoming::IDLE);
+    directs.forget(65_536, 10);
+    assert!(!outgoing.copies.are_under_way());
+    drop(directs.hold_still().expect("nothing is read any more"));
 }
 
 #[test]

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use host_bridge::stream::Stream;
 use host_bridge::verbs::pieces::{Done, End};
-use host_bridge::verbs::{Access, Device, Domain, PieceBuffer, Pieces, Settings, VerbsError};
+use host_bridge::verbs::{Device, Domain, PieceBuffer, Pieces, Settings, VerbsError};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use protocol::device::{reason_text, untext};
 use protocol::link::{DIRECT_VERBS_SINCE, DirectHeader, DirectQueue};
@@ -228,9 +228,9 @@ impl Receiving {
     fn post(&mut self, pool: &Arc<Pool>) -> Result<u8, VerbsError> {
         let mut posted = 0;
         while self.pieces.under_way() < self.most
-            && let Some(buffer) = pool.try_take()
+            && let Some(mut buffer) = pool.try_take()
         {
-            buffer.memory.register(self.pieces.domain(), Access::Write)?;
+            buffer.register(self.pieces.domain())?;
             self.pieces.receive(buffer)?;
             posted += 1;
         }
@@ -346,13 +346,13 @@ impl Sender {
                 bytes.in_place.fetch_add(len as u64, Ordering::Relaxed);
             }
         }
-        while let Some((header, piece)) = self.next.take().or_else(|| self.jobs.now()) {
+        while let Some((header, mut piece)) = self.next.take().or_else(|| self.jobs.now()) {
             if !self.pieces.may_send() {
                 self.next = Some((header, piece));
                 break;
             }
-            if let Some((Source::Buffer(buffer), _)) = &piece {
-                buffer.memory.register(self.pieces.domain(), Access::Read).map_err(broken)?;
+            if let Some((Source::Buffer(buffer), _)) = &mut piece {
+                buffer.register(self.pieces.domain()).map_err(broken)?;
             }
             self.pieces.send(&header, piece).map_err(broken)?;
         }

@@ -5,7 +5,7 @@
 //! the region.
 //!
 //! While a server is asked to register memory, the table is not locked: a server that does not answer must
-//! not stop work on others.
+//! not stop copies on others.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,6 +38,13 @@ impl<T> Region<T> {
     /// Whether it was allocated here rather than registered.
     pub fn is_allocated(&self) -> bool {
         self.memory.is_some()
+    }
+
+    /// Removes its registrations.
+    fn unpin(&self) {
+        self.ids.iter().filter_map(|(session, id)| Some((session, (*id)?))).for_each(|(session, id)| {
+            session.port().unpin(id);
+        });
     }
 
     /// Its ID in a session. The outer `None`: the session has not registered it.
@@ -138,9 +145,10 @@ impl<T: Clone> Regions<T> {
         match (id, ours) {
             (Ok(id), Some(region)) => region.ids.push((session, id)),
             (Err(error), ours) => {
-                if ours.is_some() {
-                    map.remove(&address);
-                }
+                let failed = ours.is_some().then(|| map.remove(&address)).flatten();
+                drop(map);
+                // Other sessions may have registered it meanwhile.
+                failed.into_iter().for_each(|region| region.unpin());
                 return Err(RegisterError::Port(error));
             }
             (Ok(id), None) => {
@@ -153,8 +161,8 @@ impl<T: Clone> Regions<T> {
     }
 
     /// Removes the memory that begins at `address`, if it was allocated (or registered) as `allocated` says.
-    /// When this returns, the host no longer uses it, and allocated memory is unmapped. `None` if there is
-    /// none. No pending work may use it.
+    /// When this returns, the host no longer uses it, and allocated memory is unmapped, unless another thread is
+    /// just asking a server to register it. `None` if there is none. No pending work may use it.
     pub fn remove(&self, address: usize, allocated: bool) -> Option<T> {
         let region = {
             let mut map = self.write();
@@ -163,11 +171,7 @@ impl<T: Clone> Regions<T> {
             }
             map.remove(&address)?
         };
-        for (session, id) in region.ids {
-            if let Some(id) = id {
-                session.port().unpin(id);
-            }
-        }
+        region.unpin();
         Some(region.tag)
     }
 

@@ -19,6 +19,8 @@ const SCRIPT: &str = "/usr/lib/rgpu/rgpu-slurm";
 const TIMER: &str = "rgpu-slurm.timer";
 /// How often the timer renews leases, in minutes.
 const RENEWED_EACH: u64 = 2;
+/// How many seconds a Prolog may take beyond WAIT: its last questions to slurmctld, 25, and to servers.
+const BEYOND_WAIT: u64 = 30;
 /// Maximum number of jobs without GPUs that are reported.
 const JOBS: usize = 3;
 
@@ -165,13 +167,16 @@ fn configuration(text: &str, settings: &Settings) -> Vec<Finding> {
     // 65534: no limit.
     let limit = ["PrologEpilogTimeout", "PrologTimeout"].iter().find_map(|name| value(name));
     let limit = limit.and_then(|limit| limit.split_whitespace().next()?.parse::<u64>().ok());
-    if let Some(limit) = limit.filter(|limit| *limit <= settings.wait) {
+    let longest = settings.wait.saturating_add(BEYOND_WAIT);
+    if let Some(limit) = limit.filter(|limit| *limit <= longest) {
         findings.push(Wrong(
             format!(
-                "slurmd ends a Prolog after {limit} s and drains the node, and a job waits {} s for GPUs",
+                "slurmd ends a Prolog after {limit} s and drains the node, and one may take {longest} s (WAIT={})",
                 settings.wait
             ),
-            "set WAIT in /etc/rgpu/slurm.conf to less, or PrologEpilogTimeout in slurm.conf to more".into(),
+            format!(
+                "set PrologEpilogTimeout in slurm.conf to more than {longest}, or WAIT in /etc/rgpu/slurm.conf to less"
+            ),
         ));
     }
     if findings.is_empty() {
@@ -386,12 +391,12 @@ mod tests {
             )
         };
         let settings = parse(SETTINGS).unwrap();
-        for good in ["", "PrologEpilogTimeout     = 65534", "PrologEpilogTimeout = 61"] {
+        for good in ["", "PrologEpilogTimeout     = 65534", "PrologEpilogTimeout = 91"] {
             assert!(matches!(&configuration(&text(good), &settings)[..], [Good(_)]), "{good}");
         }
-        for wrong in ["PrologEpilogTimeout     = 60", "PrologTimeout = 30 sec"] {
+        for wrong in ["PrologEpilogTimeout     = 90", "PrologTimeout = 60 sec"] {
             let found = configuration(&text(wrong), &settings);
-            assert!(matches!(&found[..], [Wrong(text, _)] if text.contains("60 s")), "{found:?}");
+            assert!(matches!(&found[..], [Wrong(text, _)] if text.contains("90 s (WAIT=60)")), "{found:?}");
         }
     }
 

@@ -400,6 +400,12 @@ impl AllocationProp {
             flags: [0; 8],
         }
     }
+
+    /// The same, which other devices of the machine can read (`gpuDirectRDMACapable`).
+    pub fn for_devices(mut self) -> AllocationProp {
+        self.flags[1] = 1;
+        self
+    }
 }
 
 /// `CUtensorMap`.

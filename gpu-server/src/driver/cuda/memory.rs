@@ -11,7 +11,7 @@ use protocol::ops::memory::SPACE_ALIGN;
 
 use super::api::{AccessDesc, AllocationProp, CUstream};
 use super::kernels::POINTER_IS_MANAGED;
-use super::{Cuda, HAS_DMA_BUFS, attribute};
+use super::{Cuda, HAS_DMA_BUFS, READS_IN_PLACE, attribute};
 use crate::driver::gpu::{Block, GpuMemory, STREAM_NON_BLOCKING};
 use crate::driver::space::Mapping;
 use crate::driver::store::{Chunk, Lane, Part, Way};
@@ -38,7 +38,9 @@ impl Cuda {
     /// The properties for memory of a device: shareable if the device's driver supports it.
     fn allocation(&self, device: u32) -> Result<AllocationProp> {
         let device = self.device(device)?;
-        Ok(AllocationProp::shareable(device.handle, if device.exports { POSIX_FD } else { 0 }))
+        let properties = AllocationProp::shareable(device.handle, if device.exports { POSIX_FD } else { 0 });
+        let in_place = self.in_place && attribute(self.api, device.handle, READS_IN_PLACE) == Some(1);
+        Ok(if in_place { properties.for_devices() } else { properties })
     }
 
     /// The stream for moving memory from and to a device, in a lane. Its context, the primary one, is current
@@ -67,6 +69,10 @@ impl GpuMemory for Cuda {
 
     fn exports(&self, device: u32) -> bool {
         self.device(device).is_ok_and(|device| device.exports)
+    }
+
+    fn prepare_in_place(&mut self) {
+        self.in_place = true;
     }
 
     fn in_place(&mut self, device: u32, address: u64, size: u64) -> Result<Block> {

@@ -66,6 +66,8 @@ use crate::shared_event::Lookout;
 const CAN_USE_STREAM_WORDS: u32 = 122;
 /// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`.
 const EXPORTS_FD: u32 = 103;
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED`.
+const READS_IN_PLACE: u32 = 110;
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 const HAS_DMA_BUFS: u32 = 124;
 /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS`.
@@ -95,6 +97,8 @@ pub struct Cuda {
     /// For the device being reset: whether it has a context, and whether that is the home.
     resets: bool,
     home_goes: bool,
+    /// Memory is made so that other devices can read it.
+    in_place: bool,
     /// Address windows of the devices, and those that are reserved: all of the devices' windows, once there
     /// has been a context.
     windows: Vec<u32>,
@@ -232,6 +236,7 @@ impl Cuda {
             home: None,
             resets: false,
             home_goes: false,
+            in_place: false,
             moving: HashMap::new(),
             pieces: Vec::new(),
             mirrors: None,

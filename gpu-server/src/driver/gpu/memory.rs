@@ -34,6 +34,10 @@ pub trait GpuMemory {
     /// Whether a device's memory can be shared between processes.
     fn exports(&self, device: u32) -> bool;
 
+    /// From now on, memory is made so that other devices of this machine can read it, if that makes a
+    /// difference.
+    fn prepare_in_place(&mut self) {}
+
     /// Memory of a device, in whole granules, for other devices of this machine, which read it in place. It
     /// stays valid until the memory is freed or set aside.
     ///

@@ -175,6 +175,9 @@ impl<G: Gpu> Backend for Session<G> {
     }
 
     fn reach(&mut self, directs: Arc<Directs>) {
+        if directs.sends_in_place() {
+            self.gpu.prepare_in_place();
+        }
         self.directs = Some(directs);
     }
 

@@ -168,11 +168,38 @@ pub(crate) fn map(context: &'static Context, base: usize, size: usize) -> Result
     // The table is not locked while the server is asked: it may not answer, and others need the table.
     let _registering = context.session().registering();
     let on_server = |other: &&Context| std::ptr::eq(other.server, context.server);
-    if lock(&MAPPED).get(&base).is_some_and(|contexts| contexts.iter().any(on_server)) {
-        return Ok(());
+    let buffer = || REGIONS.any(base).map(|(_, _, tag)| tag.buffer);
+    let asked_for = {
+        let mut mapped = lock(&MAPPED);
+        let contexts = mapped.entry(base).or_default();
+        if contexts.iter().any(on_server) {
+            return Ok(());
+        }
+        // While it is asked, the entry says that the piece is there: whoever frees it removes the entry.
+        buffer()
+    };
+    let map = HostMap { context: context.id, address: base as u64, memory: HostOut(range) };
+    let asked = context.session().call(&map);
+    let mut mapped = lock(&MAPPED);
+    // Another piece may be at its address by now.
+    let contexts = mapped.get_mut(&base).filter(|_| asked_for.is_some() && buffer() == asked_for);
+    match (asked, contexts) {
+        (Ok(_), Some(contexts)) if context.is_alive() => contexts.push(context),
+        (Ok(_), contexts) => {
+            if contexts.is_some_and(|contexts| contexts.is_empty()) {
+                mapped.remove(&base);
+            }
+            drop(mapped);
+            let _ = context.session().append(&HostUnmap { context: context.id, address: base as u64 });
+            return Err(Status::NOT_SUPPORTED);
+        }
+        (Err(status), contexts) => {
+            if contexts.is_some_and(|contexts| contexts.is_empty()) {
+                mapped.remove(&base);
+            }
+            return Err(status);
+        }
     }
-    context.session().call(&HostMap { context: context.id, address: base as u64, memory: HostOut(range) })?;
-    lock(&MAPPED).entry(base).or_default().push(context);
     Ok(())
 }
 
@@ -209,8 +236,10 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
         }
     }
     lock(&MAPPED).retain(|_, contexts| {
+        // None: a server is being asked.
+        let is_asked = contexts.is_empty();
         contexts.retain(|other| !std::ptr::eq(*other, context));
-        !contexts.is_empty()
+        is_asked || !contexts.is_empty()
     });
 }
 

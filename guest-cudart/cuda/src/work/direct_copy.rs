@@ -14,7 +14,7 @@
 //! server reports its arrival.
 //!
 //! One connection does not fill a fast link. So a large copy is cut into boxes, and each takes a connection
-//! of its own, a [`Lane`]. A pair of servers gets more than the first one when the first large copy comes.
+//! of its own, a [`Single`]. A pair of servers gets more than the first one when the first large copy comes.
 //!
 //! If there is no connection, or one fails, the copy goes through this process.
 
@@ -41,11 +41,11 @@ use client::{Status, lock, log};
 /// Pieces of a copy that were sent and not yet reported as arrived. The servers have room for twice as many.
 const WINDOW: usize = 8;
 
-/// Maximum number of lanes from one server to another.
-const LANES: usize = 4;
-/// Bytes of a copy for each lane, at least.
-const LANE: usize = 2 << 20;
-/// Maximum number of lanes of this process besides the first ones of all pairs. Sessions have a limit, and
+/// Maximum number of connections from one server to another.
+const MOST: usize = 4;
+/// Bytes of a copy for each of them, at least.
+const BYTES_EACH: usize = 2 << 20;
+/// Maximum number of connections of this process besides the first ones of all pairs. Sessions have a limit, and
 /// NCCL's messages need connections, too.
 const MOST_MORE: usize = 24;
 
@@ -89,15 +89,15 @@ impl Connection {
 
 struct Open {
     /// At least one.
-    lanes: Vec<Lane>,
-    /// How many lanes there may be. It is less while a thread opens others, and once there can be no more.
+    all: Vec<Single>,
+    /// How many there may be. It is less while a thread opens others, and once there can be no more.
     most: usize,
     /// How long it is not opened again if it fails.
     pause: Duration,
 }
 
 /// A connection of the two workers.
-struct Lane {
+struct Single {
     direct: u32,
     /// The number of the last piece.
     last: u64,
@@ -105,13 +105,13 @@ struct Lane {
 
 impl Open {
     fn new(direct: u32, pause: Duration) -> Open {
-        Open { lanes: vec![Lane { direct, last: 0 }], most: KNOBS.lanes, pause }
+        Open { all: vec![Single { direct, last: 0 }], most: KNOBS.connections, pause }
     }
 
-    /// Closes all lanes.
+    /// Closes all.
     fn close(&self, from: &Server, to: &Server) {
-        self.lanes.iter().for_each(|lane| close(lane.direct, from, to));
-        MORE.fetch_sub(self.lanes.len() - 1, Ordering::Relaxed);
+        self.all.iter().for_each(|single| close(single.direct, from, to));
+        MORE.fetch_sub(self.all.len() - 1, Ordering::Relaxed);
     }
 }
 
@@ -196,9 +196,9 @@ fn ensure(shared: &Shared, connection: &mut Connection, from: &'static Server, t
     }
 }
 
-/// Opens as many lanes as there may be, in a thread. Copies use those that there are.
+/// Opens as many connections as there may be, in a thread. Copies use those that there are.
 fn widen(shared: &Shared, open: &mut Open, from: &'static Server, to: &'static Server) {
-    let (first, had) = (open.lanes[0].direct, open.lanes.len());
+    let (first, had) = (open.all[0].direct, open.all.len());
     let wanted = std::mem::replace(&mut open.most, had);
     let shared = Arc::clone(shared);
     let add_all = move || {
@@ -210,9 +210,9 @@ fn widen(shared: &Shared, open: &mut Open, from: &'static Server, to: &'static S
             let opened = self::open(from, to);
             let mut connection = lock(&shared);
             match (&mut *connection, opened) {
-                (Connection::Open(open), Ok(direct)) if open.lanes[0].direct == first => {
-                    open.lanes.push(Lane { direct, last: 0 });
-                    open.most = open.lanes.len();
+                (Connection::Open(open), Ok(direct)) if open.all[0].direct == first => {
+                    open.all.push(Single { direct, last: 0 });
+                    open.most = open.all.len();
                 }
                 // The others have failed meanwhile, or this one is not possible.
                 (_, opened) => {
@@ -224,7 +224,7 @@ fn widen(shared: &Shared, open: &mut Open, from: &'static Server, to: &'static S
             }
         }
     };
-    // Without the thread, there is one.
+    // Without the thread, copies use those that there are.
     let _ = std::thread::Builder::new().name("rgpu-direct".into()).spawn(add_all);
 }
 
@@ -282,14 +282,14 @@ pub(crate) fn carry(
         && ![written, read].into_iter().any(managed::is_here)
         && [dst, src].into_iter().all(|end| are_apart(&end.place, split.extent));
     let carried = if by_themselves {
-        let lanes = (split.bytes() / LANE).clamp(1, open.most);
-        if lanes > open.lanes.len() {
+        let count = (split.bytes() / BYTES_EACH).clamp(1, open.most);
+        if count > open.all.len() {
             widen(&shared, open, src.context.server, dst.context.server);
         }
-        let lanes = lanes.min(open.lanes.len());
-        carry_at_once(&mut open.lanes[..lanes], (to, dst), (from, src), split)
+        let count = count.min(open.all.len());
+        carry_at_once(&mut open.all[..count], (to, dst), (from, src), split)
     } else {
-        carry_over(&mut open.lanes[0], (to, dst), (from, src), (written, write_len), &split.parts)
+        carry_over(&mut open.all[0], (to, dst), (from, src), (written, write_len), &split.parts)
     };
     if let Err(status) = carried {
         log::warn(format_args!(
@@ -317,20 +317,20 @@ pub(crate) fn carry(
     Ok(true)
 }
 
-/// Copies without this process in between, over these lanes.
+/// Copies without this process in between, over these connections.
 fn carry_at_once(
-    lanes: &mut [Lane],
+    connections: &mut [Single],
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
     split: &Split,
 ) -> Result {
-    let boxes = boxes(split.extent, lanes.len() as u64);
+    let boxes = boxes(split.extent, connections.len() as u64);
     let mut receives = Vec::new();
-    for (lane, ([x, y, z], extent)) in lanes.iter_mut().zip(boxes) {
-        let (direct, first) = (lane.direct, lane.last + 1);
+    for (single, ([x, y, z], extent)) in connections.iter_mut().zip(boxes) {
+        let (direct, first) = (single.direct, single.last + 1);
         let bytes = extent.iter().product::<u64>();
         let piece = whole_rows(piece_of(bytes as usize) as u64, extent[0]);
-        lane.last += bytes.div_ceil(piece);
+        single.last += bytes.div_ceil(piece);
         let at = |place: &Pitched| {
             let address = place.address + x + y * place.pitch + z * place.slice;
             Pitched { address, ..place.clone() }
@@ -396,7 +396,7 @@ fn whole_rows(piece: u64, row: u64) -> u64 {
 
 /// Copies piece by piece, as this process says.
 fn carry_over(
-    Lane { direct, last }: &mut Lane,
+    Single { direct, last }: &mut Single,
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
     (written, write_len): (u64, u64),
@@ -446,8 +446,8 @@ struct Knobs {
     depth: Option<usize>,
     /// `RGPU_DIRECT_LEAST`: shorter copies pass through this process.
     least: usize,
-    /// `RGPU_DIRECT_LANES`: at most so many connections from one server to another.
-    lanes: usize,
+    /// `RGPU_DIRECT_CONNECTIONS`: at most so many connections from one server to another.
+    connections: usize,
 }
 
 static KNOBS: LazyLock<Knobs> = LazyLock::new(|| Knobs::of(|name| std::env::var(name).ok()));
@@ -466,7 +466,7 @@ impl Knobs {
             piece: number("RGPU_DIRECT_PIECE", 4 << 10, MAX_PIECE as usize),
             depth: number("RGPU_DIRECT_DEPTH", 1, WINDOW),
             least: number("RGPU_DIRECT_LEAST", 0, usize::MAX).unwrap_or(0),
-            lanes: number("RGPU_DIRECT_LANES", 1, LANES).unwrap_or(LANES),
+            connections: number("RGPU_DIRECT_CONNECTIONS", 1, MOST).unwrap_or(MOST),
         }
     }
 }
