@@ -4,12 +4,14 @@
 //! - A session gets as many devices as its limits say, of those they allow: the ones that the fewest sessions
 //!   use.
 //! - Sessions of one principal get the same devices, so that its processes can share memory. If they ask for
-//!   different ones, they together get no more than one of them would.
+//!   different ones, they together get no more than one of them would. If they have more, because a device
+//!   was ill for a time, new ones get those that most of them use.
 //! - A [lease](super::leases) counts like a session of a principal of its own.
 //! - An exclusive principal's devices serve nobody else while it has a session. It waits until enough devices
 //!   are unused by others. Meanwhile no later client gets the devices that it waits for, so that it doesn't
 //!   wait forever.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use super::state::State;
@@ -66,10 +68,20 @@ impl State {
             return Err(if lasting { NoDevice::Never(why) } else { NoDevice::Wait(why) });
         }
         let gpu_sessions = || self.sessions.values().filter(|session| session.kind == Kind::Gpu);
+        let wanted = match limits.device_count {
+            0 if limits.exclusive => limits.devices.len().clamp(1, allowed.len()),
+            0 => allowed.len(),
+            count => (count as usize).min(allowed.len()),
+        };
         if limits.exclusive || limits.device_count > 0 {
-            let mut same = self.usable_devices_of(&limits.principal);
-            same.retain(|number| allowed.contains(number));
+            let own = || gpu_sessions().filter(|session| session.limits.principal == limits.principal);
+            let uses = |number: u32| own().filter(|session| session.devices.contains(&number)).count();
+            let mut same: Vec<u32> = allowed.iter().copied().filter(|number| uses(*number) > 0).collect();
+            // Stable: among equally used devices, the first.
+            same.sort_by_key(|number| Reverse(uses(*number)));
+            same.truncate(wanted);
             if !same.is_empty() {
+                same.sort_unstable();
                 return Ok(same);
             }
         }
@@ -82,11 +94,6 @@ impl State {
         let users = |number: u32| others.iter().filter(|(devices, _)| devices.contains(&number)).count();
         let held =
             |number: u32| others.iter().any(|(devices, exclusive)| *exclusive && devices.contains(&number));
-        let wanted = match limits.device_count {
-            0 if limits.exclusive => limits.devices.len().clamp(1, allowed.len()),
-            0 => allowed.len(),
-            count => (count as usize).min(allowed.len()),
-        };
         let least_used = |mut numbers: Vec<u32>| {
             // Stable: among equally used devices, the first.
             numbers.sort_by_key(|number| users(*number));
@@ -321,7 +328,14 @@ mod tests {
             assert_eq!(ask(&mut state, &[]), Ok(vec![0]));
             // A device that cannot be used does not keep it from another one.
             state.ill.insert(0, illness());
-            assert_eq!(ask(&mut state, &[1]), Ok(vec![1]));
+            assert_eq!(begin_asked(&mut state, 2, limits_of_one.clone(), &[1]), Ok(vec![1]));
+            // It is well again, and the sessions that have it go on.
+            state.ill.clear();
+            assert_eq!(begin(&mut state, 3, limits_of_one.clone()), Ok(vec![0]));
+            state.sessions.remove(&1);
+            assert_eq!(begin_asked(&mut state, 4, limits_of_one.clone(), &[1, 0]), Ok(vec![1]));
+            state.sessions.remove(&3);
+            assert_eq!(begin(&mut state, 5, limits_of_one.clone()), Ok(vec![1]));
         }
         // One that may have several can ask for them one after the other.
         let mut state = State::default();
