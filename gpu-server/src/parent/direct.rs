@@ -10,12 +10,16 @@ pub(super) mod connecting;
 pub(super) mod tickets;
 
 use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use host_bridge::framing::{Address, connect_tcp};
+use nix::errno::Errno;
+use nix::sys::socket::sockopt::SendTimeout;
+use nix::sys::socket::{self as net, AddressFamily, SockFlag, SockType, UnixAddr, setsockopt, socket};
+use nix::sys::time::TimeVal;
 use protocol::ops::direct::{MAX_ADDRESSES, MAX_DIRECTS};
 
 use self::connecting::{Queue, Refused};
@@ -62,9 +66,26 @@ fn allowed(server: &Server, text: &str, encrypted: bool) -> Result<Address, Stri
 
 fn connect(address: &Address) -> io::Result<OwnedFd> {
     Ok(match address {
-        Address::Unix(path) => UnixStream::connect(path)?.into(),
+        Address::Unix(path) => connect_unix(path, CONNECT_WITHIN)?,
         Address::Tcp(host, port) => connect_tcp(host, *port, CONNECT_WITHIN)?.into(),
     })
+}
+
+/// Connects to a Unix stream socket, or gives up if its server accepts nothing for so long.
+fn connect_unix(path: &Path, within: Duration) -> io::Result<OwnedFd> {
+    let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    // For Unix sockets this also limits how long a connection waits for its place at the listener.
+    let limit = |time: Duration| {
+        let time = TimeVal::new(time.as_secs().cast_signed(), time.subsec_micros().into());
+        setsockopt(&socket, SendTimeout, &time)
+    };
+    limit(within)?;
+    net::connect(socket.as_raw_fd(), &UnixAddr::new(path)?).map_err(|e| match e {
+        Errno::EAGAIN => io::Error::new(io::ErrorKind::TimedOut, "it accepts no connection"),
+        other => other.into(),
+    })?;
+    limit(Duration::ZERO)?;
+    Ok(socket)
 }
 
 /// Connections that are being established, and those that wait for that.
@@ -91,5 +112,34 @@ pub(super) fn serve(server: &Arc<Server>, worker: &Arc<Worker>, request: u64, te
         Ok(()) => {}
         Err(Refused::Full) => refuse("the session has all its connections waiting already".into()),
         Err(Refused::NoThread(e)) => refuse(format!("cannot start a thread: {e}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::socket::{Backlog, bind, listen};
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_server_that_accepts_nothing_is_given_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("server");
+        let listener = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        listen(&listener, Backlog::new(1).unwrap()).unwrap();
+        let moment = Duration::from_millis(10);
+        let mut held = Vec::new();
+        let refused = loop {
+            match connect_unix(&path, moment) {
+                Ok(socket) => held.push(socket),
+                Err(e) => break e,
+            }
+        };
+        assert_eq!(refused.kind(), io::ErrorKind::TimedOut, "{refused}");
+        assert!(!held.is_empty());
+        let listener = UnixListener::from(listener);
+        listener.accept().unwrap();
+        connect_unix(&path, moment).unwrap();
     }
 }

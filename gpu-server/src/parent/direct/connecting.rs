@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
 use crate::lock::lock;
@@ -57,11 +58,11 @@ impl Queue {
         }
         let queue = Arc::clone(self);
         let run = move || {
-            work();
-            let mut done = worker;
-            while let Some((worker, next)) = queue.next(done) {
-                next();
-                done = worker;
+            let mut now = Some((worker, Box::new(work) as Work));
+            while let Some((worker, work)) = now {
+                // A panic ends this piece of work only, and its place is free for others.
+                let _ = catch_unwind(AssertUnwindSafe(work));
+                now = queue.next(worker);
             }
         };
         let started = std::thread::Builder::new().name("rgpu-direct".into()).spawn(run);
@@ -178,6 +179,15 @@ mod tests {
         eight.one_ends();
         nine.begins(1);
         assert_eq!((nine.end(), eight.end(), seven.end()), (0, 1, 7));
+    }
+
+    #[test]
+    fn work_that_panics_gives_its_place_back() {
+        let (queue, seven) = (Queue::new(2, 9), Lasting::of(7));
+        (0..3).for_each(|_| queue.join(7, || std::panic::resume_unwind(Box::new(()))).unwrap());
+        seven.join(&queue).unwrap();
+        seven.begins(1);
+        assert_eq!(seven.end(), 0);
     }
 
     #[test]
