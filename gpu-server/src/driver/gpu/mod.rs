@@ -131,7 +131,7 @@ pub trait Gpu:
     fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply>;
 
     /// Reduces the session's devices to these, in this order. The session has made nothing on any device, and
-    /// no device is listed twice.
+    /// no device is listed twice. It has only these from now on, also if an error is returned.
     fn select(&mut self, devices: &[u32], windows: &[u32]) -> Result;
 
     /// Creates a context that is not a primary one.
