@@ -196,7 +196,11 @@ fn users_who_keep_page_locks_hinder_no_others() -> Result<()> {
     bed.selftest("connects-as 1010")?;
     // Waits until its memory is unpinned.
     bed.selftest("register")?;
-    let_go_of_page_locks(&bed, processes)?;
+    bed.machine.check("touch /tmp/go-on", LONG)?;
+    for process in processes {
+        let output = process.wait(LONG)?;
+        ensure!(output.success(), "{output}");
+    }
     bed.check_idle()
 }
 
@@ -205,33 +209,16 @@ fn keep_page_locks(bed: &Bed, uid: u32) -> Result<Process> {
     bed.machine.spawn(&format!("exec rgpu_selftest unregister-locked-pages {uid}"))
 }
 
-fn let_go_of_page_locks(bed: &Bed, processes: Vec<Process>) -> Result<()> {
-    bed.machine.check("touch /tmp/go-on", LONG)?;
-    for process in processes {
-        let output = process.wait(LONG)?;
-        ensure!(output.success(), "{output}");
-    }
-    Ok(())
-}
-
 #[test]
 fn a_user_who_keeps_page_locks_hinders_neither_removal_nor_reboot() -> Result<()> {
     let bed = with_fuse()?;
     let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
     let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), LONG)?;
-    let process = keep_page_locks(&bed, 1001)?;
+    keep_page_locks(&bed, 1001)?;
     bed.device.wait_until("its requests arrive", LONG, |d| d.count(Kind::Unregister) == 64)?;
     bed.machine.check(&format!("echo {name} > {driver}/unbind && echo {name} > {driver}/bind"), LONG)?;
-    ensure!(bed.pinned()? > 0, "the locks are not kept");
     bed.selftest("register")?;
     ensure!(bed.pinned()? > 0, "the locks are not kept");
-    let_go_of_page_locks(&bed, vec![process])?;
-    bed.check_idle()?;
-
-    bed.machine.check("rm /tmp/go-on", LONG)?;
-    let before = bed.device.count(Kind::Unregister);
-    keep_page_locks(&bed, 1002)?;
-    bed.device.wait_until("its requests arrive", LONG, |d| d.count(Kind::Unregister) == before + 64)?;
     // Without sync(2), which may wait for the locks.
     bed.machine.booted_after(|| bed.machine.spawn("reboot -nf").map(drop))?;
     bed.selftest("channel 64")?;
