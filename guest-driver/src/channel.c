@@ -24,6 +24,7 @@
 #define RGPU_DESTROY_MAX_PAUSE	(60UL * HZ)
 
 static void rgpu_destroy_again(struct work_struct *work);
+static void rgpu_unpin_work(struct work_struct *work);
 
 struct rgpu_channel *rgpu_channel_get(struct rgpu_channel *chan)
 {
@@ -66,6 +67,9 @@ struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev)
 	rgpu_extents_init(&chan->extents);
 	INIT_DELAYED_WORK(&chan->destroy_again, rgpu_destroy_again);
 	xa_init_flags(&chan->regions, XA_FLAGS_ALLOC);
+	INIT_LIST_HEAD(&chan->unpins);
+	INIT_WORK(&chan->unpin, rgpu_unpin_work);
+	init_waitqueue_head(&chan->unpin_wait);
 	INIT_WORK(&chan->replies, rgpu_replies_work);
 	INIT_LIST_HEAD(&chan->finished);
 	init_waitqueue_head(&chan->wait);
@@ -196,6 +200,54 @@ static void rgpu_id_free(struct rgpu_channel *chan)
 	rgpu_channel_put(chan);
 }
 
+/* Removes a region that the device cannot access any more. Needs chan->lock. */
+static void rgpu_region_remove(struct rgpu_channel *chan, struct rgpu_region *region)
+{
+	xa_erase(&chan->regions, region->id);
+	chan->registered -= region->extents.bytes;
+	list_add_tail(&region->node, &chan->unpins);
+	chan->unpins_queued++;
+	if (queue_work(chan->dev->unpin_workqueue, &chan->unpin))
+		rgpu_channel_get(chan);
+}
+
+/*
+ * Gives a lost channel's id back once nothing is pinned. Until then the channel counts
+ * as its user's, who could otherwise have a work item wait for each of any number of
+ * channels. Needs chan->lock and a reference in addition to the table's.
+ */
+static void rgpu_channel_end(struct rgpu_channel *chan)
+{
+	if (chan->state != RGPU_CHANNEL_LOST || chan->closed ||
+	    chan->unpinned != chan->unpins_queued)
+		return;
+	if (chan->destroying)
+		atomic_dec(&chan->dev->closing);
+	rgpu_id_free(chan);
+	smp_store_release(&chan->closed, true);
+	wake_up_all(&chan->wait);
+}
+
+static void rgpu_unpin_work(struct work_struct *work)
+{
+	struct rgpu_channel *chan = container_of(work, struct rgpu_channel, unpin);
+	struct rgpu_region *region;
+
+	mutex_lock(&chan->lock);
+	while ((region = list_first_entry_or_null(&chan->unpins, struct rgpu_region, node))) {
+		list_del(&region->node);
+		mutex_unlock(&chan->lock);
+		rgpu_region_unpin(chan, region);
+		mutex_lock(&chan->lock);
+		/* Whoever sees this also sees that nothing is charged. */
+		smp_store_release(&chan->unpinned, chan->unpinned + 1);
+		wake_up_all(&chan->unpin_wait);
+	}
+	rgpu_channel_end(chan);
+	mutex_unlock(&chan->lock);
+	rgpu_channel_put(chan);
+}
+
 static void rgpu_destroy_finish(struct rgpu_request *request);
 
 /* Needs chan->lock. */
@@ -231,17 +283,13 @@ static void rgpu_channel_settle(struct rgpu_channel *chan)
 	    chan->state == RGPU_CHANNEL_LOST)
 		return;
 	xa_for_each(&chan->regions, index, region)
-		rgpu_region_unpin(chan, region);
-	xa_destroy(&chan->regions);
-	if (chan->destroying)
-		atomic_dec(&chan->dev->closing);
+		rgpu_region_remove(chan, region);
 	/* Cannot be the last reference: the caller has one. */
 	if (cancel_delayed_work(&chan->destroy_again))
 		rgpu_channel_put(chan);
 	WRITE_ONCE(chan->state, RGPU_CHANNEL_LOST);
-	rgpu_id_free(chan);
-	smp_store_release(&chan->closed, true);
 	wake_up_all(&chan->wait);
+	rgpu_channel_end(chan);
 }
 
 static void rgpu_connect_finish(struct rgpu_request *request)
@@ -441,12 +489,11 @@ static int rgpu_region_reply(struct rgpu_request *request)
 	return ret;
 }
 
-/* Needs chan->lock. */
-static void rgpu_region_remove(struct rgpu_channel *chan, struct rgpu_region *region)
+/* Removes the region of a request, for whose unpinning its caller waits. Needs chan->lock. */
+static void rgpu_request_remove_region(struct rgpu_request *request)
 {
-	xa_erase(&chan->regions, region->id);
-	chan->registered -= region->extents.bytes;
-	rgpu_region_unpin(chan, region);
+	rgpu_region_remove(request->chan, request->region);
+	request->unpin = request->chan->unpins_queued;
 }
 
 static void rgpu_register_finish(struct rgpu_request *request)
@@ -461,7 +508,7 @@ static void rgpu_register_finish(struct rgpu_request *request)
 	 * until the channel ends, without being live.
 	 */
 	if (request->error == -ENODEV || (!request->error && request->status != RGPU_STATUS_OK))
-		rgpu_region_remove(chan, region);
+		rgpu_request_remove_region(request);
 	else
 		region->live = !request->error;
 	rgpu_channel_settle(chan);
@@ -476,7 +523,7 @@ static void rgpu_unregister_finish(struct rgpu_request *request)
 	mutex_lock(&chan->lock);
 	chan->ops--;
 	if (request->error == -ENODEV || (!request->error && request->status == RGPU_STATUS_OK))
-		rgpu_region_remove(chan, region);
+		rgpu_request_remove_region(request);
 	else
 		region->live = !request->error;
 	rgpu_channel_settle(chan);
@@ -601,7 +648,7 @@ err_put:
  *
  * Does not wait.
  *
- * Return: whether rgpu_channel.closed will complete soon.
+ * Return: whether rgpu_channel.closed will be set soon.
  */
 bool rgpu_channel_close(struct rgpu_channel *chan)
 {
@@ -610,7 +657,7 @@ bool rgpu_channel_close(struct rgpu_channel *chan)
 	mutex_lock(&chan->lock);
 	chan->closing = true;
 	rgpu_channel_settle(chan);
-	closing = chan->state == RGPU_CHANNEL_CLOSING;
+	closing = chan->state >= RGPU_CHANNEL_CLOSING && !chan->closed;
 	mutex_unlock(&chan->lock);
 	return closing;
 }

@@ -15,19 +15,34 @@
 
 static DEFINE_IDA(rgpu_indices);
 
+/* Devices whose memory is not freed yet, and who waits for that. */
+static atomic_t rgpu_device_count = ATOMIC_INIT(0);
+static DECLARE_WAIT_QUEUE_HEAD(rgpu_devices_gone);
+
 struct rgpu_device *rgpu_device_get(struct rgpu_device *dev)
 {
 	kref_get(&dev->ref);
 	return dev;
 }
 
+static void rgpu_device_release_work(struct work_struct *work)
+{
+	struct rgpu_device *dev = container_of(work, struct rgpu_device, release);
+
+	destroy_workqueue(dev->unpin_workqueue);
+	xa_destroy(&dev->channels);
+	cleanup_srcu_struct(&dev->doorbell_srcu);
+	kfree(dev);
+	if (atomic_dec_and_test(&rgpu_device_count))
+		wake_up_all(&rgpu_devices_gone);
+}
+
+/* May run in dev->unpin_workqueue, which cannot be destroyed there. */
 static void rgpu_device_release(struct kref *ref)
 {
 	struct rgpu_device *dev = container_of(ref, struct rgpu_device, ref);
 
-	xa_destroy(&dev->channels);
-	cleanup_srcu_struct(&dev->doorbell_srcu);
-	kfree(dev);
+	queue_work(rgpu_workqueue, &dev->release);
 }
 
 void rgpu_device_put(struct rgpu_device *dev)
@@ -65,13 +80,16 @@ static int rgpu_start(struct rgpu_device *dev)
 	return ret ? ret : rgpu_queues_start(dev);
 }
 
-/* Ends every channel and unpins all pages. Does nothing if already stopped. */
+/*
+ * Ends every channel. Does nothing if already stopped. Pages are unpinned later: users
+ * may hold locks of them, and could keep the machine from a suspend or a reboot.
+ */
 static void rgpu_stop(struct rgpu_device *dev)
 {
 	if (!rgpu_queues_stop(dev))
 		return;
 	rgpu_channels_lost(dev);
-	/* Wait for work queued by the above. */
+	/* Wait for replies that the above has queued. */
 	flush_workqueue(rgpu_workqueue);
 	wake_up_all(&dev->stopped);
 }
@@ -119,12 +137,18 @@ static int rgpu_probe(struct virtio_device *vdev)
 	dev = kzalloc(sizeof(*dev), GFP_KERNEL);
 	if (!dev)
 		return -ENOMEM;
-	ret = init_srcu_struct(&dev->doorbell_srcu);
-	if (ret) {
-		kfree(dev);
-		return ret;
+	/* A user can keep an item of it for each channel, which must not hinder other devices. */
+	dev->unpin_workqueue = alloc_workqueue("virtio_rgpu_unpin", WQ_UNBOUND, WQ_MAX_ACTIVE);
+	if (!dev->unpin_workqueue) {
+		ret = -ENOMEM;
+		goto err_free;
 	}
+	ret = init_srcu_struct(&dev->doorbell_srcu);
+	if (ret)
+		goto err_workqueue;
+	atomic_inc(&rgpu_device_count);
 	kref_init(&dev->ref);
+	INIT_WORK(&dev->release, rgpu_device_release_work);
 	xa_init_flags(&dev->channels, XA_FLAGS_ALLOC | XA_FLAGS_LOCK_IRQ);
 	init_waitqueue_head(&dev->id_freed);
 	init_waitqueue_head(&dev->stopped);
@@ -173,6 +197,12 @@ err_index:
 err_put:
 	vdev->priv = NULL;
 	rgpu_device_put(dev);
+	return ret;
+
+err_workqueue:
+	destroy_workqueue(dev->unpin_workqueue);
+err_free:
+	kfree(dev);
 	return ret;
 }
 
@@ -240,6 +270,9 @@ module_init(rgpu_init);
 static void __exit rgpu_exit(void)
 {
 	unregister_virtio_driver(&rgpu_driver);
+	/* For pages whose locks somebody still holds. */
+	wait_event(rgpu_devices_gone, !atomic_read(&rgpu_device_count));
+	/* Waits for the work that has freed the last device. */
 	destroy_workqueue(rgpu_workqueue);
 	ida_destroy(&rgpu_indices);
 }

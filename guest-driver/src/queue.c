@@ -20,8 +20,7 @@
  * rgpu_replies_work - finish a channel's requests that need nothing more of the device
  * @work: rgpu_channel.replies
  *
- * One work item for each channel: a user whose channels wait here, for page locks of
- * their own memory, leaves work items for those of others.
+ * Never waits for a user, as stopping a device waits for this.
  */
 void rgpu_replies_work(struct work_struct *work)
 {
@@ -214,7 +213,10 @@ void rgpu_request_submit(struct rgpu_request *request)
 
 /**
  * rgpu_request_wait - wait until a request is finished
- * @request: a submitted request to which the caller holds a reference
+ * @request: a submitted request to which the caller holds a reference, of a channel
+ *	likewise
+ *
+ * A region that the request has removed is unpinned then.
  *
  * If the host side is killed, its device never replies and the hypervisor does
  * not report it. The timeout keeps programs from hanging. The caller must not hold a
@@ -226,9 +228,13 @@ void rgpu_request_submit(struct rgpu_request *request)
  */
 int rgpu_request_wait(struct rgpu_request *request)
 {
+	struct rgpu_channel *chan = request->chan;
 	long left = rgpu_wait_event(request->wait, smp_load_acquire(&request->done),
 				    RGPU_REPLY_TIMEOUT);
 
+	if (left > 0)
+		left = rgpu_wait_event(chan->unpin_wait,
+				       rgpu_channel_unpinned(chan, request->unpin), left);
 	if (left < 0)
 		return -EINTR;
 	return left ? request->error : -ETIMEDOUT;
@@ -421,6 +427,7 @@ bool rgpu_queues_stop(struct rgpu_device *dev)
 	list_for_each_entry_safe(request, next, &pending, node)
 		rgpu_request_fail(request, -ENODEV);
 	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
+	/* Those of all devices, but none waits for a user. */
 	flush_workqueue(rgpu_workqueue);
 	return true;
 }

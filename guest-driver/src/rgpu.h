@@ -9,17 +9,20 @@
  *   channel.c  the life cycle of channels and regions
  *   file.c     /dev/rgpuN
  *
- * Lifetimes: a channel is referenced by its file, by every request in flight,
- * and by the device's table of ids, from when the device learns of the channel
- * until it can no longer access the memory. A channel holds a reference to the
- * device structure. Pages therefore outlive a killed program as long as the
- * device may use them, and nothing outlives the last file of a removed device.
+ * Lifetimes: a channel is referenced by its file, by every request in flight, by
+ * queued work, and by the device's table of ids, from when the device learns of the
+ * channel until it can no longer access the memory and nothing is pinned. A channel
+ * holds a reference to the device structure. Pages therefore outlive a killed program
+ * as long as the device may use them. Of a removed device nothing outlives its last
+ * file and its last pinned page.
  *
  * Lock order, outermost first: rgpu_channel.lock, then rgpu_device.event_lock (with
  * the xarray's own lock inside), or rgpu_device.users_lock and
  * rgpu_device.ctrl_lock. A program can hold its mmap_lock for as long as it likes, so
  * nothing waits for that with any of them, or in a work item. mmap() is called with
- * mmap_lock held, and takes none of them.
+ * mmap_lock held, and takes none of them. A program can keep page locks of its memory
+ * as well: only rgpu_channel.unpin waits for those, without a lock, and nothing but
+ * the program itself and the module's end waits for that work.
  */
 #ifndef _RGPU_H
 #define _RGPU_H
@@ -70,6 +73,7 @@ struct rgpu_user;
 /**
  * struct rgpu_device - one virtio device, from probe to its last open file
  * @ref: held by the virtio driver while bound, and by every channel
+ * @release: frees the device after the last reference
  * @vdev: valid between probe and remove only
  * @misc: /dev/rgpuN
  * @name: "rgpuN", for @misc
@@ -88,6 +92,7 @@ struct rgpu_user;
  * @freed: counts freed ids; with @id_freed, for a CONNECT that needs one
  * @id_freed: woken whenever @freed or @closing changes
  * @stopped: woken when the device stops, for poll()
+ * @unpin_workqueue: for rgpu_channel.unpin, which may wait for its user for ever
  * @users_lock: protects @users and what is in it
  * @users: users with a channel (struct rgpu_user)
  * @ctrl_lock: protects @controlq, @running, @in_flight, @destroys, @turns, and
@@ -108,6 +113,7 @@ struct rgpu_user;
  */
 struct rgpu_device {
 	struct kref ref;
+	struct work_struct release;
 	struct virtio_device *vdev;
 	struct miscdevice misc;
 	char name[16];
@@ -126,6 +132,7 @@ struct rgpu_device {
 	atomic_t freed;
 	wait_queue_head_t id_freed;
 	wait_queue_head_t stopped;
+	struct workqueue_struct *unpin_workqueue;
 
 	spinlock_t users_lock;	/* see above */
 	struct list_head users;
@@ -212,6 +219,8 @@ struct rgpu_extent_chunk {
  *	set
  * @chan: holds a reference from submission until @finish has returned
  * @region: for (UN)REGISTER_MEMORY; kept by @chan while requests are in flight
+ * @unpin: the value of rgpu_channel.unpinned once the region is unpinned which @finish
+ *	has removed; 0 for none
  * @error: 0 if the device replied, -ENODEV if it was reset before that, -EIO if
  *	the reply was malformed
  * @status: status in the device's reply
@@ -230,6 +239,7 @@ struct rgpu_request {
 	void (*finish)(struct rgpu_request *request);
 	struct rgpu_channel *chan;
 	struct rgpu_region *region;
+	unsigned long unpin;
 	int error;
 	u32 status;
 	char reason[sizeof_field(struct virtio_rgpu_ctrl_resp, reason)];
@@ -245,7 +255,7 @@ struct rgpu_request {
  * @RGPU_CHANNEL_CONNECTING: CREATE_CHANNEL is in flight
  * @RGPU_CHANNEL_CONNECTED: the device replied OK
  * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is in flight, or will be sent again
- * @RGPU_CHANNEL_LOST: ended for good
+ * @RGPU_CHANNEL_LOST: ended for good; its id is free once nothing is pinned
  */
 enum rgpu_channel_state {
 	RGPU_CHANNEL_NEW,
@@ -259,7 +269,7 @@ enum rgpu_channel_state {
  * struct rgpu_channel - an open file and its channel
  * @ref: see the top of this file
  * @dev: holds a reference
- * @lock: protects the following members up to @registered
+ * @lock: protects the following members up to @unpins_queued
  * @mm: mm of the process that created the channel (mmgrab); set once, before
  *	@pages
  * @owner: that process; set once
@@ -281,6 +291,12 @@ enum rgpu_channel_state {
  * @regions: by number
  * @next_region: where to look for the next free number
  * @registered: total bytes of @regions
+ * @unpins: regions to unpin, in order, which the device cannot access any more
+ * @unpins_queued: number of regions that have ever been added to @unpins
+ * @unpinned: number of those that are unpinned and not charged any more; written under
+ *	@lock, read anywhere
+ * @unpin: unpins @unpins; holds a reference while queued
+ * @unpin_wait: woken when @unpinned changes
  * @replies: calls the finish() of @finished, in order; holds a reference while queued
  * @finished: requests that need nothing more of the device; protected by
  *	rgpu_device.ctrl_lock
@@ -312,6 +328,12 @@ struct rgpu_channel {
 	struct xarray regions;
 	u32 next_region;
 	u64 registered;
+	struct list_head unpins;
+	unsigned long unpins_queued;
+	unsigned long unpinned;
+
+	struct work_struct unpin;
+	wait_queue_head_t unpin_wait;
 
 	struct work_struct replies;
 	struct list_head finished;
@@ -324,6 +346,7 @@ struct rgpu_channel {
 
 /**
  * struct rgpu_region - pinned memory that the device may use
+ * @node: in rgpu_channel.unpins
  * @id: number within its channel
  * @live: the device accepted REGISTER_MEMORY, and no UNREGISTER_MEMORY is in
  *	flight
@@ -332,6 +355,7 @@ struct rgpu_channel {
  * @extents: the registered bytes
  */
 struct rgpu_region {
+	struct list_head node;
 	u32 id;
 	bool live;
 	bool read_only;
@@ -391,6 +415,12 @@ void rgpu_channels_lost(struct rgpu_device *dev);
 static inline enum rgpu_channel_state rgpu_channel_state(const struct rgpu_channel *chan)
 {
 	return READ_ONCE(chan->state);
+}
+
+/* Whether so many regions of a channel are unpinned, and not charged any more. */
+static inline bool rgpu_channel_unpinned(const struct rgpu_channel *chan, unsigned long count)
+{
+	return (long)(smp_load_acquire(&chan->unpinned) - count) >= 0;
 }
 
 /* file.c */

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use rgpu_tests::driver_bed::{Bed, LONG, fuzz, with_program};
-use rgpu_tests::machine::{Builder, Kernel, Machine};
+use rgpu_tests::machine::{Builder, Kernel, Machine, Process};
 use rgpu_tests::mock_device::{ACCESS_PLATFORM, Config, Kind, MockDevice};
 
 fn passes(test: &str) -> Result<()> {
@@ -187,17 +187,41 @@ fn one_user_leaves_room_for_requests_of_others() -> Result<()> {
 fn users_who_keep_page_locks_hinder_no_others() -> Result<()> {
     let bed = with_fuse()?;
     bed.device.hold(Kind::Unregister);
-    let spawn = |uid| bed.machine.spawn(&format!("exec rgpu_selftest unregister-locked-pages {uid}"));
-    let processes: Vec<_> = (1001..=1004).map(spawn).collect::<Result<_>>()?;
-    // As many as the driver could have work items.
-    bed.device.wait_until("all requests arrive", LONG, |d| d.count(Kind::Unregister) == 256)?;
+    let processes: Vec<_> = (1001..=1009).map(|uid| keep_page_locks(&bed, uid)).collect::<Result<_>>()?;
+    // As many as the queue has room for.
+    bed.device.wait_until("requests arrive", LONG, |d| d.count(Kind::Unregister) == 256)?;
     bed.device.release();
-    bed.selftest("connects-as 1005")?;
+    // More than a workqueue of the driver runs at a time.
+    bed.device.wait_until("all requests arrive", LONG, |d| d.count(Kind::Unregister) == 9 * 64)?;
+    bed.selftest("connects-as 1010")?;
+    // Waits until its memory is unpinned.
+    bed.selftest("register")?;
     bed.machine.check("touch /tmp/go-on", LONG)?;
     for process in processes {
         let output = process.wait(LONG)?;
         ensure!(output.success(), "{output}");
     }
+    bed.check_idle()
+}
+
+/// A user unregisters 64 pages of a process that keeps their locks.
+fn keep_page_locks(bed: &Bed, uid: u32) -> Result<Process> {
+    bed.machine.spawn(&format!("exec rgpu_selftest unregister-locked-pages {uid}"))
+}
+
+#[test]
+fn a_user_who_keeps_page_locks_hinders_neither_removal_nor_reboot() -> Result<()> {
+    let bed = with_fuse()?;
+    let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
+    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), LONG)?;
+    keep_page_locks(&bed, 1001)?;
+    bed.device.wait_until("its requests arrive", LONG, |d| d.count(Kind::Unregister) == 64)?;
+    bed.machine.check(&format!("echo {name} > {driver}/unbind && echo {name} > {driver}/bind"), LONG)?;
+    bed.selftest("register")?;
+    ensure!(bed.pinned()? > 0, "the locks are not kept");
+    // Without sync(2), which may wait for the locks.
+    bed.machine.booted_after(|| bed.machine.spawn("reboot -nf").map(drop))?;
+    bed.selftest("channel 64")?;
     bed.check_idle()
 }
 
