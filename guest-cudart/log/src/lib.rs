@@ -67,13 +67,13 @@ pub fn write(level: Level, message: Arguments<'_>) {
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
     if level <= Level::Warn {
-        recent::keep(level, &message.to_string());
+        recent::keep(level, message);
     }
 }
 
 /// Only keeps a message of [`Level::Warn`]: one like it was written before.
 pub fn unwritten(message: Arguments<'_>) {
-    recent::keep(Level::Warn, &message.to_string());
+    recent::keep(Level::Warn, message);
 }
 
 /// Writes a message of [`Level::Error`].

@@ -2,6 +2,7 @@
 //! written or not.
 
 use std::collections::VecDeque;
+use std::fmt::{Arguments, Write};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -24,7 +25,7 @@ struct Kept {
 }
 
 static KEPT: Mutex<Kept> = Mutex::new(Kept { next: 0, lines: VecDeque::new(), bytes: 0 });
-static LISTENER: OnceLock<fn(Level, &str)> = OnceLock::new();
+static LISTENER: OnceLock<fn(Level, String)> = OnceLock::new();
 
 /// What was kept from some message on.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -60,28 +61,38 @@ impl Kept {
 }
 
 /// Keeps a message and tells the listener.
-pub(crate) fn keep(level: Level, message: &str) {
+pub(crate) fn keep(level: Level, message: Arguments<'_>) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let line = line(now.as_millis() as u64, level, message);
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner).add(line.clone());
+    // SAFETY: the function takes nothing and only returns the number.
+    let thread = unsafe { libc::gettid() };
+    let line = line(now.as_millis() as u64, thread, level, message);
+    let add = |line| KEPT.lock().unwrap_or_else(PoisonError::into_inner).add(line);
     if let Some(listener) = LISTENER.get() {
-        listener(level, &line);
+        add(line.clone());
+        listener(level, line);
+    } else {
+        add(line);
     }
 }
 
-/// A message as a line, in the form that NVIDIA's driver uses: time of day (UTC), source, severity, text.
-fn line(milliseconds: u64, level: Level, message: &str) -> String {
+/// A message as a line, in the form of the chapter "Error Log Management" of the CUDA Programming Guide: time
+/// of day (UTC), thread, source, severity, text.
+fn line(milliseconds: u64, thread: i32, level: Level, message: Arguments<'_>) -> String {
     let (seconds, rest) = (milliseconds / 1000, milliseconds % 1000);
     let [hours, minutes, seconds] = [seconds / 3600 % 24, seconds / 60 % 60, seconds % 60];
     let severity = if level == Level::Error { 'E' } else { 'W' };
-    let cut = message.floor_char_boundary(LONGEST);
-    let text = message[..cut].replace(['\n', '\0'], " ");
-    format!("[{hours:02}:{minutes:02}:{seconds:02}.{rest:03}][rgpu][{severity}] {text}")
+    let mut line = format!("[{hours:02}:{minutes:02}:{seconds:02}.{rest:03}][{thread}][rgpu][{severity}] ");
+    let head = line.len();
+    // Writing to a string cannot fail, and a message's own formatting does not.
+    let _ = line.write_fmt(message);
+    line.truncate(line.floor_char_boundary(head + LONGEST));
+    if line.contains(['\n', '\0']) { line.replace(['\n', '\0'], " ") } else { line }
 }
 
-/// Calls this function with each message from now on: its level, and its line. It may be called in any thread
-/// and with locks held, so it must call nothing of this library. Only the first listener counts.
-pub fn listen(listener: fn(Level, &str)) {
+/// Calls this function with each message from now on: its level, and its line. It is called in any thread and
+/// with locks of this library held, so it may only note the message: it must call nothing of this library
+/// and no code of the program. Only the first listener counts.
+pub fn listen(listener: fn(Level, String)) {
     let _ = LISTENER.set(listener);
 }
 
@@ -119,15 +130,16 @@ mod tests {
     #[test]
     fn a_message_is_one_line_of_limited_length() {
         let at = ((22 * 60 + 21) * 60 + 32) * 1000 + 99;
-        assert_eq!(line(at, Level::Error, "a\nb"), "[22:21:32.099][rgpu][E] a b");
-        assert_eq!(line(86_400_000, Level::Warn, "c"), "[00:00:00.000][rgpu][W] c");
-        assert!(line(0, Level::Warn, &"ä".repeat(3000)).len() <= LONGEST + 24);
+        let text = |at, level, text: &str| line(at, 25642, level, format_args!("{text}"));
+        assert_eq!(text(at, Level::Error, "a\nb"), "[22:21:32.099][25642][rgpu][E] a b");
+        assert_eq!(text(86_400_000, Level::Warn, "c"), "[00:00:00.000][25642][rgpu][W] c");
+        assert!(text(0, Level::Warn, &"ä".repeat(3000)).len() <= LONGEST + 31);
     }
 
     #[test]
     fn errors_and_warnings_are_kept_and_told() {
         static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
-        listen(|_, line| TOLD.lock().unwrap().push(line.to_owned()));
+        listen(|_, line| TOLD.lock().unwrap().push(line));
         let first = next();
         crate::info(format_args!("not this"));
         crate::warn(format_args!("this of {first}"));

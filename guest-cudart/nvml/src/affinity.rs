@@ -56,15 +56,12 @@ unsafe fn put(device: Handle, list: &str, size: u32, set: *mut u64, scope: u32) 
 }
 
 /// Lets the calling thread run on all processors.
-fn run_anywhere(device: Handle) -> Result {
-    state::ordinal(state::connected()?, device)?;
-    // The kernel leaves out processors that don't exist and those that the thread's control group hasn't.
-    // SAFETY: a set of processors is plain bits; the kernel only reads it.
-    let done = unsafe {
-        let mut all: libc::cpu_set_t = std::mem::zeroed();
-        std::ptr::from_mut(&mut all).write_bytes(0xff, 1);
-        libc::sched_setaffinity(0, size_of_val(&all), &raw const all)
-    };
+fn run_anywhere() -> Result {
+    // More than any Linux kernel supports. The kernel leaves out those that don't exist and those that the
+    // thread's control group hasn't.
+    let all = [u64::MAX; 65_536 / BITS];
+    // SAFETY: a set of processors is plain bits, as many as the size says; the kernel only reads them.
+    let done = unsafe { libc::sched_setaffinity(0, size_of_val(&all), all.as_ptr().cast()) };
     if done == 0 { Ok(()) } else { Err(status::UNKNOWN) }
 }
 
@@ -81,13 +78,15 @@ nvml! {
         put(device, NODES, size, set, scope)
     }
 
-    // All processors are ideal.
+    // All processors are ideal, so the thread stays where the user has bound it (`taskset`, Slurm).
     fn nvmlDeviceSetCpuAffinity(device: Handle) {
-        run_anywhere(device)
+        state::ordinal(state::connected()?, device)?;
+        Ok(())
     }
 
     fn nvmlDeviceClearCpuAffinity(device: Handle) {
-        run_anywhere(device)
+        state::ordinal(state::connected()?, device)?;
+        run_anywhere()
     }
 }
 
@@ -103,5 +102,37 @@ mod tests {
         assert_eq!(numbers("0-x"), None);
         assert_eq!(online("/nowhere"), [0]);
         assert!(online(PROCESSORS).len() <= online("/sys/devices/system/cpu/possible").len());
+    }
+
+    /// The processors that the calling thread may run on.
+    fn processors() -> libc::cpu_set_t {
+        // SAFETY: zero is an empty set, and the kernel writes at most its size.
+        unsafe {
+            let mut set: libc::cpu_set_t = std::mem::zeroed();
+            assert_eq!(libc::sched_getaffinity(0, size_of_val(&set), &raw mut set), 0);
+            set
+        }
+    }
+
+    #[test]
+    fn a_bound_thread_can_run_anywhere_again() {
+        // In a thread of its own, as it is bound.
+        let bound = std::thread::spawn(|| {
+            let before = processors();
+            // SAFETY: the sets are live local variables, and the numbers are within them.
+            unsafe {
+                let is_in = |number: &usize| libc::CPU_ISSET(*number, &before);
+                let first = (0..libc::CPU_SETSIZE as usize).find(is_in).expect("a processor");
+                let mut one: libc::cpu_set_t = std::mem::zeroed();
+                libc::CPU_SET(first, &mut one);
+                assert_eq!(libc::sched_setaffinity(0, size_of_val(&one), &raw const one), 0);
+                assert_eq!(libc::CPU_COUNT(&processors()), 1);
+                run_anywhere().expect("processors");
+                let after = processors();
+                let lacks = |number: &usize| is_in(number) && !libc::CPU_ISSET(*number, &after);
+                assert_eq!((0..libc::CPU_SETSIZE as usize).find(lacks), None);
+            }
+        });
+        bound.join().expect("the thread");
     }
 }

@@ -1,67 +1,15 @@
 //! The driver's log: what this library says when it refuses something or something fails. It is kept in the
-//! process ([`log::recent`]), and the program's callbacks get each message at once.
+//! process ([`log::recent`]), and the program's callbacks get each message ([`log_callbacks`]).
 
-use std::cell::Cell;
 use std::ffi::{OsStr, c_char, c_void};
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
 use crate::abi::arguments::{InOut, Out, Text};
 use crate::abi::result::Result;
-use client::log::Level;
+use crate::process::log_callbacks::{self, Callback};
+use client::Status;
 use client::log::recent::{self, Recent};
-use client::{Status, lock};
-
-/// `CUlogsCallback`: the program's data, `CUlogLevel`, the message and its length in bytes.
-type Callback = unsafe extern "C" fn(*mut c_void, u32, *mut c_char, usize);
-
-/// A callback of the program.
-struct Registered {
-    handle: usize,
-    function: Callback,
-    data: usize,
-    /// False once it was unregistered. Locked while the function runs.
-    wanted: Mutex<bool>,
-}
-
-static CALLBACKS: Mutex<Vec<Arc<Registered>>> = Mutex::new(Vec::new());
-/// The handle that was given last.
-static LAST: AtomicUsize = AtomicUsize::new(0);
-
-thread_local! {
-    /// Whether this thread is in a callback.
-    static CALLING: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Calls the program's functions with a message. What they cause is not told to them again.
-fn tell(level: Level, line: &str) {
-    if CALLING.get() {
-        return;
-    }
-    CALLING.set(true);
-    // `CU_LOG_LEVEL_ERROR` and `CU_LOG_LEVEL_WARNING`.
-    let level = u32::from(level != Level::Error);
-    let callbacks = lock(&CALLBACKS).clone();
-    for callback in callbacks {
-        let wanted = lock(&callback.wanted);
-        if *wanted {
-            // The function may change its copy, which has a NUL at its end.
-            let mut text = [line.as_bytes(), b"\0"].concat();
-            // SAFETY: the program registered the function for such calls and has not unregistered it.
-            unsafe {
-                (callback.function)(
-                    callback.data as *mut c_void,
-                    level,
-                    text.as_mut_ptr().cast(),
-                    line.len(),
-                );
-            }
-        }
-    }
-    CALLING.set(false);
-}
 
 /// The messages from an iterator on, which is the number of a message; NULL: all.
 fn messages(iterator: &InOut<u32>) -> Recent {
@@ -105,24 +53,12 @@ fn advance(iterator: &InOut<u32>, all: &Recent) {
 api! {
     fn cuLogsRegisterCallback(function: Option<Callback>, data: *mut c_void, handle: Out<usize>) {
         let function = function.ok_or(Status::INVALID_VALUE)?;
-        let number = LAST.fetch_add(1, Ordering::Relaxed) + 1;
-        let registered = Registered { handle: number, function, data: data as usize, wanted: Mutex::new(true) };
-        lock(&CALLBACKS).push(Arc::new(registered));
-        recent::listen(tell);
-        handle.put_if_wanted(number);
+        handle.put_if_wanted(log_callbacks::register(function, data));
         Ok(())
     }
 
     fn cuLogsUnregisterCallback(handle: usize) {
-        let mut callbacks = lock(&CALLBACKS);
-        let at = callbacks.iter().position(|registered| registered.handle == handle);
-        let gone = callbacks.remove(at.ok_or(Status::INVALID_VALUE)?);
-        drop(callbacks);
-        // When this returns, the function is not running in another thread, and will not be called again.
-        if !CALLING.get() {
-            *lock(&gone.wanted) = false;
-        }
-        Ok(())
+        if log_callbacks::unregister(handle) { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 
     fn cuLogsCurrent(iterator: Out<u32>, flags: u32) {
@@ -170,6 +106,9 @@ api! {
 #[cfg(test)]
 mod tests {
     use std::ffi::{CStr, CString};
+    use std::sync::Mutex;
+
+    use client::lock;
 
     use super::*;
 
@@ -177,25 +116,37 @@ mod tests {
         fitting(all, room).map(|text| String::from_utf8(text).expect("the messages are text"))
     }
 
-    type Told = Mutex<Vec<String>>;
+    /// The levels and lines that a callback got, with the lengths that it was told.
+    type Told = Mutex<Vec<(u32, String, usize)>>;
 
     unsafe extern "C" fn note(data: *mut c_void, level: u32, text: *mut c_char, length: usize) {
         // SAFETY: the test registers the function with such data, and a message ends with NUL.
         let (told, text) = unsafe { (&*data.cast::<Told>(), CStr::from_ptr(text)) };
-        let text = text.to_string_lossy().into_owned();
-        assert_eq!((level, text.len()), (1, length));
-        lock(told).push(text);
+        lock(told).push((level, text.to_string_lossy().into_owned(), length));
     }
 
-    /// Says something that no other test says, as a refusal that was written before.
+    /// Says something that no other test says, as a function that refuses what it refused before.
     fn say(what: &str) {
-        client::log::unwritten(format_args!("{what}, says the test of callbacks"));
+        let _call = log_callbacks::enter();
+        client::log::unwritten(format_args!("{what}, says the test of dumps"));
     }
 
     /// What was said by [`say`] among some messages.
     fn said(lines: &[String]) -> Vec<&str> {
-        let of_test = lines.iter().filter_map(|line| line.strip_suffix(", says the test of callbacks"));
+        let of_test = lines.iter().filter_map(|line| line.strip_suffix(", says the test of dumps"));
         of_test.filter_map(|line| Some(line.split_once("[rgpu][W] ")?.1)).collect()
+    }
+
+    /// What a callback was told by [`say`].
+    fn told_by_test(told: &Told) -> Vec<String> {
+        // Other tests say something, too.
+        let all = lock(told);
+        let of_test = all.iter().filter_map(|(level, line, length)| {
+            let text = *said(std::slice::from_ref(line)).first()?;
+            assert_eq!((*level, *length), (1, line.len()), "{line}");
+            Some(text.to_owned())
+        });
+        of_test.collect()
     }
 
     #[test]
@@ -212,11 +163,11 @@ mod tests {
             assert_eq!(cuLogsCurrent(Out::from(&mut iterator), 0), 0);
             say("one");
             say("two");
-            assert_eq!(said(&lock(&told)), ["one", "two"]);
+            assert_eq!(told_by_test(&told), ["one", "two"]);
             assert_eq!(cuLogsUnregisterCallback(handle), 0);
             assert_eq!(cuLogsUnregisterCallback(handle), INVALID);
             say("three");
-            assert_eq!(said(&lock(&told)), ["one", "two"]);
+            assert_eq!(told_by_test(&told), ["one", "two"]);
 
             let mut buffer = vec![1u8; 25600];
             let mut dump = |iterator: &mut u32, room: usize| {
