@@ -161,8 +161,8 @@ impl<T: Clone> Regions<T> {
     }
 
     /// Removes the memory that begins at `address`, if it was allocated (or registered) as `allocated` says.
-    /// When this returns, the host no longer uses it, and allocated memory is unmapped, unless another thread is
-    /// just asking a server to register it. `None` if there is none. No pending work may use it.
+    /// When this returns, the host no longer uses it, and allocated memory is unmapped, unless another thread
+    /// is just asking a server to register it. `None` if there is none. No pending work may use it.
     pub fn remove(&self, address: usize, allocated: bool) -> Option<T> {
         let region = {
             let mut map = self.write();

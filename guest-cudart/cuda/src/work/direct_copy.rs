@@ -45,8 +45,8 @@ const WINDOW: usize = 8;
 const MOST: usize = 4;
 /// Bytes of a copy for each of them, at least.
 const BYTES_EACH: usize = 2 << 20;
-/// Maximum number of connections of this process besides the first ones of all pairs. Sessions have a limit, and
-/// NCCL's messages need connections, too.
+/// Maximum number of connections of this process besides the first ones of all pairs. Sessions have a limit,
+/// and NCCL's messages need connections, too.
 const MOST_MORE: usize = 24;
 
 /// Their number now.
