@@ -53,7 +53,7 @@ macro_rules! api {
             }
             static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
             // Dropped last: the program's log callbacks are called when the function is over.
-            let _told = $crate::process::log_callbacks::enter();
+            let _told = $crate::abi::log_callbacks::enter();
             let _inside = ::client::counters::enter(&CALL);
             // SAFETY: the caller of the exported function meets the manual's requirements for its arguments,
             // and the body needs nothing else.
@@ -70,7 +70,7 @@ macro_rules! unsupported {
         #[unsafe(no_mangle)]
         pub extern "C" fn $name() -> u32 {
             static SAID: ::std::sync::atomic::AtomicBool = ::std::sync::atomic::AtomicBool::new(false);
-            let _told = $crate::process::log_callbacks::enter();
+            let _told = $crate::abi::log_callbacks::enter();
             $crate::abi::result::refuse(stringify!($name), &SAID)
         }
     )*};

@@ -6,8 +6,8 @@ use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 
 use crate::abi::arguments::{InOut, Out, Text};
+use crate::abi::log_callbacks::{self, Callback};
 use crate::abi::result::Result;
-use crate::process::log_callbacks::{self, Callback};
 use client::Status;
 use client::log::recent::{self, Recent};
 

@@ -10,7 +10,6 @@ pub(crate) mod green;
 pub(crate) mod host_calls;
 pub(crate) mod ids;
 pub(crate) mod limits;
-pub(crate) mod log_callbacks;
 pub(crate) mod room;
 pub(crate) mod server_waits;
 pub(crate) mod stream;
