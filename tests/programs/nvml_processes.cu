@@ -97,7 +97,7 @@ static void check_processes(Device device, char **argv) {
     REQUIRE(read(other.socket, &byte, 1) == 1, "the other process has failed");
     const unsigned other_pid = other.pid;
     eventually("the other process is listed, too", [&] { return holds(compute(device), other_pid, 16 * MIB); });
-    // Programs that run beside this one are in the lists as well.
+    // Programs that run beside this one are in the lists as well. A process may have more memory than its program uses, and get more at any time.
     auto of_test = [&](const Processes &all) {
         Processes two;
         for (auto [process, bytes] : all)
@@ -105,10 +105,11 @@ static void check_processes(Device device, char **argv) {
         return two;
     };
     Processes both = of_test(compute(device));
-    REQUIRE(both.size() == 2 && both[pid] >= 32 * MIB && both[other_pid] >= 16 * MIB && both[other_pid] < both[pid],
+    REQUIRE(both.size() == 2 && both[pid] >= 32 * MIB && both[other_pid] >= 16 * MIB,
             "%zu processes, this one with %llu bytes, the other with %llu", both.size(), both[pid], both[other_pid]);
-    REQUIRE(of_test(listed<InfoV1>("nvmlDeviceGetComputeRunningProcesses", device)) == both, "the first version lists others");
-    REQUIRE(of_test(listed<Info>("nvmlDeviceGetComputeRunningProcesses_v2", device)) == both, "the second version lists others");
+    auto are_listed = [&](const Processes &all) { return holds(all, pid, 32 * MIB) && holds(all, other_pid, 16 * MIB); };
+    REQUIRE(are_listed(listed<InfoV1>("nvmlDeviceGetComputeRunningProcesses", device)), "the first version lists others");
+    REQUIRE(are_listed(listed<Info>("nvmlDeviceGetComputeRunningProcesses_v2", device)), "the second version lists others");
     REQUIRE(listed<Info>("nvmlDeviceGetGraphicsRunningProcesses_v3", device).empty(), "there are processes that draw");
 
     // With too little room, only the number is written.
@@ -130,7 +131,7 @@ static void check_processes(Device device, char **argv) {
                 "process %u in detail", details[i].pid);
         in_detail[details[i].pid] = details[i].memory;
     }
-    REQUIRE(of_test(in_detail) == both, "%u processes in detail, which are others", list.count);
+    REQUIRE(are_listed(in_detail), "%u processes in detail, which are others", list.count);
     list.count = details.size();
     list.mode = 1;
     ANSWERS(Success, "nvmlDeviceGetRunningProcessDetailList", device, &list);
