@@ -1,5 +1,5 @@
-//! The C interface: structures of `cuda.h`, arguments, status codes, the macro that exports functions, and the
-//! program's callbacks for the driver's log, which are called when a function ends.
+//! The C interface: structures of `cuda.h`, arguments, status codes, the macro that exports functions, and
+//! the program's callbacks for the driver's log, which are called when a function ends.
 
 pub(crate) mod arguments;
 pub(crate) mod log_callbacks;
