@@ -115,7 +115,7 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
     use test_kit::PATIENCE;
 
-    /// A worker's work, each piece of which lasts until one is told to end.
+    /// Pieces of work of one worker. Each runs until the test lets one of them end.
     struct Lasting {
         worker: u32,
         began: Sender<()>,

@@ -146,7 +146,7 @@ impl State {
         }
     }
 
-    /// The same for a successor that goes on from exactly this state.
+    /// The same for a successor that takes over now, before anything else changes.
     pub(super) fn save_all(&self, worker: u32) {
         // There may be too many imports. Then they count for each session that has them.
         if self.write(worker, true).is_err() {

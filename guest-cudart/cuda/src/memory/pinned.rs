@@ -180,27 +180,22 @@ pub(crate) fn map(context: &'static Context, base: usize, size: usize) -> Result
     };
     let map = HostMap { context: context.id, address: base as u64, memory: HostOut(range) };
     let asked = context.session().call(&map);
-    let mut mapped = lock(&MAPPED);
-    // Another piece may be at its address by now.
-    let contexts = mapped.get_mut(&base).filter(|_| asked_for.is_some() && buffer() == asked_for);
-    match (asked, contexts) {
-        (Ok(_), Some(contexts)) if context.is_alive() => contexts.push(context),
-        (Ok(_), contexts) => {
-            if contexts.is_some_and(|contexts| contexts.is_empty()) {
-                mapped.remove(&base);
+    {
+        let mut mapped = lock(&MAPPED);
+        // Another piece may be at its address by now.
+        match mapped.get_mut(&base).filter(|_| asked_for.is_some() && buffer() == asked_for) {
+            Some(contexts) if asked.is_ok() && context.is_alive() => {
+                contexts.push(context);
+                return Ok(());
             }
-            drop(mapped);
-            let _ = context.session().append(&HostUnmap { context: context.id, address: base as u64 });
-            return Err(Status::NOT_SUPPORTED);
-        }
-        (Err(status), contexts) => {
-            if contexts.is_some_and(|contexts| contexts.is_empty()) {
-                mapped.remove(&base);
-            }
-            return Err(status);
+            Some(contexts) if contexts.is_empty() => _ = mapped.remove(&base),
+            _ => {}
         }
     }
-    Ok(())
+    asked?;
+    // It was freed meanwhile, or the context destroyed, and nobody knew that there is something to undo.
+    let _ = context.session().append(&HostUnmap { context: context.id, address: base as u64 });
+    Err(Status::NOT_SUPPORTED)
 }
 
 /// Lets kernels reach the piece that begins at `base` if the device shares this process's memory. Otherwise
