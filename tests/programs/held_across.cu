@@ -319,6 +319,7 @@ static void stalled() {
     for (int device : {1, 2}) {
         CHECK(cudaSetDevice(device));
         CHECK(cudaMemset(device == 1 ? there : stalling, 0, bytes));
+        CHECK(cudaDeviceSynchronize());
     }
     CHECK(cudaSetDevice(0));
     steps++;

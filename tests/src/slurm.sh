@@ -101,6 +101,11 @@ NodeName=n3 Name=rgpu Type=h100 Count=1
 NodeName=n[1-3] Name=rgpumem Count=4G
 END
 echo 'CgroupAutomount=no' >/etc/slurm/cgroup.conf
+# slurmd ends where it finds both kinds of control groups, as in a container with the unified hierarchy on a
+# kernel that uses the others. Nothing here needs any.
+if [ "$(stat -f -c %T /sys/fs/cgroup)" = cgroup2fs ] && grep -q '^[1-9]' /proc/self/cgroup; then
+	mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
+fi
 until sacctmgr -i add cluster test >/dev/null 2>&1; do sleep 0.2; done
 slurmctld
 # slurmctld 22.05 counts GRES without a type as used for good on nodes that register after one with types.

@@ -15,6 +15,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rgpu_tests::tree::{self, Build};
 
 use crate::unit_tests::{self, Executables};
@@ -94,8 +95,22 @@ struct Tally {
 /// Most lines that are repeated of a failed test.
 const MOST_SAID: usize = 20;
 
+/// Some tests have both ends of hundreds of connections, and a new machine lets a shell's processes open 1024
+/// files.
+fn raise_descriptor_limit() {
+    const ENOUGH: u64 = 1 << 14;
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
+        let wanted = hard.min(ENOUGH);
+        if soft < wanted { setrlimit(Resource::RLIMIT_NOFILE, wanted, hard) } else { Ok(()) }
+    });
+    if let Err(e) = raised {
+        eprintln!("cannot raise the limit of open files, without which some tests fail: {e}");
+    }
+}
+
 /// Runs the selected parts, or all. Fails if a test failed.
 pub fn test(arguments: &Arguments) -> Result<()> {
+    raise_descriptor_limit();
     let known = known_parts()?;
     for part in &arguments.parts {
         if !known.contains(part) {

@@ -182,7 +182,10 @@ impl Port for Native {
     fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
         let _uncancelled = Uncancelled::begin();
         let error = |what| move |source| PortError::io(&self.path, what, source);
-        let memory = memfd(c"rgpu-pinned", size).map_err(error("creating pinned memory"))?;
+        let memory = memfd(c"rgpu-pinned", size).map_err(|e| {
+            let full = e.raw_os_error() == Some(libc::EMFILE);
+            error("creating pinned memory")(if full { too_many_files() } else { e })
+        })?;
         let mapping =
             Mapping::pinned(Some(memory.as_fd()), size, at).map_err(error("mapping pinned memory"))?;
         let region = self.register(&memory, size)?;
@@ -263,6 +266,16 @@ fn over_file_limit(size: usize) -> Option<io::Error> {
         let most = limit.rlim_cur;
         io::Error::other(format!("{size} bytes, and this process may make files of {most}: raise ulimit -f"))
     })
+}
+
+/// Why there is no descriptor for pinned memory, and what to do.
+fn too_many_files() -> io::Error {
+    let kept = if SEVERAL.load(Ordering::Relaxed) {
+        ", among them one for each piece of pinned memory, because it has several servers"
+    } else {
+        ""
+    };
+    io::Error::other(format!("this process has as many open files as it may have{kept}: raise ulimit -n"))
 }
 
 /// A memfd of `size` bytes, sealed against shrinking: the host maps it, and would crash if the file became
