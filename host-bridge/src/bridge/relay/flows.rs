@@ -86,10 +86,14 @@ impl<M> Job<M> {
         self.blocks.get((self.at / CACHE_BLOCK) as usize)
     }
 
-    /// Whether it is to wait until the server has said whether it has the next block. Not if a part of that
-    /// was sent: the question may not be asked then, and the answer is of no use.
+    /// Whether it is to wait until the server has said whether it has the next block, or what is left of it.
     fn awaits_answer(&self, waits: bool) -> bool {
-        waits && self.patient && self.at.is_multiple_of(CACHE_BLOCK) && self.block() == Some(&Block::Asked)
+        waits && self.patient && self.block() == Some(&Block::Asked)
+    }
+
+    /// Whether all of the block at `offset` was given out.
+    fn is_past(&self, offset: u64) -> bool {
+        self.at >= self.span.len().min(offset.saturating_add(CACHE_BLOCK))
     }
 
     fn may_send(&self, waits: bool) -> bool {
@@ -313,7 +317,7 @@ impl<M> Flows<M> {
             if carries == Carries::Nothing {
                 self.knowledge.through(len);
             } else {
-                self.pace.leaves(chunk.seq, chunk.piece, chunk.at, now);
+                self.pace.leaves((chunk.seq, chunk.piece, chunk.at), len, now);
             }
             return Some(chunk);
         }
@@ -355,8 +359,8 @@ impl<M> Flows<M> {
     /// The hash of a block is known.
     pub(in crate::bridge) fn hashed(&mut self, done: ToHash<M>) {
         let ToHash { seq, piece, offset, span, hash } = done;
-        // The question would come behind the bytes.
-        if self.job_mut(seq, piece).is_none_or(|job| job.at > offset) {
+        // The answer would be of no use.
+        if self.job_mut(seq, piece).is_none_or(|job| job.is_past(offset)) {
             self.knowledge.not_asked();
             return;
         }
@@ -388,8 +392,10 @@ impl<M> Flows<M> {
     /// blocks that it was not asked about is of no interest.
     fn note(&mut self, DataKnown { seq, offset, piece, known }: DataKnown) -> Option<u64> {
         let number = *self.places.get(&(seq, piece))?;
-        let job =
-            self.job_mut(seq, piece).filter(|job| job.at <= offset && offset.is_multiple_of(CACHE_BLOCK))?;
+        let job = self.job_mut(seq, piece)?;
+        if !offset.is_multiple_of(CACHE_BLOCK) || job.is_past(offset) {
+            return None;
+        }
         let block =
             job.blocks.get_mut((offset / CACHE_BLOCK) as usize).filter(|block| **block == Block::Asked)?;
         *block = if known == 1 { Block::Known } else { Block::Missing };

@@ -8,7 +8,8 @@
 //! that (`docs/decisions/0131-short-data-does-not-wait-for-the-cache.md`).
 //!
 //! Over a fast link, hashes take as long as sending, so no block is asked about. How fast it is is known from
-//! what arrived ([`Pace`]).
+//! what arrived ([`Pace`]). So a session's first bytes are sent in any case; what comes behind them waits for
+//! the server's answer, or until they have shown that the link is fast.
 
 use std::collections::VecDeque;
 
@@ -143,7 +144,7 @@ impl Knowledge {
         self.score > 0
             && match self.cache {
                 CacheUse::Never => false,
-                CacheUse::Slow => pace.is_slow(),
+                CacheUse::Slow => pace.is_slow() || pace.is_being_told(),
                 CacheUse::Always => true,
             }
     }

@@ -9,10 +9,12 @@
 //!   on the way in the shortest round trip ≈ received while watched × shortest ÷ time watched
 //! ```
 //!
-//! The same chunks tell what the link carries in a second ([`LinkRate`]).
+//! The same chunks tell what the link carries in a second ([`LinkRate`]). What a session sends first tells
+//! that roughly: what has arrived since its first chunk was given out, until nothing more is on its way.
 //!
 //! The clock is the caller's.
 
+use std::cell::LazyCell;
 use std::time::{Duration, Instant};
 
 use crate::link_rate::LinkRate;
@@ -26,6 +28,8 @@ const FAST: u64 = 1 << 30;
 const PART: u128 = 4;
 /// The rate is known from as many bytes as this, received one after the other.
 const ENOUGH: u64 = 256 << 10;
+/// As long as it is not known, it is found out with no more than this.
+const PROBE: u64 = 1 << 20;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -42,6 +46,17 @@ pub(super) struct Pace {
     link: LinkRate<(u64, u32, u64)>,
     /// `received` when the watched chunk was given out.
     before: u64,
+    /// What the rate is first found out with.
+    probe: Option<Probe>,
+}
+
+/// Bytes that were given out while the rate was not known, since nothing was on its way.
+#[derive(Debug, Clone, Copy)]
+struct Probe {
+    begun: Instant,
+    /// [`Pace::received`] then.
+    before: u64,
+    bytes: u64,
 }
 
 impl Pace {
@@ -56,6 +71,7 @@ impl Pace {
             rate: 0,
             link: LinkRate::new(),
             before: 0,
+            probe: None,
         }
     }
 
@@ -83,6 +99,11 @@ impl Pace {
         (1..FAST).contains(&self.rate)
     }
 
+    /// Whether neither is known, but enough is on its way to tell.
+    pub(super) fn is_being_told(&self) -> bool {
+        self.probe.as_ref().is_some_and(|probe| probe.bytes >= PROBE)
+    }
+
     /// Whether sending so many bytes takes much less time than an answer of the server.
     pub(super) fn outpaces_answers(&self, bytes: u64) -> bool {
         let sends = u128::from(bytes) * 1_000_000_000;
@@ -95,15 +116,23 @@ impl Pace {
         self.link.get()
     }
 
-    /// A chunk is given out to be sent.
-    pub(super) fn leaves(&mut self, seq: u64, piece: u32, at: u64, now: impl FnOnce() -> Instant) {
-        if self.link.watched().is_some() || self.most == self.least {
+    /// A chunk of `len` bytes is given out to be sent: its command, piece and offset.
+    pub(super) fn leaves(&mut self, chunk: (u64, u32, u64), len: u64, now: impl FnOnce() -> Instant) {
+        if self.most == self.least {
             return;
         }
-        if self.link.leaves((seq, piece, at), now()) {
-            (self.window, self.shortest, self.rate) = (self.least, Duration::MAX, 0);
+        let now = LazyCell::new(now);
+        if self.link.watched().is_none() {
+            if self.link.leaves(chunk, *now) {
+                (self.window, self.shortest, self.rate) = (self.least, Duration::MAX, 0);
+                self.probe = None;
+            }
+            self.before = self.received;
         }
-        self.before = self.received;
+        if self.rate == 0 {
+            let begin = || Probe { begun: *now, before: self.received, bytes: 0 };
+            self.probe.get_or_insert_with(begin).bytes += len;
+        }
     }
 
     /// The server has a chunk of `len` bytes, of which `crossed` came over the link. True: the window has
@@ -117,20 +146,34 @@ impl Pace {
         now: impl FnOnce() -> Instant,
     ) -> bool {
         self.received += len;
-        let Some(time) = self.link.arrives(&(seq, piece, at), crossed, now) else { return false };
+        let now = LazyCell::new(now);
+        if let Some(Probe { begun, before, bytes }) = self.probe
+            && self.received - before >= bytes.min(PROBE)
+        {
+            self.probe = None;
+            if self.received - before >= ENOUGH {
+                self.rate = rate(self.received - before, now.saturating_duration_since(begun));
+            }
+        }
+        let Some(time) = self.link.arrives(&(seq, piece, at), crossed, || *now) else { return false };
         let near = !self.is_far();
         self.shortest = self.shortest.min(time);
-        let meanwhile = u128::from(self.received - self.before);
-        if meanwhile >= ENOUGH.into() {
-            let rate = u64::try_from(meanwhile * 1_000_000_000 / time.as_nanos()).unwrap_or(u64::MAX);
-            self.rate = self.rate.max(rate);
+        let meanwhile = self.received - self.before;
+        if self.rate > 0 && meanwhile >= ENOUGH {
+            self.rate = self.rate.max(rate(meanwhile, time));
         }
-        let on_the_way = meanwhile * self.shortest.as_nanos() / time.as_nanos();
+        let on_the_way = u128::from(meanwhile) * self.shortest.as_nanos() / time.as_nanos();
         let before = self.window;
         let wanted = u64::try_from(2 * on_the_way).unwrap_or(u64::MAX);
         self.window = self.window.max(wanted).min(self.most);
         self.window > before || near && self.is_far()
     }
+}
+
+/// Bytes a second, at least 1.
+fn rate(bytes: u64, time: Duration) -> u64 {
+    let nanos = time.as_nanos().max(1);
+    u64::try_from(u128::from(bytes) * 1_000_000_000 / nanos).unwrap_or(u64::MAX).max(1)
 }
 
 #[cfg(test)]
@@ -143,14 +186,14 @@ mod tests {
     /// Sends a few bytes, and then at `rate` bytes a second with a full window under way, over a link of this
     /// round-trip time, until the window stays. Gives it.
     fn settled(pace: &mut Pace, rate: u64, round_trip: Duration, mut now: Instant) -> u64 {
-        pace.leaves(u64::MAX, 0, 0, || now);
+        pace.leaves((u64::MAX, 0, 0), 1, || now);
         now += round_trip;
         pace.arrives(u64::MAX, 0, 0, (1, 1), || now);
         for seq in 0..20 {
             let before = pace.window();
             // A window is sent in the time that the link takes, or the round trip limits.
             let time = Duration::from_secs_f64(before as f64 / rate as f64).max(round_trip);
-            pace.leaves(seq, 0, 0, || now);
+            pace.leaves((seq, 0, 0), before, || now);
             now += time;
             pace.arrives(seq + 1000, 0, 0, (before - 1, before - 1), || now);
             pace.arrives(seq, 0, 0, (1, 1), || now);
@@ -181,7 +224,7 @@ mod tests {
         assert_eq!(settled(&mut pace, 100 << 30, Duration::from_millis(100), begin), MOST);
         // As large as the least: it never asks the clock.
         let mut pace = Pace::new(LEAST, 0);
-        pace.leaves(1, 0, 0, || unreachable!());
+        pace.leaves((1, 0, 0), 1, || unreachable!());
         assert!(!pace.arrives(1, 0, 0, (1 << 30, 1 << 30), || unreachable!()));
     }
 
@@ -190,7 +233,7 @@ mod tests {
         let begin = Instant::now();
         for (rate, fast) in [(125_000_000, false), (4 << 30, true)] {
             let mut pace = Pace::new(LEAST, MOST);
-            pace.leaves(1, 0, 0, || begin);
+            pace.leaves((1, 0, 0), 1000, || begin);
             pace.arrives(1, 0, 0, (1000, 1000), || begin + Duration::from_millis(1));
             assert!(!pace.is_fast() && !pace.is_slow());
             settled(&mut pace, rate, Duration::from_micros(200), begin);
@@ -199,10 +242,35 @@ mod tests {
     }
 
     #[test]
+    fn what_is_sent_first_tells_the_rate_once_all_of_it_has_arrived() {
+        let begin = Instant::now();
+        let mut pace = Pace::new(LEAST, MOST);
+        let at = |chunk: u64| (1, 0, chunk * ENOUGH);
+        (0..3).for_each(|chunk| pace.leaves(at(chunk), ENOUGH, || begin));
+        assert!(!pace.is_being_told());
+        pace.leaves(at(3), ENOUGH, || begin);
+        assert!(pace.is_being_told());
+        // Over four connections the first one says little of the link.
+        for chunk in 0..4 {
+            assert!(pace.is_being_told() && !pace.is_slow() && !pace.is_fast());
+            pace.arrives(1, 0, chunk * ENOUGH, (ENOUGH, ENOUGH), || begin + Duration::from_micros(300));
+        }
+        assert!(pace.is_fast() && !pace.is_being_told(), "{pace:?}");
+        // One after the other, with pauses: little is known of what it takes alone.
+        let mut pace = Pace::new(LEAST, MOST);
+        for chunk in 0..20 {
+            let now = begin + Duration::from_millis(chunk);
+            pace.leaves(at(chunk), 1000, || now);
+            pace.arrives(1, 0, chunk * ENOUGH, (1000, 1000), || now + Duration::from_micros(200));
+        }
+        assert_eq!((pace.rate, pace.probe.is_none()), (0, true));
+    }
+
+    #[test]
     fn compressed_chunks_count_for_the_link_as_they_cross_it_and_for_the_window_as_they_are() {
         let (mut pace, mut now) = (Pace::new(LEAST, MOST), Instant::now());
         for seq in 0..200 {
-            pace.leaves(seq, 0, 0, || now);
+            pace.leaves((seq, 0, 0), 2_500_000, || now);
             now += Duration::from_millis(10);
             // 25 MB/s, and what they stand for.
             pace.arrives(seq, 0, 0, (2_500_000, 250_000), || now);
@@ -217,7 +285,7 @@ mod tests {
         let begin = Instant::now();
         let mut pace = Pace::new(LEAST, MOST);
         assert_eq!(settled(&mut pace, 100 << 30, Duration::from_millis(100), begin), MOST);
-        pace.leaves(7, 0, 0, || begin + Duration::from_secs(60));
+        pace.leaves((7, 0, 0), 1, || begin + Duration::from_secs(60));
         assert_eq!(pace.window(), LEAST);
     }
 }

@@ -48,7 +48,7 @@ fn chunks_cover_a_piece_once_and_in_order() {
 fn over_ten_milliseconds(flows: &mut TestFlows) -> Instant {
     let mut now = Instant::now();
     for seq in 1000..1005 {
-        flows.pace.leaves(seq, 0, 0, || now);
+        flows.pace.leaves((seq, 0, 0), 1_000_000, || now);
         now += Duration::from_millis(10);
         flows.pace.arrives(seq, 0, 0, (1_000_000, 1_000_000), || now);
     }
@@ -187,26 +187,71 @@ fn what_the_server_has_is_not_sent_and_what_is_new_is_not_delayed() {
 }
 
 #[test]
-fn a_block_of_which_a_part_was_sent_waits_for_no_answer() {
+fn what_is_left_of_a_block_waits_for_the_answer_too() {
     const LEN: u64 = 3 << 20;
-    let mut flows = TestFlows::new(4, 0, CacheUse::Always);
-    push(&mut flows, 1, 1, 0, LEAST_TO_ASK);
-    assert_eq!((hash(&mut flows), kinds(&mut flows).len()), (1, 1));
-    tell(&mut flows, 1, 0, 0);
-    assert_eq!(kinds(&mut flows), [(1, LEAST_TO_ASK, NEW)]);
-    // It is being asked about, and the first part is sent meanwhile.
-    push(&mut flows, 1, 2, 0, LEN);
-    grant(&mut flows, 2, 0, LEN);
-    let task = flows.next_to_hash().unwrap();
-    let mut sent = u64::from(flows.next_chunk().unwrap().len);
-    assert!(sent < LEN);
-    // Now answers are waited for again, but the question about this block is of no use any more, and not
-    // asked.
-    tell(&mut flows, 1, 0, 1);
-    flows.hashed(task);
-    sent +=
-        kinds(&mut flows).iter().map(|(_, len, carries)| if *carries == NEW { *len } else { 0 }).sum::<u64>();
-    assert_eq!(sent, LEN);
+    for known in [true, false] {
+        let mut flows = TestFlows::new(4, 0, CacheUse::Always);
+        push(&mut flows, 1, 1, 0, LEAST_TO_ASK);
+        assert_eq!((hash(&mut flows), kinds(&mut flows).len()), (1, 1));
+        tell(&mut flows, 1, 0, 0);
+        assert_eq!(kinds(&mut flows), [(1, LEAST_TO_ASK, NEW)]);
+        // Its hash is being computed, and the first part is sent meanwhile.
+        push(&mut flows, 1, 2, 0, LEN);
+        grant(&mut flows, 2, 0, LEN);
+        let task = flows.next_to_hash().unwrap();
+        let first = u64::from(flows.next_chunk().unwrap().len);
+        assert!(first < LEN);
+        // Now answers are waited for again.
+        tell(&mut flows, 1, 0, 1);
+        flows.hashed(task);
+        assert!(matches!(kinds(&mut flows)[..], [(2, LEN, Carries::Hash(_))]));
+        tell(&mut flows, 2, 0, u32::from(known));
+        let rest = kinds(&mut flows);
+        assert_eq!(rest.iter().map(|(_, len, _)| len).sum::<u64>(), LEN - first);
+        assert!(rest.iter().all(|(.., carries)| (*carries == Carries::Nothing) == known), "{rest:?}");
+        assert!(flows.flows.is_empty() && flows.places.is_empty());
+        // Nobody asks about a block that was sent.
+        push(&mut flows, 1, 3, 0, LEN);
+        let task = flows.next_to_hash().unwrap();
+        tell(&mut flows, 1, 0, 0);
+        tell(&mut flows, 1, 0, 0);
+        grant(&mut flows, 3, 0, LEN);
+        tell(&mut flows, 1, 0, 0);
+        assert_eq!(kinds(&mut flows).iter().map(|(_, len, _)| len).sum::<u64>(), LEN);
+        flows.hashed(task);
+        assert_eq!(kinds(&mut flows), []);
+    }
+}
+
+#[test]
+fn a_session_sends_a_megabyte_of_what_the_server_has_and_then_knows() {
+    const LEN: u64 = 3 << 20;
+    // What is sent first arrives fast, or not so fast, or has not yet when the server answers.
+    for arrives in [Some(Duration::from_micros(300)), Some(Duration::from_millis(9)), None] {
+        let (begin, mut flows) = (Instant::now(), TestFlows::new(4, 128 << 20, CacheUse::Slow));
+        (1..5).for_each(|seq| {
+            push(&mut flows, seq, seq, 0, LEN);
+            grant(&mut flows, seq, 0, LEN);
+        });
+        assert_eq!(hash(&mut flows), 4);
+        let all: Vec<_> = std::iter::from_fn(|| next(&mut flows, begin)).collect();
+        let sent: Vec<_> = all.iter().filter(|chunk| chunk.sends() > 0).collect();
+        let bytes =
+            |chunks: &[&Chunk<TestMemory>]| chunks.iter().map(|chunk| u64::from(chunk.len)).sum::<u64>();
+        assert_eq!(bytes(&sent), 1 << 20);
+        if let Some(time) = arrives {
+            sent.iter().for_each(|chunk| flows.arrived_at(chunk, chunk.len.into(), || begin + time));
+        }
+        let fast = arrives.is_some_and(|time| time < Duration::from_millis(1));
+        if !fast {
+            assert!(next(&mut flows, begin).is_none(), "{arrives:?}");
+            (1..5).for_each(|seq| tell(&mut flows, seq, 0, 1));
+        }
+        let rest: Vec<_> = std::iter::from_fn(|| next(&mut flows, begin)).collect();
+        let rest: Vec<_> = rest.iter().collect();
+        assert_eq!(bytes(&rest), 4 * LEN - (1 << 20), "{arrives:?}");
+        assert!(rest.iter().all(|chunk| (chunk.carries == Carries::Nothing) != fast), "{arrives:?}");
+    }
 }
 
 const LEAST_TO_ASK: u64 = 100_000;
