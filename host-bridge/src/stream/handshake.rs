@@ -7,15 +7,16 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, send};
+use ring::aead::{AES_128_GCM, AES_256_GCM, CHACHA20_POLY1305};
 use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
-use rustls::crypto::cipher::{MessageDecrypter, MessageEncrypter};
+use rustls::crypto::cipher::MessageDecrypter;
 use rustls::kernel::KernelConnection;
 use rustls::pki_types::ServerName;
 use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
 use rustls::unbuffered::{ConnectionState, EncodeError, UnbufferedStatus};
 use rustls::{ClientConfig, ConnectionTrafficSecrets, ExtractedSecrets, ServerConfig, SupportedCipherSuite};
 
-use super::records::{HEADER, MAX_BODY};
+use super::records::{HEADER, MAX_BODY, Sealer};
 
 /// Most bytes that a peer may send before its handshake is over.
 const MAX_HANDSHAKE: usize = 64 << 10;
@@ -30,7 +31,7 @@ pub(super) enum Keys {
 pub(super) struct Outcome {
     pub(super) keys: Keys,
     pub(super) receive: (u64, Box<dyn MessageDecrypter>),
-    pub(super) send: (u64, Box<dyn MessageEncrypter>),
+    pub(super) send: (u64, Sealer),
     /// Records after which new keys are due.
     pub(super) limit: u64,
 }
@@ -47,27 +48,27 @@ fn decrypter(
     of: SupportedCipherSuite,
     secrets: ConnectionTrafficSecrets,
 ) -> io::Result<Box<dyn MessageDecrypter>> {
-    let (key, iv) = split(secrets)?;
-    Ok(suite(of)?.aead_alg.decrypter(key, iv))
-}
-
-fn encrypter(
-    of: SupportedCipherSuite,
-    secrets: ConnectionTrafficSecrets,
-) -> io::Result<Box<dyn MessageEncrypter>> {
-    let (key, iv) = split(secrets)?;
-    Ok(suite(of)?.aead_alg.encrypter(key, iv))
-}
-
-fn split(
-    secrets: ConnectionTrafficSecrets,
-) -> io::Result<(rustls::crypto::cipher::AeadKey, rustls::crypto::cipher::Iv)> {
     match secrets {
         ConnectionTrafficSecrets::Aes128Gcm { key, iv }
         | ConnectionTrafficSecrets::Aes256Gcm { key, iv }
-        | ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => Ok((key, iv)),
-        _ => Err(io::Error::new(io::ErrorKind::Unsupported, "an unknown cipher")),
+        | ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => {
+            Ok(suite(of)?.aead_alg.decrypter(key, iv))
+        }
+        _ => Err(unknown()),
     }
+}
+
+fn sealer(secrets: ConnectionTrafficSecrets) -> io::Result<Sealer> {
+    match secrets {
+        ConnectionTrafficSecrets::Aes128Gcm { key, iv } => Sealer::new(&AES_128_GCM, &key, iv),
+        ConnectionTrafficSecrets::Aes256Gcm { key, iv } => Sealer::new(&AES_256_GCM, &key, iv),
+        ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => Sealer::new(&CHACHA20_POLY1305, &key, iv),
+        _ => Err(unknown()),
+    }
+}
+
+fn unknown() -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, "an unknown cipher")
 }
 
 impl Keys {
@@ -79,12 +80,12 @@ impl Keys {
     }
 
     /// The next keys for sending.
-    pub(super) fn next_to_send(&mut self) -> io::Result<Box<dyn MessageEncrypter>> {
+    pub(super) fn next_to_send(&mut self) -> io::Result<Sealer> {
         let secrets = match self {
             Keys::Client(keys) => keys.update_tx_secret(),
             Keys::Server(keys) => keys.update_tx_secret(),
         };
-        encrypter(self.suite(), secrets.map_err(failed)?.1)
+        sealer(secrets.map_err(failed)?.1)
     }
 
     /// The next keys for receiving.
@@ -207,7 +208,7 @@ fn shake<S: Side>(socket: BorrowedFd<'_>, mut side: S, deadline: Instant) -> io:
     let (secrets, keys) = side.finish().map_err(failed)?;
     let limit = suite(keys.suite())?.common.confidentiality_limit;
     let receive = (secrets.rx.0, decrypter(keys.suite(), secrets.rx.1)?);
-    let send = (secrets.tx.0, encrypter(keys.suite(), secrets.tx.1)?);
+    let send = (secrets.tx.0, sealer(secrets.tx.1)?);
     Ok(Outcome { keys, receive, send, limit })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   plain   memory ─── one system call ───▶ socket
-//!   TLS     memory ─── sealed, record by record (records) ───▶ sendmsg            one copy more each way, made in the cache
+//!   TLS     memory ─── copied and sealed, record by record (records) ───▶ send     one copy more each way, made in the cache
 //!           memory ◀── copied ◀── opened in place ◀── recv
 //! ```
 //!
@@ -27,9 +27,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{MsgFlags, recv, send, sendmsg};
+use nix::sys::socket::{MsgFlags, recv, send};
 use protocol::link::FrameHeader;
-use rustls::crypto::cipher::OutboundChunks;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 use zerocopy::{FromZeros, IntoBytes};
@@ -82,6 +81,13 @@ impl AsFd for Stream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
+}
+
+/// Copies as many bytes as `to` has room for. Gives their number.
+fn copy(from: &[u8], to: &mut [u8]) -> usize {
+    let n = from.len().min(to.len());
+    to[..n].copy_from_slice(&from[..n]);
+    n
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -180,14 +186,12 @@ impl Stream {
         self.flush(&mut sending, MsgFlags::empty())?;
         let mut sent = 0;
         for _ in 0..BATCH {
-            sending.scratch.resize(MAX_DATA, 0);
+            tls.renew(&mut sending)?;
             // SAFETY: the caller's promise.
-            let n = unsafe { gather.copy_out(sent, &mut sending.scratch) };
+            let n = sending.seal(|room| unsafe { gather.copy_out(sent, room) })?;
             if n == 0 {
                 break;
             }
-            tls.renew(&mut sending)?;
-            sending.seal_scratch(n)?;
             sent += n;
         }
         self.flush_some(&mut sending)?;
@@ -225,8 +229,7 @@ impl Stream {
         let mut sent = 0;
         for part in bytes.chunks(MAX_DATA).take(BATCH) {
             tls.renew(&mut sending)?;
-            sending.seal(OutboundChunks::Single(part))?;
-            sent += part.len();
+            sent += sending.seal(|room| copy(part, room))?;
         }
         self.flush_some(&mut sending)?;
         Ok(sent)
@@ -302,15 +305,17 @@ impl Stream {
             return (&self.socket).write_all(&tail[at - head.len()..]);
         };
         let mut sending = lock(&tls.sending);
-        let parts = [head, tail];
-        let mut left = OutboundChunks::new(&parts);
-        while !left.is_empty() {
+        let (mut head, mut tail) = (head, tail);
+        while !head.is_empty() || !tail.is_empty() {
             for _ in 0..BATCH {
-                let (now, then) = left.split_at(MAX_DATA);
-                left = then;
                 tls.renew(&mut sending)?;
-                sending.seal(now)?;
-                if left.is_empty() {
+                let sealed = sending.seal(|room| {
+                    let n = copy(head, room);
+                    n + copy(tail, &mut room[n..])
+                })?;
+                let of_head = sealed.min(head.len());
+                (head, tail) = (&head[of_head..], &tail[sealed - of_head..]);
+                if sealed == 0 {
                     break;
                 }
             }
@@ -363,10 +368,8 @@ impl Stream {
     }
 
     fn flush(&self, sending: &mut Sending, flags: MsgFlags) -> io::Result<()> {
-        sending.flush(|slices| {
-            let flags = flags | MsgFlags::MSG_NOSIGNAL;
-            Ok(sendmsg::<()>(self.socket.as_raw_fd(), slices, &[], flags, None)?)
-        })
+        let flags = flags | MsgFlags::MSG_NOSIGNAL;
+        sending.flush(|records| Ok(send(self.socket.as_raw_fd(), records, flags)?))
     }
 
     /// As [`flush`](Self::flush), where it is no error that some records have to wait.
@@ -429,10 +432,10 @@ impl Read for &Stream {
 
 impl Tls {
     fn new(outcome: Outcome) -> Tls {
-        let Outcome { keys, receive: (first, decrypter), send: (next, encrypter), limit } = outcome;
+        let Outcome { keys, receive: (first, decrypter), send: (next, sealer), limit } = outcome;
         Tls {
             receiving: Mutex::new(Receiving::new(decrypter, first)),
-            sending: Mutex::new(Sending::new(encrypter, next, limit)),
+            sending: Mutex::new(Sending::new(sealer, next, limit)),
             keys: Mutex::new(keys),
             renew: AtomicBool::new(false),
         }

@@ -1,23 +1,24 @@
 //! Records of TLS 1.3 after the handshake, in one direction each.
 //!
-//! rustls makes the handshake and derives the keys ([`super::handshake`]); the AEAD, its nonces and its
-//! padding are rustls', too. Here are the 5-byte headers, the counting of records, and what may come besides
-//! data: the peer's farewell, and its new keys. Each direction has its own state, so a thread that sends and
-//! one that receives share no lock.
+//! rustls makes the handshake, derives the keys ([`super::handshake`]) and opens records; *ring*, which rustls
+//! uses for that, seals them here, in memory that is used again. Here are also the 5-byte headers, the
+//! counting of records, and what may come besides data: the peer's farewell, and its new keys. Each direction
+//! has its own state, so a thread that sends and one that receives share no lock.
 
-use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 
-use rustls::crypto::cipher::{
-    InboundOpaqueMessage, MessageDecrypter, MessageEncrypter, OutboundChunks, OutboundPlainMessage,
-};
+use ring::aead::{Aad, Algorithm, LessSafeKey, Nonce, UnboundKey};
+use rustls::crypto::cipher::{self, AeadKey, InboundOpaqueMessage, Iv, MessageDecrypter, make_tls13_aad};
 use rustls::{ContentType, ProtocolVersion};
 
 /// Bytes of a record's header: its type, a version, its length.
 pub(super) const HEADER: usize = 5;
 /// Most bytes of data in one record.
 pub(super) const MAX_DATA: usize = 1 << 14;
+/// What stands behind the data in a record (RFC 8446, section 5.2): its type, and 16 bytes that authenticate
+/// all of it.
+const TAIL: usize = 1 + 16;
 /// Most bytes of one record behind its header (RFC 8446, section 5.2).
 pub(super) const MAX_BODY: usize = MAX_DATA + 256;
 /// Bytes of the buffer for records that have come: so many at first, up to so many once the peer fills it.
@@ -188,31 +189,57 @@ impl Receiving {
     }
 }
 
+/// Keys that seal records.
+pub(super) struct Sealer {
+    key: LessSafeKey,
+    iv: Iv,
+}
+
+impl Sealer {
+    /// For a key of `algorithm`.
+    pub(super) fn new(algorithm: &'static Algorithm, key: &AeadKey, iv: Iv) -> io::Result<Sealer> {
+        let key =
+            UnboundKey::new(algorithm, key.as_ref()).map_err(|_| invalid("a key of the wrong length"))?;
+        Ok(Sealer { key: LessSafeKey::new(key), iv })
+    }
+
+    /// Seals record `number` in place: behind the room for its header lie `len` bytes, and behind these is
+    /// room for a record's [`TAIL`].
+    fn seal(&self, record: &mut [u8], typ: ContentType, number: u64, len: usize) -> io::Result<()> {
+        let (header, body) = record.split_at_mut(HEADER);
+        let (inner, tag) = body.split_at_mut(len + 1);
+        header.copy_from_slice(&make_tls13_aad(inner.len() + tag.len()));
+        inner[len] = typ.into();
+        let nonce = Nonce::assume_unique_for_key(cipher::Nonce::new(&self.iv, number).0);
+        let sealed = self.key.seal_in_place_separate_tag(nonce, Aad::from(header), inner);
+        tag.copy_from_slice(sealed.map_err(|_| invalid("a record that is too long"))?.as_ref());
+        Ok(())
+    }
+}
+
 /// The sending direction.
+///
+/// Records are made in one buffer, which is kept. With memory of its own for each, as rustls would take, the
+/// allocator gives pages back to the kernel and faults them in again, which costs more than encryption.
 pub(super) struct Sending {
-    encrypter: Box<dyn MessageEncrypter>,
+    sealer: Sealer,
     /// Number of the next record.
     number: u64,
     /// Records after which new keys are due.
     limit: u64,
-    /// Records that were not sent, and bytes of the first that were.
-    sealed: VecDeque<Vec<u8>>,
-    sent: usize,
-    /// Where data lies before it is sealed, if it is memory that others may write.
-    pub(super) scratch: Vec<u8>,
+    buffer: Vec<u8>,
+    /// Bytes of the buffer that are records and were not sent.
+    sealed: Range<usize>,
 }
 
-/// Most runs in one system call.
-const RUNS: usize = 32;
-
 impl Sending {
-    pub(super) fn new(encrypter: Box<dyn MessageEncrypter>, number: u64, limit: u64) -> Sending {
-        Sending { encrypter, number, limit, sealed: VecDeque::new(), sent: 0, scratch: Vec::new() }
+    pub(super) fn new(sealer: Sealer, number: u64, limit: u64) -> Sending {
+        Sending { sealer, number, limit, buffer: Vec::new(), sealed: 0..0 }
     }
 
     /// Uses these keys for the records from here on.
-    pub(super) fn renew(&mut self, encrypter: Box<dyn MessageEncrypter>) {
-        (self.encrypter, self.number) = (encrypter, 0);
+    pub(super) fn renew(&mut self, sealer: Sealer) {
+        (self.sealer, self.number) = (sealer, 0);
     }
 
     /// Has new keys be due after so many records.
@@ -232,36 +259,51 @@ impl Sending {
         self.number >= self.limit
     }
 
-    fn seal_as(&mut self, typ: ContentType, payload: OutboundChunks<'_>) -> io::Result<()> {
-        let plain = OutboundPlainMessage { typ, version: ProtocolVersion::TLSv1_2, payload };
-        let sealed = self.encrypter.encrypt(plain, self.number).map_err(io::Error::other)?;
-        self.number += 1;
-        self.sealed.push_back(sealed.encode());
-        Ok(())
+    /// Seals what `fill` puts at the front of the memory that it is given, `most` bytes at most. Gives how
+    /// much that was. 0: no record was made.
+    fn seal_as(
+        &mut self,
+        typ: ContentType,
+        most: usize,
+        fill: impl FnOnce(&mut [u8]) -> usize,
+    ) -> io::Result<usize> {
+        let begin = self.sealed.end;
+        let most_end = begin + HEADER + most + TAIL;
+        if self.buffer.len() < most_end {
+            self.buffer.resize(most_end, 0);
+        }
+        let len = fill(&mut self.buffer[begin + HEADER..][..most]).min(most);
+        if len > 0 {
+            let end = begin + HEADER + len + TAIL;
+            self.sealer.seal(&mut self.buffer[begin..end], typ, self.number, len)?;
+            self.number += 1;
+            self.sealed.end = end;
+        }
+        Ok(len)
     }
 
-    /// Seals one record: at most [`MAX_DATA`] bytes.
-    pub(super) fn seal(&mut self, payload: OutboundChunks<'_>) -> io::Result<()> {
-        debug_assert!(payload.len() <= MAX_DATA);
-        self.seal_as(ContentType::ApplicationData, payload)
+    /// Seals one record of data: what `fill` puts at the front of the memory that it is given. Gives how many
+    /// bytes that are. 0: there is no record.
+    pub(super) fn seal(&mut self, fill: impl FnOnce(&mut [u8]) -> usize) -> io::Result<usize> {
+        self.seal_as(ContentType::ApplicationData, MAX_DATA, fill)
     }
 
-    /// Seals the first `len` bytes of the scratch memory.
-    pub(super) fn seal_scratch(&mut self, len: usize) -> io::Result<()> {
-        let scratch = std::mem::take(&mut self.scratch);
-        let result = self.seal(OutboundChunks::Single(&scratch[..len]));
-        self.scratch = scratch;
-        result
+    fn seal_message(&mut self, typ: ContentType, message: &[u8]) -> io::Result<()> {
+        let fill = |room: &mut [u8]| {
+            room.copy_from_slice(message);
+            message.len()
+        };
+        self.seal_as(typ, message.len(), fill).map(drop)
     }
 
     /// Seals the message that new keys follow.
     pub(super) fn seal_key_update(&mut self) -> io::Result<()> {
-        self.seal_as(ContentType::Handshake, OutboundChunks::Single(&KEY_UPDATE))
+        self.seal_message(ContentType::Handshake, &KEY_UPDATE)
     }
 
     /// Seals the farewell.
     pub(super) fn seal_close(&mut self) -> io::Result<()> {
-        self.seal_as(ContentType::Alert, OutboundChunks::Single(&CLOSE_NOTIFY))
+        self.seal_message(ContentType::Alert, &CLOSE_NOTIFY)
     }
 
     /// Whether records wait to be sent.
@@ -270,34 +312,16 @@ impl Sending {
     }
 
     /// Sends what waits, by calls of `send`, until it gives an error.
-    pub(super) fn flush(
-        &mut self,
-        mut send: impl FnMut(&[io::IoSlice<'_>]) -> io::Result<usize>,
-    ) -> io::Result<()> {
+    pub(super) fn flush(&mut self, mut send: impl FnMut(&[u8]) -> io::Result<usize>) -> io::Result<()> {
         while !self.sealed.is_empty() {
-            let mut slices = [io::IoSlice::new(&[]); RUNS];
-            let mut count = 0;
-            for (slice, record) in slices.iter_mut().zip(&self.sealed) {
-                *slice = io::IoSlice::new(if count == 0 { &record[self.sent..] } else { record });
-                count += 1;
-            }
-            let mut n = match send(&slices[..count]) {
+            match send(&self.buffer[self.sealed.clone()]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(n) => n,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Ok(n) => self.sealed.start += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
-            };
-            while let Some(first) = self.sealed.front() {
-                let left = first.len() - self.sent;
-                if n < left {
-                    self.sent += n;
-                    break;
-                }
-                n -= left;
-                self.sent = 0;
-                self.sealed.pop_front();
             }
         }
+        self.sealed = 0..0;
         Ok(())
     }
 }
