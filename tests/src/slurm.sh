@@ -102,9 +102,14 @@ NodeName=n[1-3] Name=rgpumem Count=4G
 END
 echo 'CgroupAutomount=no' >/etc/slurm/cgroup.conf
 # slurmd ends where it finds both kinds of control groups, as in a container with the unified hierarchy on a
-# kernel that uses the others. Nothing here needs any.
+# kernel that uses the others. There it gets to see the others.
 if [ "$(stat -f -c %T /sys/fs/cgroup)" = cgroup2fs ] && grep -q '^[1-9]' /proc/self/cgroup; then
 	mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
+	while IFS=: read -r _ controllers _; do
+		[ -n "$controllers" ] || continue
+		mkdir "/sys/fs/cgroup/${controllers#name=}"
+		mount -t cgroup -o "$controllers" cgroup "/sys/fs/cgroup/${controllers#name=}"
+	done </proc/self/cgroup
 fi
 until sacctmgr -i add cluster test >/dev/null 2>&1; do sleep 0.2; done
 slurmctld
