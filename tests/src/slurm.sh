@@ -1,10 +1,17 @@
 #!/bin/sh
 # A Slurm cluster in its own namespaces: Debian's slurmctld, three slurmd, and slurmdbd with MariaDB; two
 # rgpu-servers with two software GPUs each, and one vhost-rgpu. The arguments are a folder for logs and sockets,
-# the folders of the executables and of the guest libraries, and the script rgpu-slurm. The shell is the first
-# process of the PID namespace.
+# the folders of the executables, of the guest libraries and of the programs, and the script rgpu-slurm. The
+# shell is the first process of the PID namespace.
 set -eu
-folder=$1 binaries=$2 libraries=$3 script=$4
+folder=$1 script=$5
+# Other users' jobs use these folders, and may not look into a source tree in root's home.
+mount -t tmpfs -o mode=755 tmpfs /srv
+mkdir /srv/binaries /srv/libraries /srv/programs
+mount --bind "$2" /srv/binaries
+mount --bind "$3" /srv/libraries
+mount --bind "$4" /srv/programs
+binaries=/srv/binaries libraries=/srv/libraries
 hostname slurm
 ip link set lo up
 # slurmd finds no address to listen at without an interface that is not loopback.

@@ -44,7 +44,7 @@ impl Cluster {
             "sh",
         ]);
         command.arg(script).arg(folder.path()).arg(tree::binaries()).arg(tree::guest_libraries());
-        command.arg(tree::root().join(SCRIPT));
+        command.arg(tree::programs()).arg(tree::root().join(SCRIPT));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let unshare = command.spawn().context("cannot run unshare")?;
         // Jobs of another user write their output to this folder.
@@ -201,10 +201,16 @@ fn the_script_is_clean() -> Result<()> {
     Ok(())
 }
 
+/// A program as jobs of all users find it.
+fn job_program(name: &str) -> Result<String> {
+    programs::built(name)?;
+    Ok(format!("/srv/programs/{name}"))
+}
+
 #[test]
 fn jobs_get_leases_that_end_with_them() -> Result<()> {
     let cluster = Cluster::start()?;
-    let program = programs::built("device_list")?.display().to_string();
+    let program = job_program("device_list")?;
     let go = cluster.folder.path().join("go");
     let waits = until_there_is(&go);
     // A job with two exclusive GPUs on one node, a job with a share of a GPU on each of two nodes, and a job
@@ -290,7 +296,7 @@ fn jobs_get_leases_that_end_with_them() -> Result<()> {
 #[test]
 fn a_type_of_gres_is_a_model() -> Result<()> {
     let cluster = Cluster::start()?;
-    let program = programs::built("device_list")?.display().to_string();
+    let program = job_program("device_list")?;
     let go = cluster.folder.path().join("go");
     let typed = cluster
         .submit("--gres=rgpu:rgpu_software:2,rgpumem:256M", &format!("{program}; {}", until_there_is(&go)))?;
