@@ -257,8 +257,8 @@ impl fmt::Display for Never {
 
 impl std::error::Error for Never {}
 
-/// What a server could lease if nobody used its GPUs, and the words for that. `None`: it is not known, because
-/// the server cannot be asked now, or does not know its GPUs yet.
+/// What a server could lease if nobody used its GPUs, and the words for that. `None`: it is not known,
+/// because the server cannot be asked now, or does not know its GPUs yet.
 fn could_lease(
     server: &Server,
     gpus: &[Gpu],

@@ -1,5 +1,5 @@
-//! The script of the package rgpu-slurm, with stand-ins for Slurm's commands and for rgpuctl. The part `slurm`
-//! of `cargo xtask test` runs it with a real Slurm.
+//! The script of the package rgpu-slurm, with stand-ins for Slurm's commands and for rgpuctl. The part
+//! `slurm` of `cargo xtask test` runs it with a real Slurm.
 
 #![allow(clippy::unwrap_used)]
 
