@@ -211,12 +211,21 @@ fn parse(text: &str) -> Result<(Server, String)> {
 
 /// Renews leases.
 pub fn renew(arguments: &Renew) -> Result<ExitCode> {
-    let asker = arguments.how.asker();
-    each(&arguments.leases, |text| {
-        let (server, key) = parse(text)?;
-        asker.ask(&server, &Question::Renew { key })?;
-        Ok(())
-    })
+    let mut failed = false;
+    let mut wrong = |error: &(dyn std::error::Error + 'static)| {
+        eprintln!("rgpuctl: {}", with_causes(error));
+        failed = true;
+    };
+    let mut servers = Vec::new();
+    for text in given(&arguments.leases)? {
+        match parse(&text) {
+            Ok((server, _)) => servers.push(server),
+            Err(error) => wrong(error.as_ref()),
+        }
+    }
+    let renewed = arguments.how.asker().renew_all(&servers);
+    renewed.iter().filter_map(|renewed| renewed.as_ref().err()).for_each(|error| wrong(error));
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Releases leases.
@@ -325,11 +334,8 @@ impl Renewed {
         let (own_asker, own) = (asker.clone(), servers.clone());
         let work = move || {
             while stopped.recv_timeout(RENEW_EVERY) == Err(RecvTimeoutError::Timeout) {
-                for server in &own {
-                    let key = server.lease.map(|key| key.to_text()).unwrap_or_default();
-                    if let Err(error) = own_asker.ask(server, &Question::Renew { key }) {
-                        eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
-                    }
+                for error in own_asker.renew_all(&own).into_iter().filter_map(Result::err) {
+                    eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
                 }
             }
         };

@@ -143,9 +143,27 @@ impl Asker {
 
     /// Asks all servers at the same time.
     pub fn ask_all(&self, servers: &[Server], question: &Question) -> Vec<Result<Answer, ConnectError>> {
+        self.ask_each(servers, |_| question.clone())
+    }
+
+    /// Renews leases, all at the same time: others must not end because one server does not answer. The
+    /// servers have the leases' keys.
+    pub fn renew_all(&self, servers: &[Server]) -> Vec<Result<Answer, ConnectError>> {
+        let key = |server: &Server| server.lease.map(|key| key.to_text()).unwrap_or_default();
+        self.ask_each(servers, |server| Question::Renew { key: key(server) })
+    }
+
+    fn ask_each(
+        &self,
+        servers: &[Server],
+        question: impl Fn(&Server) -> Question,
+    ) -> Vec<Result<Answer, ConnectError>> {
         std::thread::scope(|scope| {
-            let asking: Vec<_> =
-                servers.iter().map(|server| scope.spawn(|| self.ask(server, question))).collect();
+            let ask = |server| {
+                let question = question(server);
+                scope.spawn(move || self.ask(server, &question))
+            };
+            let asking: Vec<_> = servers.iter().map(ask).collect();
             let broken = || ConnectError::Here { source: std::io::Error::other("a thread has panicked") };
             asking.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(broken()))).collect()
         })
@@ -568,6 +586,22 @@ mod tests {
         assert_eq!(held[0].server.address, busier.address);
         let refused = lease(&asker, &[full], &wanted, "", 60).unwrap_err().to_string();
         assert!(refused.contains("too many leases"), "{refused}");
+    }
+
+    #[test]
+    fn a_server_that_does_not_answer_does_not_keep_other_leases_from_being_renewed() {
+        let (asked, others) = std::sync::mpsc::channel();
+        // The first one answers once the second one was asked.
+        let first = server(gpu(0, 0, 80), move || {
+            others.recv().unwrap();
+            Does::Grants
+        });
+        let second = server(gpu(0, 0, 80), move || {
+            asked.send(()).unwrap();
+            Does::Grants
+        });
+        let renewed = Asker(Security::Insecure).renew_all(&[first, second]);
+        assert!(renewed.iter().all(Result::is_ok), "{renewed:?}");
     }
 
     /// How a request for leases fails that may wait for an hour.
