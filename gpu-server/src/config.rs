@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use handover::Places;
 use host_bridge::endpoint::CompressUse;
@@ -19,6 +20,9 @@ use serde::{Deserialize, Serialize};
 use crate::cache::store::{self, Store};
 use crate::driver::software::imitate::Imitate;
 use crate::limits::{Amounts, Limits};
+
+/// Maximum of `max_leases`: all of them must fit into the record for the next daemon.
+pub const MOST_LEASES: u64 = 1000;
 
 /// Share the GPUs of this machine with rgpu clients.
 ///
@@ -130,6 +134,9 @@ pub struct Serve {
     /// separately
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_sessions: usize,
+    /// Maximum number of leases of all clients together, from 1 to 1000
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = RangedU64ValueParser::<usize>::new().range(1..=MOST_LEASES))]
+    pub max_leases: usize,
     /// Maximum seconds a session may wait for a worker while no other session begins and no worker becomes
     /// ready
     #[arg(long, value_name = "N", default_value_t = 60)]

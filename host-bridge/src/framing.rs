@@ -120,12 +120,12 @@ pub fn connect_tcp(host: &str, port: u16, timeout: Duration) -> io::Result<TcpSt
     Err(last)
 }
 
-/// An error with its causes, in one line.
+/// An error with its causes, in one line. A cause that the error's own text ends with is not repeated.
 pub fn with_causes(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(cause) => format!("{error}: {}", with_causes(cause)),
-        None => error.to_string(),
-    }
+    let text = error.to_string();
+    let Some(cause) = error.source() else { return text };
+    let causes = with_causes(cause);
+    if text.ends_with(&causes) { text } else { format!("{text}: {causes}") }
 }
 
 /// Connects to a server. `timeout` counts for each address that a TCP name has.
@@ -561,6 +561,21 @@ mod tests {
         for text in ["", "unix:", "tcp:", "host:port", "host:99999", "/run/x.sock"] {
             assert!(text.parse::<Address>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_cause_that_the_text_has_already_is_not_repeated() {
+        #[derive(Debug, thiserror::Error)]
+        enum Outer {
+            #[error("it failed")]
+            Without(#[source] io::Error),
+            #[error("it failed: {0}")]
+            With(#[source] io::Error),
+        }
+        let cause = || io::Error::from_raw_os_error(111);
+        let whole = format!("it failed: {}", cause());
+        assert_eq!(with_causes(&Outer::Without(cause())), whole);
+        assert_eq!(with_causes(&Outer::With(cause())), whole);
     }
 
     #[test]

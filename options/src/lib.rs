@@ -100,6 +100,10 @@ pub enum Error {
 /// Parses a number of bytes: digits, and K, M, G or T for powers of 1024.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let no_number = || format!("{text:?} is not a number of bytes, such as 4G");
+    if digits.is_empty() {
+        return Err(no_number());
+    }
     let unit = match &text[digits.len()..] {
         "" => 1u64,
         "K" | "k" | "KiB" => 1 << 10,
@@ -108,7 +112,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         "T" | "t" | "TiB" => 1 << 40,
         other => return Err(format!("{other:?} is not a unit: K, M, G or T")),
     };
-    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is not a number of bytes"))?;
+    let number: u64 = digits.parse().map_err(|_| no_number())?;
     number.checked_mul(unit).ok_or_else(|| format!("{text} is too large"))
 }
 

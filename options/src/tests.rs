@@ -103,5 +103,7 @@ fn sizes_may_have_units() {
     assert_eq!(parse_size("0"), Ok(0));
     assert_eq!(parse_size("4G"), Ok(4 << 30));
     assert_eq!(parse_size("512MiB"), Ok(512 << 20));
+    assert_eq!(parse_size("4X"), Err("\"X\" is not a unit: K, M, G or T".into()));
+    assert_eq!(parse_size("much"), Err("\"much\" is not a number of bytes, such as 4G".into()));
     assert!(parse_size("4X").is_err() && parse_size("").is_err() && parse_size("99999999T").is_err());
 }

@@ -15,7 +15,7 @@ use nix::sys::signal::{SigSet, SigmaskHow};
 use serde_json::{Value, json};
 
 use crate::enrollment::{Admin, request_answer};
-use crate::pool::{self, Asker, Held, Place, Wanted};
+use crate::pool::{self, Asker, Held, Never, Place, Wanted};
 use crate::status::table;
 
 /// The environment variable with a program's servers and leases.
@@ -24,6 +24,8 @@ pub const SERVERS: &str = "RGPU_SERVERS";
 const HELD_SECONDS: u64 = 120;
 /// How often this process renews its leases.
 const RENEW_EVERY: Duration = Duration::from_secs(20);
+/// The exit status when no wait would help. The script of rgpu-slurm knows it.
+const NEVER: u8 = 4;
 
 /// Lease GPUs of one or several servers for a limited time.
 ///
@@ -34,6 +36,9 @@ const RENEW_EVERY: Duration = Duration::from_secs(20);
 ///
 /// A lease ends when its time is over and it was not renewed, and when it is released. Its sessions end with
 /// it.
+///
+/// Exit status: 0 when the GPUs were leased, 125 when they are not free or a server cannot be asked, 4 when
+/// waiting will not help: the servers do not have such GPUs, or not so many, or their rules do not allow it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   export RGPU_SERVERS=\"$(rgpuctl lease --gpus 3 --exclusive --model H100)\"    three H100 of the pool in /etc/rgpu/pool.toml
@@ -131,7 +136,13 @@ fn as_servers(held: &[Held]) -> String {
 pub fn lease(arguments: &Lease) -> Result<ExitCode> {
     let Lease { place, wanted, minutes, name, json, .. } = arguments;
     let asker = place.asker();
-    let held = pool::lease(&asker, &place.members()?, wanted, name, minutes * 60)?;
+    let held = match pool::lease(&asker, &place.members()?, wanted, name, minutes * 60) {
+        Err(error) if error.is::<Never>() => {
+            eprintln!("rgpuctl: {error}");
+            return Ok(ExitCode::from(NEVER));
+        }
+        held => held?,
+    };
     if *json {
         let rows: Vec<Value> = held.iter().map(|held| row(&held.server.to_string(), &held.lease)).collect();
         println!("{}", json!({ "servers": as_servers(&held), "leases": rows }));
@@ -182,7 +193,7 @@ fn each(leases: &[String], mut act: impl FnMut(&str) -> Result<()>) -> Result<Ex
     let mut failed = false;
     for lease in given(leases)? {
         if let Err(error) = act(&lease) {
-            eprintln!("rgpuctl: {error:#}");
+            eprintln!("rgpuctl: {}", with_causes(error.as_ref()));
             failed = true;
         }
     }
@@ -192,18 +203,29 @@ fn each(leases: &[String], mut act: impl FnMut(&str) -> Result<()>) -> Result<Ex
 /// The lease that a text names, with its key as text.
 fn parse(text: &str) -> Result<(Server, String)> {
     let server: Server = text.parse()?;
-    let key = server.lease.context("it has no lease's key: ADDRESS#KEY, as rgpuctl lease prints it")?;
+    let key = server
+        .lease
+        .with_context(|| format!("{text:?} names no lease: ADDRESS#KEY, as rgpuctl lease prints it"))?;
     Ok((server, key.to_text()))
 }
 
 /// Renews leases.
 pub fn renew(arguments: &Renew) -> Result<ExitCode> {
-    let asker = arguments.how.asker();
-    each(&arguments.leases, |text| {
-        let (server, key) = parse(text)?;
-        asker.ask(&server, &Question::Renew { key })?;
-        Ok(())
-    })
+    let mut failed = false;
+    let mut wrong = |error: &(dyn std::error::Error + 'static)| {
+        eprintln!("rgpuctl: {}", with_causes(error));
+        failed = true;
+    };
+    let mut servers = Vec::new();
+    for text in given(&arguments.leases)? {
+        match parse(&text) {
+            Ok((server, _)) => servers.push(server),
+            Err(error) => wrong(error.as_ref()),
+        }
+    }
+    let renewed = arguments.how.asker().renew_all(&servers);
+    renewed.iter().filter_map(|renewed| renewed.as_ref().err()).for_each(|error| wrong(error));
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Releases leases.
@@ -222,7 +244,8 @@ pub fn release(arguments: &Release) -> Result<ExitCode> {
             }
         };
         if sessions > 0 {
-            eprintln!("{sessions} sessions ended with the lease");
+            let s = if sessions == 1 { "" } else { "s" };
+            eprintln!("{sessions} session{s} ended with the lease");
         }
         Ok(())
     })
@@ -233,7 +256,10 @@ fn print(rows: &[Value], json: bool, missing: &[String]) -> ExitCode {
     if json {
         println!("{}", Value::from(rows));
     } else if rows.is_empty() {
-        println!("none");
+        // Where a server does not answer, nobody knows.
+        if missing.is_empty() {
+            println!("none");
+        }
     } else {
         print!("{}", table(rows, 0));
     }
@@ -308,11 +334,8 @@ impl Renewed {
         let (own_asker, own) = (asker.clone(), servers.clone());
         let work = move || {
             while stopped.recv_timeout(RENEW_EVERY) == Err(RecvTimeoutError::Timeout) {
-                for server in &own {
-                    let key = server.lease.map(|key| key.to_text()).unwrap_or_default();
-                    if let Err(error) = own_asker.ask(server, &Question::Renew { key }) {
-                        eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
-                    }
+                for error in own_asker.renew_all(&own).into_iter().filter_map(Result::err) {
+                    eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
                 }
             }
         };

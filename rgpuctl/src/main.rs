@@ -37,6 +37,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
+use host_bridge::framing::with_causes;
 
 /// Run programs on a remote GPU and inspect rgpu's daemons.
 #[derive(Parser)]
@@ -50,6 +51,7 @@ use clap::{CommandFactory, Parser, Subcommand};
        all servers
   2    the command line is wrong
   3    drain: the server had to end sessions, or sessions were lost
+  4    lease: no wait would help; the last line on standard error says why
   125  rgpuctl itself failed; the last line on standard error says why
   run and trace: the program's own status, or 128 + N if signal N ended it
 
@@ -121,7 +123,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("rgpuctl: {error:#}");
+            eprintln!("rgpuctl: {}", with_causes(error.as_ref()));
             ExitCode::from(FAILED)
         }
     }

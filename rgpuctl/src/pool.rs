@@ -1,9 +1,12 @@
 //! A pool of servers: queries them, and chooses GPUs among them.
 //!
 //! No process keeps a pool's state. Each server reports its GPUs and how busy they are, this module chooses,
-//! and a lease secures the choice at the server. If another client was faster, this module asks again.
+//! and a lease secures the choice at the server. If another client was faster, this module asks again. What
+//! the servers would not have even if nobody used them is not waited for.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,9 +53,9 @@ pub struct Place {
 /// Which GPUs to choose.
 #[derive(Args, Clone)]
 pub struct Wanted {
-    /// Number of GPUs to choose among the servers, the least used ones, and to lease. By default none are
-    /// chosen
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_GPUS as i64))]
+    /// Number of GPUs to choose among the servers, the least used ones, and to lease. By default rgpuctl
+    /// lease takes 1, and other commands choose none
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub gpus: Option<u32>,
     /// Let nobody else use them meanwhile. The servers' rules must allow that (exclusive_leases in
     /// clients.toml)
@@ -69,7 +72,8 @@ pub struct Wanted {
     /// it. By default what the server's rules give
     #[arg(long, value_name = "N", requires = "gpus", default_value_t = 0, hide_default_value = true)]
     pub weight: u32,
-    /// Seconds to wait if not enough GPUs are free
+    /// Seconds to wait if not enough GPUs are free. What the servers would not have even if all were is not
+    /// waited for
     #[arg(long, value_name = "SECONDS", requires = "gpus", default_value_t = 0)]
     pub wait: u64,
 }
@@ -125,7 +129,9 @@ impl Place {
             return Ok(self.servers.clone());
         }
         let path = self.pool.as_deref().unwrap_or(Path::new(POOL));
-        read(path).context("no --server was given, and the pool's file cannot be used")
+        read(path).context(
+            "no --server was given, and the pool's file, which has servers = [\"gpu1\", …], cannot be used",
+        )
     }
 }
 
@@ -137,9 +143,27 @@ impl Asker {
 
     /// Asks all servers at the same time.
     pub fn ask_all(&self, servers: &[Server], question: &Question) -> Vec<Result<Answer, ConnectError>> {
+        self.ask_each(servers, |_| question.clone())
+    }
+
+    /// Renews leases, all at the same time: others must not end because one server does not answer. The
+    /// servers have the leases' keys.
+    pub fn renew_all(&self, servers: &[Server]) -> Vec<Result<Answer, ConnectError>> {
+        let key = |server: &Server| server.lease.map(|key| key.to_text()).unwrap_or_default();
+        self.ask_each(servers, |server| Question::Renew { key: key(server) })
+    }
+
+    fn ask_each(
+        &self,
+        servers: &[Server],
+        question: impl Fn(&Server) -> Question,
+    ) -> Vec<Result<Answer, ConnectError>> {
         std::thread::scope(|scope| {
-            let asking: Vec<_> =
-                servers.iter().map(|server| scope.spawn(|| self.ask(server, question))).collect();
+            let ask = |server| {
+                let question = question(server);
+                scope.spawn(move || self.ask(server, &question))
+            };
+            let asking: Vec<_> = servers.iter().map(ask).collect();
             let broken = || ConnectError::Here { source: std::io::Error::other("a thread has panicked") };
             asking.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(broken()))).collect()
         })
@@ -149,19 +173,24 @@ impl Asker {
 /// The GPUs of a server that match the request, the best ones first. `listed`: the GPUs that may be chosen;
 /// empty: all.
 fn fitting<'g>(gpus: &'g [Gpu], listed: &[u8], wanted: &Wanted) -> Vec<&'g Gpu> {
-    let model = wanted.model.to_lowercase();
     let unpromised = |gpu: &Gpu| gpu.memory.map(|bytes| bytes.saturating_sub(gpu.memory_leased));
     let fits = |gpu: &&Gpu| {
         let free = !gpu.exclusive && (!wanted.exclusive || gpu.sessions == 0 && gpu.leases == 0);
         free && gpu.unhealthy.is_none()
-            && (listed.is_empty() || listed.iter().any(|number| u32::from(*number) == gpu.gpu))
-            && gpu.model.to_lowercase().contains(&model)
+            && would_do(gpu, listed, wanted)
             && unpromised(gpu).is_none_or(|bytes| bytes >= wanted.memory)
             && gpu.memory_free.is_none_or(|bytes| bytes >= wanted.memory)
     };
     let mut fitting: Vec<&Gpu> = gpus.iter().filter(fits).collect();
     fitting.sort_by_key(|gpu| load(gpu));
     fitting
+}
+
+/// Whether a GPU would match the request if it were healthy and nobody used it.
+fn would_do(gpu: &Gpu, listed: &[u8], wanted: &Wanted) -> bool {
+    (listed.is_empty() || listed.iter().any(|number| u32::from(*number) == gpu.gpu))
+        && gpu.model.to_lowercase().contains(&wanted.model.to_lowercase())
+        && gpu.memory.is_none_or(|bytes| bytes >= wanted.memory)
 }
 
 /// How busy a GPU is: by the number of its users, then by its utilization, then by its free memory.
@@ -206,12 +235,97 @@ pub struct Held {
 /// A server that is not asked, and why.
 struct LeftOut {
     why: String,
-    /// For this round only: it could not be reached, or has nothing left, and may have something later.
-    for_now: bool,
+    until: Until,
+}
+
+/// How long a server is not asked.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Until {
+    /// In this round: it could not be reached, or has nothing left, and may have something later.
+    NextRound,
+    /// By this process: it cannot be asked from here, or does not answer as it should.
+    Ever,
+    /// The same, because its rules do not give this client such a lease, however long it waits.
+    RulesChange,
+}
+
+impl LeftOut {
+    /// For a server that did not grant a lease. `busy`: it may grant one later.
+    fn new(error: &ConnectError, busy: bool) -> LeftOut {
+        let until = match error {
+            _ if busy => Until::NextRound,
+            ConnectError::NoServer { .. } => Until::NextRound,
+            ConnectError::Refused { answer: Refusal::Denied, .. } => Until::RulesChange,
+            _ => Until::Ever,
+        };
+        LeftOut { why: with_causes(error), until }
+    }
+}
+
+/// There are no such GPUs, and waiting will not help: the servers have too few that would do even if nobody
+/// used them, or their rules do not give them to this client.
+#[derive(Debug)]
+pub struct Never(String);
+
+impl fmt::Display for Never {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Never {}
+
+/// What a server could lease if nobody used its GPUs, and the words for that. `None`: it is not known,
+/// because the server cannot be asked now, or does not know its GPUs yet.
+fn could_lease(
+    server: &Server,
+    gpus: &[Gpu],
+    left_out: Option<&LeftOut>,
+    wanted: &Wanted,
+) -> Option<(usize, String)> {
+    match left_out {
+        Some(LeftOut { why, until: Until::RulesChange }) => return Some((0, why.clone())),
+        Some(_) => return None,
+        // One that has just been started names its GPUs once a worker has seen them.
+        None if gpus.is_empty() => return None,
+        None => {}
+    }
+    let count = gpus.iter().filter(|gpu| would_do(gpu, &server.devices, wanted)).count();
+    let all = gpus.len();
+    // A list of names, such as "NVIDIA H100 80GB HBM3 with 81559 MiB".
+    let kinds: BTreeSet<String> = gpus
+        .iter()
+        .map(|gpu| match gpu.memory {
+            Some(bytes) => format!("{} with {} MiB", gpu.model, bytes >> 20),
+            None => gpu.model.clone(),
+        })
+        .collect();
+    let kinds: Vec<String> = kinds.into_iter().collect();
+    Some((count, format!("{server} has {count} among its {all} ({})", kinds.join(", "))))
+}
+
+/// This many GPUs as the request describes them.
+fn such(count: usize, wanted: &Wanted) -> String {
+    let mut parts = Vec::new();
+    if !wanted.model.is_empty() {
+        parts.push(wanted.model.clone());
+    }
+    if wanted.memory > 0 {
+        parts.push(format!("with {} MiB", wanted.memory.div_ceil(1 << 20)));
+    }
+    if wanted.exclusive {
+        parts.push("exclusively".to_owned());
+    }
+    let what = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join(", ")) };
+    format!("{count} GPU{}{what}", if count == 1 { "" } else { "s" })
 }
 
 /// Leases the wanted number of GPUs, for this many seconds. The order of the servers and of their GPUs has no
 /// meaning.
+///
+/// # Errors
+/// [`Never`] if waiting will not help. Otherwise the GPUs are not free in time, or nobody knows whether there
+/// are such GPUs, because a server cannot be asked.
 pub fn lease(
     asker: &Asker,
     members: &[Server],
@@ -220,6 +334,10 @@ pub fn lease(
     seconds: u64,
 ) -> Result<Vec<Held>> {
     let count = wanted.gpus.unwrap_or(1) as usize;
+    if count > MAX_GPUS {
+        let such = such(count, wanted);
+        bail!(Never(format!("{such} can never be had: a program can use {MAX_GPUS} at most")));
+    }
     let deadline = Instant::now() + Duration::from_secs(wanted.wait);
     let mut left_out: Vec<Option<LeftOut>> = members.iter().map(|_| None).collect();
     let mut tries = 0;
@@ -251,8 +369,7 @@ pub fn lease(
                     let busy = matches!(error, ConnectError::Refused { answer: Refusal::NoResources, .. });
                     tries += 1;
                     if !busy || tries >= TRIES {
-                        let for_now = busy || matches!(error, ConnectError::NoServer { .. });
-                        left_out[place] = Some(LeftOut { why: with_causes(&error), for_now });
+                        left_out[place] = Some(LeftOut::new(&error, busy));
                         tries = 0;
                     }
                     continue;
@@ -260,18 +377,29 @@ pub fn lease(
             },
             Err(there) => {
                 let all = gpus.iter().map(Vec::len).sum::<usize>();
-                let model =
-                    if wanted.model.is_empty() { String::new() } else { format!(" ({})", wanted.model) };
-                let why = format!("{there} of the {all} GPUs are free and as wanted{model}");
-                said.insert(0, why);
+                if all > 0 {
+                    said.insert(0, format!("{there} of the {all} GPUs there are free and as wanted"));
+                }
             }
         }
-        let refused = |left_out: &Option<LeftOut>| left_out.as_ref().is_some_and(|out| !out.for_now);
+        let could: Option<Vec<(usize, String)>> = members
+            .iter()
+            .zip(&gpus)
+            .zip(&left_out)
+            .map(|((server, gpus), left_out)| could_lease(server, gpus, left_out.as_ref(), wanted))
+            .collect();
+        if let Some(could) = could.filter(|could| could.iter().map(|(gpus, _)| gpus).sum::<usize>() < count) {
+            let said: Vec<String> = could.into_iter().map(|(_, words)| words).collect();
+            let such = such(count, wanted);
+            bail!(Never(format!("{such} can never be had from these servers: {}", said.join("; "))));
+        }
+        let refused =
+            |left_out: &Option<LeftOut>| left_out.as_ref().is_some_and(|out| out.until != Until::NextRound);
         if left_out.iter().all(refused) || Instant::now() >= deadline {
-            bail!("there are no {count} such GPUs now: {}", said.join("; "));
+            bail!("{} cannot be had now: {}", such(count, wanted), said.join("; "));
         }
         tries = 0;
-        left_out.iter_mut().for_each(|left_out| drop(left_out.take_if(|out| out.for_now)));
+        left_out.iter_mut().for_each(|left_out| drop(left_out.take_if(|out| out.until == Until::NextRound)));
         std::thread::sleep(AGAIN.min(deadline.saturating_duration_since(Instant::now())));
     }
 }
@@ -387,21 +515,28 @@ mod tests {
     enum Does {
         Grants,
         Refuses,
+        Forbids,
         Closes,
     }
 
     /// A server with this GPU.
-    fn server(gpu: Gpu, mut does: impl FnMut() -> Does + Send + 'static) -> Server {
+    fn server(gpu: Gpu, does: impl FnMut() -> Does + Send + 'static) -> Server {
+        server_of(vec![gpu], does)
+    }
+
+    /// A server with these GPUs.
+    fn server_of(gpus: Vec<Gpu>, mut does: impl FnMut() -> Does + Send + 'static) -> Server {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
         let mut answer = move |question| match question {
-            Question::Inventory {} => Some(Ok(Answer::Inventory(vec![gpu.clone()]))),
+            Question::Inventory {} => Some(Ok(Answer::Inventory(gpus.clone()))),
             _ => match does() {
                 Does::Grants => {
                     let lease = Lease { id: "it".into(), ..Lease::default() };
                     Some(Ok(Answer::Lease { lease, key: "0".repeat(64) }))
                 }
-                Does::Refuses => Some(Err("too many leases")),
+                Does::Refuses => Some(Err((Refusal::NoResources, "too many leases"))),
+                Does::Forbids => Some(Err((Refusal::Denied, "no exclusive leases"))),
                 Does::Closes => None,
             },
         };
@@ -414,8 +549,8 @@ mod tests {
                 let Some(answer) = answer(Question::parse(&question).unwrap()) else { continue };
                 let answer = match answer {
                     Ok(answer) => answer,
-                    Err(why) => {
-                        stream.write_all(welcome(Refusal::NoResources, why).as_bytes()).unwrap();
+                    Err((refusal, why)) => {
+                        stream.write_all(welcome(refusal, why).as_bytes()).unwrap();
                         continue;
                     }
                 };
@@ -451,6 +586,80 @@ mod tests {
         assert_eq!(held[0].server.address, busier.address);
         let refused = lease(&asker, &[full], &wanted, "", 60).unwrap_err().to_string();
         assert!(refused.contains("too many leases"), "{refused}");
+    }
+
+    #[test]
+    fn a_server_that_does_not_answer_does_not_keep_other_leases_from_being_renewed() {
+        let (asked, others) = std::sync::mpsc::channel();
+        // The first one answers once the second one was asked.
+        let first = server(gpu(0, 0, 80), move || {
+            others.recv().unwrap();
+            Does::Grants
+        });
+        let second = server(gpu(0, 0, 80), move || {
+            asked.send(()).unwrap();
+            Does::Grants
+        });
+        let renewed = Asker(Security::Insecure).renew_all(&[first, second]);
+        assert!(renewed.iter().all(Result::is_ok), "{renewed:?}");
+    }
+
+    /// How a request for leases fails that may wait for an hour.
+    fn failure(servers: &[Server], wanted: &Wanted, gpus: u32) -> anyhow::Error {
+        let wanted = Wanted { gpus: Some(gpus), wait: 3600, ..wanted.clone() };
+        lease(&Asker(Security::Insecure), servers, &wanted, "", 60).unwrap_err()
+    }
+
+    #[test]
+    fn what_the_servers_can_never_give_is_not_waited_for() {
+        let a100 = Gpu { model: "NVIDIA A100".into(), ..gpu(0, 0, 80) };
+        let servers = [
+            server_of(vec![gpu(0, 9, 0), Gpu { exclusive: true, ..gpu(1, 0, 80) }], || Does::Refuses),
+            server_of(vec![a100], || Does::Refuses),
+        ];
+        for (wanted, gpus, words) in [
+            (wanted(false, 0, "h200"), 1, "1 GPU (h200) can never"),
+            (wanted(true, 0, ""), 4, "4 GPUs (exclusively) can never"),
+            (wanted(false, 81, ""), 1, "1 GPU (with 82944 MiB) can never"),
+            (wanted(false, 1, "h100"), 3, "has 2 among its 2 (NVIDIA H100 with 81920 MiB); "),
+            (wanted(false, 1, "h100"), 3, "has 0 among its 1 (NVIDIA A100 with 81920 MiB)"),
+        ] {
+            let error = failure(&servers, &wanted, gpus);
+            assert!(error.is::<Never>() && error.to_string().contains(words), "{error}");
+        }
+        assert!(failure(&servers, &wanted(false, 0, ""), 33).to_string().contains("32 at most"));
+        let one_of_two = Server { devices: vec![1], ..servers[0].clone() };
+        assert!(failure(&[one_of_two], &wanted(false, 0, ""), 2).is::<Never>());
+        // The rules of one server, and what there is on the other.
+        let forbids = server(gpu(0, 0, 80), || Does::Forbids);
+        let error = failure(&[forbids.clone(), servers[1].clone()], &wanted(true, 0, ""), 2);
+        assert!(error.is::<Never>() && error.to_string().contains("no exclusive leases"), "{error}");
+        assert!(failure(&[forbids], &wanted(true, 0, ""), 1).is::<Never>());
+    }
+
+    #[test]
+    fn what_a_server_may_give_later_is_not_said_to_be_impossible() {
+        let no_wait = |servers: &[Server], wanted: &Wanted, gpus: u32| {
+            let wanted = Wanted { gpus: Some(gpus), ..wanted.clone() };
+            lease(&Asker(Security::Insecure), servers, &wanted, "", 60).unwrap_err()
+        };
+        let ill = Gpu { unhealthy: Some("Xid 79".into()), ..gpu(1, 0, 80) };
+        let used = Gpu { leases: 1, memory_leased: 80 << 30, exclusive: true, ..gpu(0, 3, 0) };
+        let busy = server_of(vec![used, ill], || Does::Refuses);
+        let unused = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let away: Server = format!("tcp:{unused}").parse().unwrap();
+        let starting = server_of(Vec::new(), || Does::Refuses);
+        let full = server(gpu(0, 0, 80), || Does::Refuses);
+        for (servers, wanted, gpus) in [
+            (vec![busy.clone()], wanted(true, 80, "h100"), 2),
+            (vec![busy.clone(), away.clone()], wanted(false, 0, "h200"), 1),
+            (vec![away], wanted(false, 0, ""), 1),
+            (vec![busy, starting], wanted(false, 0, ""), 3),
+            (vec![full], wanted(false, 0, ""), 1),
+        ] {
+            let error = no_wait(&servers, &wanted, gpus);
+            assert!(!error.is::<Never>() && error.to_string().contains("cannot be had now"), "{error}");
+        }
     }
 
     #[test]

@@ -93,8 +93,11 @@ fn a_program_gets_gpus_chosen_among_servers_and_they_are_released() -> Result<()
     ensure!(outcome.verdict("device_list")? == "1 device(s)", "{outcome:?}");
     let outcome = pool.run(&["--gpus", "2"], "device_list")?;
     ensure!(outcome.status == Some(125) && outcome.stderr.contains("1 of the 3 GPUs"), "{outcome:?}");
-    let outcome = pool.run(&["--gpus", "1", "--model", "H100"], "device_list")?;
-    ensure!(outcome.stderr.contains("0 of the 3 GPUs"), "{outcome:?}");
+    // What no server has is not waited for.
+    let outcome = pool.run(&["--gpus", "1", "--model", "H100", "--wait", "3600"], "device_list")?;
+    ensure!(outcome.status == Some(125) && outcome.stderr.contains("1 GPU (H100) can never"), "{outcome:?}");
+    let outcome = pool.rgpuctl("lease", &["--gpus", "4", "--wait", "3600"])?;
+    ensure!(outcome.status == Some(4) && outcome.stderr.contains("has 2 among its 2"), "{outcome:?}");
     let inventory = json(&pool.rgpuctl("inventory", &["--json"])?)?;
     let taken = inventory.as_array().context("no list")?.iter().filter(|gpu| gpu["exclusive"] == true);
     ensure!(taken.count() == 2, "{inventory}");

@@ -305,21 +305,31 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
     ensure!(node.contains("GRES=rgpu:rgpu_software(CNT:2),rgpumem(CNT:268435456)"), "{node}");
     let leases = cluster.leases()?;
     ensure!(leases.len() == 1 && leases[0]["memory"] == 128 << 20, "{leases:?}");
-    // The pool has no GPU of another model, so such jobs wait, and a lease that they got for the first model
-    // is released.
+    // The pool has no GPU of another model, so such jobs are held, and a lease that they got for the first
+    // model is released.
     for gres in ["rgpu:h100:1", "rgpu:rgpu_software:1,rgpu:h100:1"] {
-        let job = cluster.submit(&format!("--gres={gres}"), "echo started")?;
+        let job = cluster.submit(&format!("--uid nobody --gres={gres}"), "echo started")?;
         eventually(|| {
             let queue = cluster.run(&format!("scontrol show job {job}"))?;
             ensure!(queue.contains("JobState=PENDING") && queue.contains("Restarts=1"), "{queue}");
+            ensure!(queue.contains("Priority=0") && queue.contains("held"), "{queue}");
+            let comment = "AdminComment=rgpu-slurm has held this job: 1 GPU (h100";
+            ensure!(queue.contains(comment) && queue.contains("can never be had"), "{queue}");
             Ok(())
         })
         .with_context(|| cluster.logs())?;
-        cluster.run(&format!("scancel {job}"))?;
+        let queue = cluster.run(&format!("squeue -h -j {job} -O Reason:40,admin_comment:60"))?;
+        ensure!(queue.contains("held") && queue.contains("1 GPU (h100"), "{queue}");
+        ensure!(!cluster.run("sinfo -h -N -o %T")?.contains("drain"), "a node was drained");
         cluster.until_there_are_leases(1)?;
         // For rgpuctl doctor.
         let why = cluster.run(&format!("cat /run/rgpu-slurm/{job}.n3.why"))?;
-        ensure!(why.contains("GPUs are free and as wanted (h100)"), "{why}");
+        ensure!(why.starts_with("never\n") && why.contains("can never be had"), "{why}");
+        // Its user may release it.
+        cluster.run(&format!("setpriv --reuid nobody --clear-groups scontrol release {job}"))?;
+        let queue = cluster.run(&format!("scontrol show job {job}"))?;
+        ensure!(!queue.contains("Priority=0"), "{queue}");
+        cluster.run(&format!("scancel {job}"))?;
     }
     fs::write(&go, "")?;
     cluster.until_there_are_leases(0)
@@ -409,15 +419,17 @@ fn each_component_of_a_heterogeneous_job_has_its_own_lease() -> Result<()> {
     ensure!(cluster.leases()?.len() == 2, "{:?}", cluster.leases()?);
     fs::write(&go, "")?;
     cluster.until_there_are_leases(0)?;
-    // All components go back into the queue if one finds no GPUs.
+    // All components go back into the queue if one finds no GPUs, and are held if it never can.
     let job = cluster.submit("-w n1 --gres=rgpu:2 : -w n3 --gres=rgpu:h100:1", "echo started")?;
     eventually(|| {
         let queue = cluster.run(&format!("scontrol show job {job}"))?;
         let components = |words: &str| queue.matches(words).count();
         ensure!((components("Restarts="), components("Restarts=0")) == (2, 0), "{queue}");
+        ensure!(components("Priority=0") == 2 && queue.contains("AdminComment=rgpu-slurm"), "{queue}");
         Ok(())
     })
     .with_context(|| cluster.logs())?;
+    cluster.run(&format!("scancel {job}"))?;
     cluster.until_there_are_leases(0)
 }
 

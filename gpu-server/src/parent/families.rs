@@ -49,6 +49,8 @@ metrics::families! {
 
     /// Leases that a principal has.
     LEASES: Gauge "rgpu_server_leases" { "principal" };
+    /// Maximum number of leases of all clients together (--max-leases).
+    LEASES_LIMIT: Gauge "rgpu_server_leases_limit" {};
     /// Granted leases.
     LEASES_GRANTED: Counter "rgpu_server_leases_granted" {};
     /// Device memory that sessions hold, including what their processes use beyond it.

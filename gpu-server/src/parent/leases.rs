@@ -29,8 +29,14 @@ use crate::limits::Limits;
 use crate::policy::Grant;
 use crate::worker_protocol::Kind;
 
-/// Maximum number of leases of all clients together.
-const MOST: usize = 256;
+/// What is new about a new lease.
+struct Fresh {
+    /// Random.
+    id: LeaseId,
+    /// Random.
+    key: Secret,
+    now: Instant,
+}
 
 /// What leases need to know about a GPU.
 #[derive(Debug, Clone, Default)]
@@ -42,21 +48,26 @@ pub(super) struct Known {
 }
 
 impl State {
-    /// Grants a client a lease. `gpus`: those that the server shares; `id` and `key` are random.
+    /// Grants a client a lease. `gpus`: those that the server shares; `most`: how many leases there may be of
+    /// all clients together.
     fn lease(
         &mut self,
         gpus: &[Known],
         grant: &Grant,
         who: &Principal,
         wish: &Wish,
-        (id, key): (LeaseId, Secret),
-        now: Instant,
+        most: usize,
+        Fresh { id, key, now }: Fresh,
     ) -> Result<&Lease, Refused> {
         let (limits, leasing) = (&grant.limits, &grant.leasing);
         let held = self.leases.all().filter(|lease| lease.account == limits.principal).count();
         check_rules(grant, held, wish.gpus, wish.exclusive)?;
-        if self.leases.0.len() >= MOST || self.leases.has(id) {
-            return Err(Refused(Reason::ServerFull, format!("the server has its maximum of {MOST} leases")));
+        if self.leases.0.len() >= most {
+            let why = format!("the server has its maximum of {most} leases (--max-leases)");
+            return Err(Refused(Reason::ServerFull, why));
+        }
+        if self.leases.has(id) {
+            return Err(Refused(Reason::Failed, "another lease has this number; ask again".into()));
         }
         let not_allowed = |why: String| Err(Refused(Reason::NotAllowed, why));
         let (longest, rule) = &leasing.seconds;
@@ -75,8 +86,11 @@ impl State {
             ));
         }
         let exclusive = wish.exclusive || limits.exclusive;
-        let memory = if wish.memory > 0 { wish.memory } else { total };
-        let devices = self.place_lease(gpus, limits, wish, exclusive, memory, id)?;
+        let devices = self.place_lease(gpus, limits, wish, exclusive, id)?;
+        // What the rules give may be more than there is.
+        let there = gpus.iter().filter(|gpu| devices.contains(&gpu.number));
+        let largest = there.map(|gpu| gpu.memory.unwrap_or(u64::MAX)).max().unwrap_or(u64::MAX);
+        let memory = if wish.memory > 0 { wish.memory } else { total.min(largest) };
         let lease = Lease {
             id,
             key: key.0,
@@ -133,7 +147,6 @@ impl State {
         limits: &Limits,
         wish: &Wish,
         exclusive: bool,
-        memory: u64,
         id: LeaseId,
     ) -> Result<Vec<u32>, Refused> {
         let count = wish.gpus as usize;
@@ -146,7 +159,7 @@ impl State {
             (limits.devices.is_empty() || limits.devices.contains(&gpu.number))
                 && (wish.devices.is_empty() || wish.devices.contains(&gpu.number))
                 && gpu.name.to_lowercase().contains(&model)
-                && gpu.memory.is_none_or(|bytes| bytes >= memory)
+                && gpu.memory.is_none_or(|bytes| bytes >= wish.memory)
         };
         let fitting: Vec<&Known> = gpus.iter().filter(fits).collect();
         if fitting.len() < count {
@@ -159,6 +172,9 @@ impl State {
         // A promise to more than one lease must hold for all of them.
         let total = limits.total.device_memory;
         let has_room = |gpu: &&&Known| {
+            // Without a wish, what the rules give, or all that there is.
+            let there = total.min(gpu.memory.unwrap_or(u64::MAX));
+            let memory = if wish.memory > 0 { wish.memory } else { there };
             let promised = |of| self.leases.promised(gpu.number, of).saturating_add(memory);
             exclusive
                 || gpu.memory.is_none_or(|bytes| promised(None) <= bytes)
@@ -274,7 +290,8 @@ pub(super) fn take(
     if state.stopped() {
         return Err(Refused(Reason::Draining, "the server is shutting down".into()));
     }
-    let lease = state.lease(gpus, grant, who, wish, (id, key), Instant::now())?.clone();
+    let fresh = Fresh { id, key, now: Instant::now() };
+    let lease = state.lease(gpus, grant, who, wish, server.options.max_leases, fresh)?.clone();
     state.save_daemon(&server.succession, true);
     server.audit.leased(&lease);
     let row = state.row(&lease, Instant::now());
@@ -380,6 +397,8 @@ mod tests {
     use crate::policy::{Leasing, Policy};
 
     const MEMORY: u64 = 80 << 30;
+    /// How many leases the server grants.
+    const MOST: usize = 100;
 
     fn gpus() -> Vec<Known> {
         let known = |number| Known {
@@ -398,9 +417,10 @@ mod tests {
     }
 
     fn ask_by(state: &mut State, grant: &Grant, wish: &Wish, number: u32) -> Result<Lease, (Reason, String)> {
-        let named = (LeaseId(number), Secret([number as u8; 32]));
+        let (id, key) = (LeaseId(number), Secret([number as u8; 32]));
         let owner = Principal::named(&grant.limits.principal);
-        let lease = state.lease(&gpus(), grant, &owner, wish, named, Instant::now());
+        let fresh = Fresh { id, key, now: Instant::now() };
+        let lease = state.lease(&gpus(), grant, &owner, wish, MOST, fresh);
         lease.cloned().map_err(|Refused(reason, why)| (reason, why))
     }
 
@@ -486,6 +506,38 @@ mod tests {
         );
         bounded.leasing.most.0 = 0;
         assert_eq!(ask_by(&mut state, &bounded, &wish(1, false), 2).unwrap_err().0, Reason::NotAllowed);
+    }
+
+    #[test]
+    fn rules_that_give_more_memory_than_a_device_has_do_not_keep_its_client_from_it() {
+        let mut state = State::default();
+        let mut generous = grant("a");
+        generous.limits.total.device_memory = 2 * MEMORY;
+        let lease = ask_by(&mut state, &generous, &Wish { devices: vec![3], ..wish(1, false) }, 1).unwrap();
+        assert_eq!((lease.devices, lease.memory), (vec![3], MEMORY));
+        assert_eq!(state.leases.promised(3, None), MEMORY);
+        let more = Wish { devices: vec![3], memory: 1, ..wish(1, false) };
+        assert_eq!(ask_by(&mut state, &grant("b"), &more, 2).unwrap_err().0, Reason::LeaseTaken);
+        assert_eq!(ask_by(&mut state, &generous, &wish(1, true), 3).unwrap().memory, MEMORY);
+        let huge = Wish { memory: MEMORY + 1, ..wish(1, false) };
+        assert_eq!(ask_by(&mut state, &generous, &huge, 4).unwrap_err().0, Reason::NoDevice);
+    }
+
+    #[test]
+    fn a_server_with_all_its_leases_names_the_option_and_grants_more_once_one_has_ended() {
+        let mut state = State::default();
+        let mut many = grant("a");
+        many.leasing.most.0 = 1000;
+        for number in 0..MOST as u32 {
+            ask_by(&mut state, &many, &wish(1, false), number).unwrap();
+        }
+        let (reason, why) = ask_by(&mut state, &grant("b"), &wish(1, false), 1000).unwrap_err();
+        assert!(reason == Reason::ServerFull && why.contains("100 leases (--max-leases)"), "{why}");
+        // What will never be granted is refused as such all the same.
+        many.leasing.exclusive.0 = false;
+        assert_eq!(ask_by(&mut state, &many, &wish(1, true), 1000).unwrap_err().0, Reason::NotAllowed);
+        state.leases.0.remove(&LeaseId(7));
+        ask_by(&mut state, &grant("b"), &wish(1, false), 1000).unwrap();
     }
 
     #[test]

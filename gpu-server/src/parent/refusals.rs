@@ -73,15 +73,15 @@ impl Reason {
         Reason::Failed,
     ];
 
-    /// The answer code for the client.
+    /// The answer code for the client, by which `rgpuctl` tells what will never be granted (denied) from what
+    /// may be granted later.
     pub(super) fn answer(self) -> Answer {
         match self {
             Reason::UnknownClient
             | Reason::NoTls
             | Reason::NotAllowed
             | Reason::NoLease
-            | Reason::SessionOver
-            | Reason::Draining => Answer::Denied,
+            | Reason::SessionOver => Answer::Denied,
             Reason::Version => Answer::Version,
             Reason::Malformed => Answer::Invalid,
             Reason::LeaseTaken
@@ -93,6 +93,7 @@ impl Reason {
             | Reason::DevicesTaken
             | Reason::WaitedTooLong
             | Reason::WorkersFail
+            | Reason::Draining
             | Reason::Failed => Answer::NoResources,
         }
     }
@@ -181,6 +182,14 @@ mod tests {
             assert_eq!(counted, [(reason, 1)]);
             assert_eq!(reason as usize, place);
             assert!(Reason::ALL[..place].iter().all(|other| other.name() != reason.name()));
+        }
+    }
+
+    #[test]
+    fn only_what_a_client_may_never_have_is_denied() {
+        assert_eq!(Reason::NotAllowed.answer(), Answer::Denied);
+        for reason in [Reason::LeaseTaken, Reason::ServerFull, Reason::ClientFull, Reason::Draining] {
+            assert_eq!(reason.answer(), Answer::NoResources, "{}", reason.name());
         }
     }
 

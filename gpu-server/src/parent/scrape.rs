@@ -112,6 +112,7 @@ fn collect(server: &Server, started: SystemTime) -> Samples {
     samples.add(&f::SESSIONS_LIMIT, &[], server.options.max_sessions);
     samples.add(&f::WORKERS_CRASHED, &[], state.workers_crashed);
     samples.add(&f::KERNELS_OVERRUN, &[], state.kernels_overrun);
+    samples.add(&f::LEASES_LIMIT, &[], server.options.max_leases);
     samples.add(&f::LEASES_GRANTED, &[], state.leases_granted);
     let mut owners: BTreeMap<&str, u64> = BTreeMap::new();
     state.leases.all().for_each(|lease| *owners.entry(&lease.principal).or_default() += 1);

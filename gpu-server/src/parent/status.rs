@@ -58,6 +58,7 @@ fn describe(server: &Server) -> serde_json::Value {
         "drain_seconds_left": state.drain_seconds_left(),
         "devices_unhealthy": unhealthy(&state),
         "max_sessions": server.options.max_sessions,
+        "max_leases": server.options.max_leases,
         "sessions_begun": state.sessions_begun,
         "sessions_lost": state.sessions_lost,
         "workers_crashed": state.workers_crashed,

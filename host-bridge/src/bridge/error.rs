@@ -46,7 +46,7 @@ pub enum ConnectError {
         mismatch: Mismatch,
     },
     /// The server refused.
-    #[error("the server at {server} refused the session: {reason}")]
+    #[error("the server at {server} refused: {reason}")]
     Refused {
         /// Its address.
         server: String,

@@ -327,11 +327,21 @@ fn without_gpus(state: &Path) -> Vec<Finding> {
         let Some(job) = name.strip_suffix(".why").and_then(|name| name.split('.').next()) else { continue };
         let text = fs::read_to_string(entry.path()).unwrap_or_default();
         let why = text.lines().last().unwrap_or("the reason is unknown").to_owned();
-        found.push((job.parse::<u64>().unwrap_or(0), format!("job {job} has found no GPUs: {why}")));
+        let never = text.lines().next() == Some("never");
+        let (what, step) = if never {
+            (
+                "can never have its GPUs",
+                format!(
+                    "it is held; change it (scontrol update JobId={job} Gres=…), the servers or their clients.toml, then scontrol release {job}"
+                ),
+            )
+        } else {
+            ("has found no GPUs", "it is in the queue again; rgpuctl inventory shows what is free, and the server's clients.toml what this node may lease (exclusive_leases, leases)".to_owned())
+        };
+        found.push((job.parse::<u64>().unwrap_or(0), format!("job {job} {what}: {why}"), step));
     }
     found.sort();
-    let step = "it is in the queue again; rgpuctl inventory --pool FILE shows what is free, and the server's clients.toml what this node may lease (exclusive_leases, leases)";
-    found.into_iter().rev().take(JOBS).map(|(_, text)| Note(text, Some(step.into()))).collect()
+    found.into_iter().rev().take(JOBS).map(|(_, text, step)| Note(text, Some(step))).collect()
 }
 
 #[cfg(test)]
@@ -435,6 +445,13 @@ mod tests {
         assert_eq!(found.len(), JOBS);
         assert!(
             matches!(&found[0], Note(text, _) if text == "job 12 has found no GPUs: too few: 12"),
+            "{found:?}"
+        );
+        // What is held is not said to be in the queue.
+        fs::write(folder.path().join("14.n1.why"), "never\n1 GPU (h200) can never be had\n").unwrap();
+        let found = without_gpus(folder.path());
+        assert!(
+            matches!(&found[0], Note(text, Some(step)) if text == "job 14 can never have its GPUs: 1 GPU (h200) can never be had" && step.contains("scontrol release 14")),
             "{found:?}"
         );
         assert_eq!(without_gpus(Path::new("/nonexistent")), []);

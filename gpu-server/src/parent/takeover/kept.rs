@@ -228,8 +228,9 @@ impl State {
         };
         let written = succession.record.write(&saved).or_else(|_| {
             // The certificates of many leases may be too long. Without them, a successor ends leases only by
-            // their owners' names.
+            // their owners' names. Why sessions have ended matters less than leases.
             saved.leases.iter_mut().for_each(|lease| lease.holder = None);
+            saved.ended.clear();
             succession.record.write(&saved)
         });
         if let Err(e) = written {
@@ -269,14 +270,16 @@ pub(in crate::parent) fn describe(process: &Process) -> Option<Description> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Serve;
+    use crate::config::{MOST_LEASES, Serve};
     use crate::limits::Resource;
     use crate::parent::accounts::imports::Imports;
     use crate::parent::queue::tests::session_of_limits;
+    use crate::parent::trust::Principal;
     use crate::parent::workers::Managed;
     use crate::worker_protocol::Reply;
     use handover::Inherited;
-    use std::time::Instant;
+    use host_bridge::ask::{MAX_GPUS, MAX_NAME};
+    use std::time::{Duration, Instant};
 
     #[test]
     fn a_device_that_was_too_hot_is_judged_again_by_the_next_daemon() {
@@ -292,6 +295,38 @@ mod tests {
         let ill: Vec<_> = next.ill.iter().map(|(device, illness)| (*device, illness.error)).collect();
         // The next daemon's watch does not know that it has to tell when the first one is cool again.
         assert_eq!(ill, [(1, Some(Status(999)))]);
+    }
+
+    #[test]
+    fn as_many_leases_as_there_may_be_are_kept_however_long_they_are() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let mut state = server.lock();
+        let name = "n".repeat(200);
+        let lease = |number: u64| Lease {
+            id: LeaseId(u32::MAX - number as u32),
+            key: [255; 32],
+            principal: name.clone(),
+            // As long as certificates may be.
+            holder: Some(Principal::named(&"n".repeat(8000))),
+            account: name.clone(),
+            // Each character takes two bytes of JSON.
+            name: "\"".repeat(MAX_NAME),
+            devices: (0..MAX_GPUS as u32).collect(),
+            exclusive: false,
+            memory: u64::MAX,
+            weight: 10_000,
+            client_weight: 10_000,
+            lasts: Duration::from_secs(u32::MAX.into()),
+            granted: Instant::now(),
+            renewed: Instant::now(),
+        };
+        let all = (0..MOST_LEASES).map(lease).map(|lease| (lease.id, lease));
+        state.leases.0.extend(all);
+        state.ended.extend((0..256).map(|_| ([255; 16], "a reason".repeat(30))));
+        state.save_daemon(&server.succession, true);
+        let mut next = State::default();
+        next.restore(server.succession.record.read().unwrap());
+        assert_eq!(next.leases.all().count() as u64, MOST_LEASES);
     }
 
     /// A session that is kept for another daemon.
