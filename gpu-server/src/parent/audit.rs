@@ -33,7 +33,8 @@ use super::trust::Principal;
 
 /// Maximum number of lines waiting for a slow or stuck disk. Further lines are lost and counted.
 const MOST_WAITING: usize = 4096;
-/// How long a daemon that ends, or is replaced, waits for the disk, and how long while everybody waits for it.
+/// How long a daemon that ends, or is replaced, waits for the disk, and how long while everybody waits for
+/// it.
 pub(super) const FLUSH_WITHIN: Duration = Duration::from_secs(5);
 pub(super) const BRIEFLY: Duration = Duration::from_millis(100);
 

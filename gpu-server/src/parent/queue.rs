@@ -8,8 +8,8 @@
 //!                                and refuses clients when nothing has happened for too long
 //! ```
 //!
-//! The same thread sees when the client of a session over `local` is gone, or a session has ended, and kills a
-//! worker that stays.
+//! The same thread sees when the client of a session over `local` is gone, or a session has ended, and kills
+//! a worker that stays.
 //!
 //! A waiting connection costs a descriptor but no thread. Only its worker reads from it. Messages to it are
 //! sent under the state's lock without blocking, so a position is never sent after the welcome.
@@ -51,9 +51,9 @@ const TELL_EVERY: Duration = Duration::from_secs(1);
 /// worker.
 const LEAVES_WITHIN: Duration = Duration::from_secs(8);
 /// How long the worker of any other session may stay when it has reported the session's end. It still has to
-/// keep what its client sent last ([the cache](crate::cache)), and the driver takes long to end a process that
-/// has much memory. One that stayed for good would have its devices and their memory without counting for its
-/// client.
+/// keep what its client sent last ([the cache](crate::cache)), and the driver takes long to end a process
+/// that has much memory. One that stayed for good would have its devices and their memory without counting
+/// for its client.
 const EXITS_WITHIN: Duration = Duration::from_secs(60);
 
 /// Adds a client to the queue, and serves it if a worker is ready.

@@ -18,7 +18,8 @@
 //!
 //! A session's own reports can only make it wait or leave: see [`View`]. A worker that lies may say that it
 //! has carried out an order, or is about to, or that it waits for room. It is believed as far as it shows in
-//! where its memory is: others do not wait for it for long, and room that it does not take is not kept for it.
+//! where its memory is: others do not wait for it for long, and room that it does not take is not kept for
+//! it.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -114,7 +115,8 @@ struct Known {
     served: Option<u64>,
     /// Since when there is room for the new memory that it waits for.
     offered: Option<u64>,
-    /// It has not taken what it was offered: when it is offered room again, and the pause after the next time.
+    /// It has not taken what it was offered: when it is offered room again, and the pause after the next
+    /// time.
     passed_until: u64,
     pass: u64,
     /// Bytes that it had when it was last seen.

@@ -34,8 +34,8 @@ pub(super) fn start(
 
 fn describe(server: &Server) -> serde_json::Value {
     let readings = server.gpus.watched();
-    // Without the lock: that reads a dozen files of the kernel's for each worker, and anybody who may read the
-    // status may do so all the time.
+    // Without the lock: that reads a dozen files of the kernel's for each worker, and anybody who may read
+    // the status may do so all the time.
     let pids: Vec<u32> = server.lock().workers.keys().copied().collect();
     let inspected: HashMap<u32, Inspected> =
         pids.into_iter().map(|pid| (pid, sandbox::inspect(pid))).collect();

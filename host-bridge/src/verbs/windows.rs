@@ -97,8 +97,8 @@ impl Windows {
     /// The window is dropped before the registration.
     ///
     /// # Errors
-    /// The bytes are not all inside, or the device refuses. [`VerbsError::Broken`]: the queue pair has failed,
-    /// and there can be no other one before the port has an address again.
+    /// The bytes are not all inside, or the device refuses. [`VerbsError::Broken`]: the queue pair has
+    /// failed, and there can be no other one before the port has an address again.
     pub unsafe fn open(
         self: &Arc<Self>,
         registration: &Registration,

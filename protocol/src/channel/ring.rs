@@ -267,8 +267,8 @@ impl<'m> Consumer<'m> {
         Position { head: self.head, seq: self.seq }
     }
 
-    /// Goes back to where it was, so that what it has [taken](Self::take) since comes again. Nothing behind that
-    /// position was [released](Self::release).
+    /// Goes back to where it was, so that what it has [taken](Self::take) since comes again. Nothing behind
+    /// that position was [released](Self::release).
     #[inline]
     pub fn return_to(&mut self, position: Position) {
         (self.head, self.seq) = (position.head, position.seq);

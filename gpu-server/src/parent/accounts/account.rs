@@ -25,7 +25,8 @@ pub(in crate::parent) struct Account {
     pub(in crate::parent) record: Record,
     /// What of that is other sessions' memory.
     pub(in crate::parent) imports: Imports,
-    /// Whether its worker asks for each charge of device memory, and so has charged no more than it was granted.
+    /// Whether its worker asks for each charge of device memory, and so has charged no more than it was
+    /// granted.
     pub(in crate::parent) asks: bool,
     /// Whether the next request may be one that the previous daemon has already carried out.
     pub(in crate::parent) may_repeat: bool,

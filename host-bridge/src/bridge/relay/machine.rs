@@ -333,8 +333,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
 
     /// Checks the copy of a record and takes over the data that it names. What the server needs to know
     /// before it has the command goes before it: the frame `commands` ends then. While a server executes a
-    /// command it may read nothing that is behind it. After [`EndReason::Gone`] nothing has been done with the
-    /// record, which is to be taken again when there is a link.
+    /// command it may read nothing that is behind it. After [`EndReason::Gone`] nothing has been done with
+    /// the record, which is to be taken again when there is a link.
     fn check(
         &mut self,
         record: Record,
