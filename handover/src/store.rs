@@ -28,6 +28,8 @@ const MAX_VARIABLE: usize = 64 << 10;
 /// Most bytes of names, with one more for each, that a service manager is given. A longer list would not fit
 /// into `LISTEN_FDNAMES`, and then the service manager could not start this daemon again at all.
 const MAX_NAMES: usize = 120_000;
+/// How many of them may be of descriptors that can be [spared](Store::keep_if_room).
+const MAX_SPARED: usize = MAX_NAMES / 4 * 3;
 
 /// The numbers of a file's device and inode. Files that have no inode of their own share one, eventfds for
 /// example.
@@ -119,6 +121,20 @@ impl Store {
     /// # Errors
     /// If this process cannot open more descriptors.
     pub fn keep(&self, name: &str, fd: &impl AsFd) -> io::Result<()> {
+        self.keep_within(name, fd, MAX_NAMES)
+    }
+
+    /// The same for one of many descriptors that a client can have kept. If there are too many, the service
+    /// manager does not get it: what a successor needs to go on with any client's sessions has room in any
+    /// case.
+    ///
+    /// # Errors
+    /// As for [`keep`](Store::keep).
+    pub fn keep_if_room(&self, name: &str, fd: &impl AsFd) -> io::Result<()> {
+        self.keep_within(name, fd, MAX_SPARED)
+    }
+
+    fn keep_within(&self, name: &str, fd: &impl AsFd, most: usize) -> io::Result<()> {
         debug_assert!(is_name(name), "{name:?}");
         let own = fd.as_fd().try_clone_to_owned()?;
         // If the service manager polled the descriptor, it would remove a connection whose other end has
@@ -129,7 +145,7 @@ impl Store {
         if kept.remove(name).is_some_and(|entry| entry.passed) {
             self.take_back(name);
         }
-        let fits = kept.names + Kept::length(name) <= MAX_NAMES;
+        let fits = kept.names + Kept::length(name) <= most;
         let passed = fits && self.tell(&text, Some(fd.as_fd()));
         kept.names += if passed { Kept::length(name) } else { 0 };
         kept.files.insert((file, name.to_owned()));
@@ -327,6 +343,24 @@ mod tests {
             assert_eq!(heard(), was_passed);
         }
         assert!(keeps(0) && !keeps(most));
+    }
+
+    #[test]
+    fn descriptors_that_can_be_spared_leave_room_for_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        hears.set_nonblocking(true).unwrap();
+        let heard = || hears.recv(&mut [0; 1000]).is_ok();
+        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
+        let (file, _) = std::io::pipe().unwrap();
+        let passed = |number: &usize| {
+            store.keep_if_room(&format!("{number:0199}"), &file).unwrap();
+            heard()
+        };
+        assert_eq!((0..MAX_NAMES / 200).filter(passed).count(), MAX_SPARED / 200);
+        store.keep("a-session", &file).unwrap();
+        assert!(heard());
     }
 
     #[test]

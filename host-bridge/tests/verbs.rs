@@ -31,7 +31,7 @@ use rgpu_host_bridge::bridge::{
 use rgpu_host_bridge::framing::Address;
 use rgpu_host_bridge::memory::Memories;
 use rgpu_host_bridge::stream::Stream;
-use rgpu_host_bridge::verbs::software;
+use rgpu_host_bridge::verbs::{Access, Device, Domain, Settings, Slab, VerbsError, Windows, software};
 use test_kit::channel::Channel;
 use test_kit::session::{channel, read, write};
 use test_kit::tcp_server::TcpServer;
@@ -317,6 +317,40 @@ fn keys_are_given_when_the_queue_pair_that_makes_them_has_failed() {
 }
 
 #[test]
+fn without_an_address_a_window_is_refused_as_the_link_is() {
+    let _one = alone();
+    let domain = Domain::new(Device::open(&Settings::default()).unwrap()).unwrap();
+    let windows = Windows::new(&domain).unwrap();
+    let memory = Slab::new(&domain, 4096, Access::Windows).unwrap();
+    // SAFETY: the window is dropped before the memory.
+    let open = || unsafe { windows.open(memory.registration(), 0, 64) };
+    drop(open().unwrap());
+    software::every_pair().into_iter().for_each(software::stop);
+    software::unaddress(true);
+    let refused = open();
+    software::unaddress(false);
+    assert!(matches!(&refused, Err(VerbsError::Broken(why)) if why.contains("no LID")), "{refused:?}");
+    assert!(open().is_ok());
+}
+
+/// Neither it nor those of the link can be replaced before the port has an address again.
+#[test]
+fn keys_wait_for_the_ports_address() {
+    disturbed(15, number("RGPU_SURVIVAL_CUTS", 5), |bridge, _| {
+        let (resumed, link) = (bridge.session().counters().resumed.get(), software::pairs());
+        software::unaddress(true);
+        let own = |pair: &u32| software::peer(*pair) == Some(*pair);
+        software::every_pair().into_iter().filter(own).for_each(software::stop);
+        // It has given its link up, or the server has.
+        until("the link is lost", || software::pairs() != link || bridge.lost().is_some());
+        software::unaddress(false);
+        until("it goes on", || {
+            bridge.session().counters().resumed.get() > resumed || bridge.lost().is_some()
+        });
+    });
+}
+
+#[test]
 fn a_device_that_fails_ends_its_sessions_and_is_named() {
     let _one = alone();
     let server = TcpServer::start();
@@ -328,6 +362,11 @@ fn a_device_that_fails_ends_its_sessions_and_is_named() {
     assert!(reasons.iter().any(|why| why.contains("RDMA device software0 has failed")), "{reasons:?}");
     drop(bridge);
     until("nothing is left", || software::objects() == 0);
+    // Its driver has reset it meanwhile. Each session opens it for itself.
+    let (bridge, mut client) = Bridge::begin(&server.config, true);
+    client.synchronize();
+    assert_eq!(bridge.lost(), None);
+    leaves_nothing(bridge);
 }
 
 /// As when a subnet manager gives the port another LID, or its interface gets another IP address.
@@ -351,6 +390,23 @@ fn a_process_that_begins_while_the_port_is_down_goes_on_when_it_is_up() {
         software::port_down(true);
         bridge.succeed();
         software::port_down(false);
+        let resumed = || bridge.session().counters().resumed.get();
+        until("it goes on", || resumed() > 0 || bridge.lost().is_some());
+    });
+}
+
+#[test]
+fn a_process_that_begins_while_the_port_has_no_address_goes_on_when_it_has_one() {
+    disturbed(16, number("RGPU_SURVIVAL_CUTS", 3), |bridge, random| {
+        let ended = software::processes_ended();
+        software::end_process_after(random.below(300) as u64);
+        until("its process has ended", || software::processes_ended() > ended || bridge.lost().is_some());
+        software::unaddress(true);
+        let looked = software::looked_for_address();
+        bridge.succeed();
+        // More often than for the device to be opened.
+        until("it looks for one", || software::looked_for_address() > looked + 3 || bridge.lost().is_some());
+        software::unaddress(false);
         let resumed = || bridge.session().counters().resumed.get();
         until("it goes on", || resumed() > 0 || bridge.lost().is_some());
     });

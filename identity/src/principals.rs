@@ -51,7 +51,7 @@ pub struct Offer {
     pub expires: u64,
 }
 
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Stored {
     clients: Vec<Client>,
@@ -92,7 +92,7 @@ pub enum EnrollError {
 }
 
 /// The list.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Principals {
     path: PathBuf,
     stored: Stored,

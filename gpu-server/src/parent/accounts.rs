@@ -361,6 +361,19 @@ mod tests {
     }
 
     #[test]
+    fn a_worker_that_says_it_has_charged_more_than_it_was_granted_hides_nothing() {
+        let mut state = state(&[(1, "a", 100)]);
+        let account = &mut state.sessions.get_mut(&1).unwrap().account;
+        account.asks = true;
+        account.meter().held[1].store(u64::MAX, Ordering::Relaxed);
+        account.measured(1, 70);
+        assert_eq!((account.implicit(1), account.held(1)), (70, 70));
+        assert!(
+            !granted(&state.charge(1, 1, DEVICE, 31, None)) && granted(&state.charge(1, 1, DEVICE, 30, None))
+        );
+    }
+
+    #[test]
     fn uncharged_memory_of_the_process_counts_against_the_limit() {
         let mut state = state(&[(1, "a", 100)]);
         let account = &state.sessions[&1].account;

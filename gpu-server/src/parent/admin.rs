@@ -150,7 +150,7 @@ fn enroll(
 }
 
 fn revoke(server: &Server, trust: &Trust, name: &str) -> Result<Value, String> {
-    if !trust.principals().revoke(name).map_err(|e| with_causes(&e))? {
+    if !trust.revoke(name).map_err(|e| with_causes(&e))? {
         return Err(format!("no client is called {name:?}"));
     }
     let reason = format!("the access of {name} to this server was revoked");

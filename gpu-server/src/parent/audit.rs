@@ -33,8 +33,10 @@ use super::trust::Principal;
 
 /// Maximum number of lines waiting for a slow or stuck disk. Further lines are lost and counted.
 const MOST_WAITING: usize = 4096;
-/// How long the ending daemon waits for the disk.
-const FLUSH_WITHIN: Duration = Duration::from_secs(5);
+/// How long a daemon that ends, or is replaced, waits for the disk, and how long while everybody waits for
+/// it.
+pub(super) const FLUSH_WITHIN: Duration = Duration::from_secs(5);
+pub(super) const BRIEFLY: Duration = Duration::from_millis(100);
 
 /// What the daemon and the writing thread share.
 #[derive(Default)]
@@ -153,9 +155,9 @@ impl Audit {
     }
 
     /// Waits until everything is written, up to a limit.
-    pub(super) fn flush(&self) {
+    pub(super) fn flush(&self, within: Duration) {
         let Some((_, shared)) = &self.0 else { return };
-        let deadline = Instant::now() + FLUSH_WITHIN;
+        let deadline = Instant::now() + within;
         while shared.waiting.load(Ordering::Acquire) > 0 {
             if Instant::now() >= deadline {
                 tracing::error!("the audit log's disk does not respond; events are lost");
@@ -266,7 +268,7 @@ mod tests {
         let audit = Audit::open(Some(&path)).unwrap();
         audit.refused(None, "10.0.0.1:1", "a\nliar", "p", "no");
         audit.started(&Parked::fake(), &[2]);
-        audit.flush();
+        audit.flush(FLUSH_WITHIN);
         let all = lines(&path);
         assert_eq!((all[0]["event"].as_str(), all[0]["client"].as_str()), (Some("refused"), Some("a\nliar")));
         assert!(all[0]["principal"].is_null() && all[0]["time"].as_str().unwrap().ends_with('Z'));
@@ -274,9 +276,9 @@ mod tests {
         std::fs::rename(&path, &moved).unwrap();
         audit.reopen();
         audit.revoked("host1");
-        audit.flush();
+        audit.flush(FLUSH_WITHIN);
         assert_eq!((lines(&moved).len(), lines(&path).len()), (2, 1));
-        Audit::open(None).unwrap().flush();
+        Audit::open(None).unwrap().flush(FLUSH_WITHIN);
     }
 
     #[test]
@@ -292,7 +294,7 @@ mod tests {
         }
         let writer = Writer { path: path.clone(), file: None, failed: false, shared };
         std::thread::spawn(move || writer.run(&waiting));
-        audit.flush();
+        audit.flush(FLUSH_WITHIN);
         let events: Vec<_> = lines(&path).into_iter().map(|line| line["event"].clone()).collect();
         assert_eq!(events, ["lost", "revoked", "revoked"]);
         assert_eq!(lines(&path)[0]["lines"], 2);
@@ -304,7 +306,7 @@ mod tests {
         let path = folder.path().join("audit");
         let audit = Audit::open(Some(&path)).unwrap();
         audit.revoked("a");
-        audit.flush();
+        audit.flush(FLUSH_WITHIN);
         let mut writer =
             Writer { path: "/dev/full".into(), file: None, failed: false, shared: Arc::default() };
         writer.write(&line("revoked", json!({})));

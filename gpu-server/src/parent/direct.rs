@@ -35,13 +35,23 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(5);
 /// same moment, and so may all others: they wait their turn.
 const MAX_CONNECTING: usize = 32;
 
-/// A worker's ticket.
-pub(super) fn ticket(server: &Server, tickets: &mut Tickets, worker: &Arc<Worker>) -> Reply {
-    let encrypted = server.trust.is_some();
+/// Where other servers reach this one. Must not be called under the state's lock.
+pub(super) fn addresses(server: &Server) -> Vec<String> {
     let unix = server.options.listen.iter().filter(|address| matches!(address, Address::Unix(_)));
     let mut addresses: Vec<String> = unix.map(ToString::to_string).collect();
     addresses.extend(listen::own_addresses(server));
     addresses.truncate(MAX_ADDRESSES);
+    addresses
+}
+
+/// A worker's ticket, with these addresses.
+pub(super) fn ticket(
+    server: &Server,
+    tickets: &mut Tickets,
+    worker: &Arc<Worker>,
+    addresses: Vec<String>,
+) -> Reply {
+    let encrypted = server.trust.is_some();
     match tickets.add(worker, Instant::now()) {
         Ok(Some((token, secret))) => Reply::Ticket { token, secret, encrypted, addresses },
         Ok(None) => Reply::Refused(Refusal::Full),

@@ -224,7 +224,7 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     }
     drop(state);
     drain::drain(&server);
-    server.audit.flush();
+    server.audit.flush(audit::FLUSH_WITHIN);
     // The next daemon starts from scratch.
     server.succession.store.forget_all();
     drop(files);

@@ -8,7 +8,8 @@
 //!                                and refuses clients when nothing has happened for too long
 //! ```
 //!
-//! The same thread sees when the client of a session over `local` is gone, and kills a worker that stays.
+//! The same thread sees when the client of a session over `local` is gone, or a session has ended, and kills
+//! a worker that stays.
 //!
 //! A waiting connection costs a descriptor but no thread. Only its worker reads from it. Messages to it are
 //! sent under the state's lock without blocking, so a position is never sent after the welcome.
@@ -49,6 +50,11 @@ const TELL_EVERY: Duration = Duration::from_secs(1);
 /// client's host waits for it for 10 seconds before it lets a guest reuse the memory that it shares with the
 /// worker.
 const LEAVES_WITHIN: Duration = Duration::from_secs(8);
+/// How long the worker of any other session may stay when it has reported the session's end. It still has to
+/// keep what its client sent last ([the cache](crate::cache)), and the driver takes long to end a process
+/// that has much memory. One that stayed for good would have its devices and their memory without counting
+/// for its client.
+const EXITS_WITHIN: Duration = Duration::from_secs(60);
 
 /// Adds a client to the queue, and serves it if a worker is ready.
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {
@@ -70,11 +76,18 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
         // be gone in a moment. So that a client which begins and ends many cannot fill the machine with
         // those, there are at most as many again.
         let sessions = state.sessions.values().filter(|session| session.kind == kind);
+        let own = sessions.clone().filter(|session| session.limits.owner() == parked.limits.owner()).count();
         let (all, waiting) = (sessions.clone().count(), state.pool(kind).queue.len());
         let running = sessions.filter(|session| !session.ended).count();
         if running + waiting >= most || all + waiting >= 2 * most {
             let reason = format!("the server has its maximum of {most} sessions (--max-sessions)");
             return Err(Refused(Reason::ServerFull, reason));
+        }
+        // Neither does one client fill it, whatever its workers say.
+        if own >= 2 * (most - most / 8) {
+            let reason =
+                format!("{own} sessions of this client, which have ended, are still being taken down");
+            return Err(Refused(Reason::ClientFull, reason));
         }
         // A lease may have as many sessions as a rule says. Without one, the limit leaves room for other
         // clients, and so all of a client's sessions count.
@@ -201,7 +214,7 @@ pub(super) fn serve(server: &Server, kind: Kind) {
                 return;
             }
             let Some(parked) = state.pool_mut(kind).queue.remove(at) else { return };
-            let (account, pages) = match Account::open(&server.bell) {
+            let (mut account, pages) = match Account::open(&server.bell) {
                 Ok(opened) => opened,
                 Err(e) => {
                     let why = format!("the server cannot make memory to share with a worker: {e}");
@@ -217,6 +230,8 @@ pub(super) fn serve(server: &Server, kind: Kind) {
                 managed.stage = Stage::Serving;
             }
             state.tokens.insert(parked.token, Arc::clone(&worker));
+            let swaps = server.options.worker.swap.on() && kind == Kind::Gpu;
+            account.asks = parked.limits.total.device_memory > 0 || swaps;
             let limits = Limits { devices: devices.clone(), ..parked.limits.clone() };
             let key = state.settled.enter_for(parked.limits.owner(), names(&parked), Instant::now());
             state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
@@ -398,7 +413,11 @@ fn wait(server: &Server) -> Gone {
     let (waiting, sharing, timed): (Vec<Arc<Control>>, Vec<Presence>, bool) = {
         let state = server.lock();
         let waiting = Kind::ALL.iter().flat_map(|kind| &state.pool(*kind).queue).map(|p| &p.connection);
-        let leaving = |session: &Session| matches!(session.leaving, Leaving::Since(_));
+        let leaving = |session: &Session| match session.leaving {
+            Leaving::No => session.ended,
+            Leaving::Until(_) => true,
+            Leaving::Killed => false,
+        };
         let timed = waiting.clone().next().is_some() || state.sessions.values().any(leaving);
         let sharing = state.sessions.values().filter(|session| session.leaving == Leaving::No);
         let sharing = sharing.filter_map(|session| session.presence.clone());
@@ -430,16 +449,17 @@ fn wait(server: &Server) -> Gone {
     Gone { waiting: waiting.map(|(one, _)| one).collect(), sharing: sharing.map(|(one, _)| one).collect() }
 }
 
-/// Kills the workers of sessions whose clients have been gone for too long.
+/// Kills the workers of sessions that have been over for too long.
 fn part(state: &mut State, gone: &[Presence], now: Instant) {
     let State { sessions, workers, .. } = state;
     for (pid, session) in sessions {
         let is_gone = |presence: &Presence| gone.iter().any(|gone| gone.is(presence));
         match session.leaving {
-            Leaving::No if session.presence.as_ref().is_some_and(is_gone) => {
-                session.leaving = Leaving::Since(now);
+            Leaving::No if session.ended || session.presence.as_ref().is_some_and(is_gone) => {
+                let within = if session.presence.is_some() { LEAVES_WITHIN } else { EXITS_WITHIN };
+                session.leaving = Leaving::Until(now + within);
             }
-            Leaving::Since(since) if now.saturating_duration_since(since) >= LEAVES_WITHIN => {
+            Leaving::Until(until) if now >= until => {
                 let (client, program) = (&session.client, &session.program);
                 tracing::error!(
                     worker = pid,
@@ -546,6 +566,7 @@ fn last_failure(state: &State, kind: Kind) -> String {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::bells::Bell;
+    use super::super::workers::Managed;
     use super::*;
     use handover::Inherited;
     use host_bridge::framing::recv_struct;
@@ -768,6 +789,49 @@ pub(super) mod tests {
         assert!(client(&server, 4).unwrap_err().contains("--max-sessions"));
         server.lock().sessions.remove(&100);
         client(&server, 4).unwrap();
+    }
+
+    #[test]
+    fn one_client_does_not_fill_the_server_with_sessions_that_have_ended() {
+        let server = server(&["--max-sessions", "8"]);
+        let begin = |principal: &str| {
+            let limits = Limits::test(principal);
+            join(&server, Kind::Gpu, Parked { limits, ..Parked::fake() }).map_err(|refused| refused.0)
+        };
+        // Their workers stay.
+        for pid in 100..114 {
+            begin("a").unwrap();
+            ready(&server, pid);
+            server.lock().sessions.get_mut(&pid).unwrap().ended = true;
+        }
+        assert_eq!(begin("a"), Err(Reason::ClientFull));
+        assert_eq!(begin("b"), Ok(()));
+    }
+
+    #[test]
+    fn a_worker_that_stays_after_the_end_of_its_session_is_killed() {
+        let server = server(&[]);
+        let client = client(&server, 0).unwrap();
+        ready(&server, 100);
+        server.lock().workers.insert(100, Managed::fake(100, Stage::Serving));
+        let leaving = || server.lock().sessions[&100].leaving;
+        let now = Instant::now();
+        update(&server, &Gone::default(), now);
+        assert_eq!(leaving(), Leaving::No);
+        server.lock().sessions.get_mut(&100).unwrap().ended = true;
+        update(&server, &Gone::default(), now);
+        assert_eq!(leaving(), Leaving::Until(now + LEAVES_WITHIN));
+        // No client whose memory it could touch waits for any other.
+        {
+            let mut state = server.lock();
+            let session = state.sessions.get_mut(&100).unwrap();
+            (session.presence, session.leaving) = (None, Leaving::No);
+        }
+        update(&server, &Gone::default(), now);
+        assert_eq!(leaving(), Leaving::Until(now + EXITS_WITHIN));
+        update(&server, &Gone::default(), now + EXITS_WITHIN);
+        assert_eq!(leaving(), Leaving::Killed);
+        drop(client);
     }
 
     #[test]

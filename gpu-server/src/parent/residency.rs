@@ -16,7 +16,10 @@
 //! leave meanwhile does so immediately: otherwise, two sessions that each have a part of what they want
 //! would wait for each other.
 //!
-//! A session's own reports can only make it wait or leave: see [`View`].
+//! A session's own reports can only make it wait or leave: see [`View`]. A worker that lies may say that it
+//! has carried out an order, or is about to, or that it waits for room. It is believed as far as it shows in
+//! where its memory is: others do not wait for it for long, and room that it does not take is not kept for
+//! it.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -38,6 +41,11 @@ const MOST_AGAIN: u64 = 10_000_000_000;
 const BEGINS_WITHIN: u64 = 1_000_000_000;
 /// A session that has not left within this time is never counted on again.
 const LEAVES_WITHIN: u64 = 120_000_000_000;
+
+/// A session that carries out an order, and has moved nothing for this long, is not counted on meanwhile: nor
+/// is room kept for what it will want when it has returned. Others give up after three times as long
+/// ([`crate::room::WITHIN`]).
+const MOVES_WITHIN: u64 = 10_000_000_000;
 
 /// Bytes on devices, by their numbers.
 pub(super) type Bytes = BTreeMap<u32, u64>;
@@ -93,16 +101,26 @@ struct Known {
     away: bool,
     /// Its unfinished order, and since when.
     order: Option<(u32, MemoryOrder, u64)>,
+    /// Bytes that were away when it last moved some for that order, and when that was.
+    moved: (u64, u64),
     /// Whether it has taken too long to leave.
     slow: bool,
     /// When it may be ordered again to leave or return, and the next pause.
     not_before: u64,
     again: u64,
+    /// Whether what it could not carry out was to return.
+    stays_away: bool,
     /// Its place in line: when it started to wait. If it doesn't wait: since when.
     place: Option<u64>,
     served: Option<u64>,
     /// Since when there is room for the new memory that it waits for.
     offered: Option<u64>,
+    /// It has not taken what it was offered: when it is offered room again, and the pause after the next
+    /// time.
+    passed_until: u64,
+    pass: u64,
+    /// Bytes that it had when it was last seen.
+    total: u64,
     /// Whether it was noted that only others' residency makes it wait.
     held_back: bool,
     /// Whether it was noted that it waits because there is no memory for what others would move away.
@@ -261,29 +279,56 @@ impl Residency {
 
     /// Updates what is remembered of a session.
     fn note(&mut self, now: u64, view: &View) {
-        let away = sum(&view.away) > 0;
+        let bytes_away = sum(&view.away);
+        let (away, total) = (bytes_away > 0, sum(&view.on).saturating_add(bytes_away));
+        // A worker that uses more memory than that is killed.
+        let keeps = view.keeps.min(self.rules.memory_each);
         let known = self.sessions.entry(view.worker).or_insert_with(|| Known {
             since: view.began,
             away,
             again: AGAIN,
-            keeps: view.keeps,
+            pass: AGAIN,
+            total,
+            keeps,
             ..Known::default()
         });
+        let has_moved = match known.order {
+            Some((_, MemoryOrder::Leave { .. }, _)) => bytes_away > known.moved.0,
+            Some((_, MemoryOrder::Return, _)) => bytes_away < known.moved.0,
+            _ => false,
+        };
+        if has_moved {
+            known.moved = (bytes_away, now);
+        }
+        if std::mem::replace(&mut known.total, total) < total {
+            (known.passed_until, known.pass, known.offered) = (0, AGAIN, None);
+        }
         if let Some((number, order, at)) = known.order
             && view.done.0 == number
         {
             known.slow |= now.saturating_sub(at) > LEAVES_WITHIN;
             known.order = None;
-            self.moves += u64::from(view.done.1);
+            // What it says counts if it shows.
+            let shows = match order {
+                MemoryOrder::Leave { .. } => left(view).is_empty(),
+                MemoryOrder::Return => !away,
+                MemoryOrder::Forget => true,
+            };
+            let carried_out = view.done.1 && shows;
+            self.moves += u64::from(carried_out);
+            known.stays_away = !carried_out && order == MemoryOrder::Return;
+            if known.stays_away {
+                known.place = known.place.map(|_| now);
+            }
             match order {
-                _ if view.done.1 => known.again = AGAIN,
+                _ if carried_out => known.again = AGAIN,
                 MemoryOrder::Forget => {}
                 MemoryOrder::Leave { .. } | MemoryOrder::Return => {
                     known.not_before = now.saturating_add(known.again);
                     known.again = known.again.saturating_mul(2).min(MOST_AGAIN);
                 }
             }
-            if order == MemoryOrder::Forget && view.done.1 {
+            if order == MemoryOrder::Forget && carried_out {
                 known.keeps = 0;
             }
         }
@@ -306,29 +351,36 @@ impl Residency {
     /// Makes room for a waiting session, or gives it the room that exists.
     fn serve(&mut self, now: u64, view: &View, room: &mut Room, views: &[View], decided: &mut Decided) {
         let mut wanted = view.needs.clone();
-        let offered = self.sessions.get_mut(&view.worker).and_then(|known| known.offered.take());
-        match self.ordered(view.worker) {
+        let Some(known) = self.sessions.get_mut(&view.worker) else { return };
+        let offered = known.offered.take();
+        match known.order {
             // It will want more when it has returned.
-            Some(MemoryOrder::Return) => return self.reserve(view.worker, &wanted, room),
+            Some((_, MemoryOrder::Return, _)) if now.saturating_sub(known.moved.1) <= MOVES_WITHIN => {
+                return self.reserve(view.worker, &wanted, room);
+            }
             Some(_) => return,
+            None if now < known.passed_until || known.stays_away && now < known.not_before => return,
             None => {}
         }
-        if view.returns {
+        let returns = view.returns && sum(&view.away) > 0;
+        if returns {
             add(&mut wanted, &view.away);
         }
         let short = missing(&wanted, &room.free);
         if short.is_empty() {
             // Its worker hangs or lies, or the device has less room than is known here.
             let since = offered.unwrap_or(now);
-            if let Some(known) = self.sessions.get_mut(&view.worker).filter(|_| !view.returns) {
+            if let Some(known) = self.sessions.get_mut(&view.worker).filter(|_| !returns) {
                 if now.saturating_sub(since) > TAKES_WITHIN {
                     known.place = Some(now);
+                    known.passed_until = now.saturating_add(known.pass);
+                    known.pass = known.pass.saturating_mul(2).min(MOST_AGAIN);
                     return;
                 }
                 known.offered = Some(since);
             }
             self.reserve(view.worker, &wanted, room);
-            if view.returns && self.may(now, view) {
+            if returns && self.may(now, view) {
                 self.order(now, view, MemoryOrder::Return, false, decided);
             }
             return;
@@ -344,7 +396,7 @@ impl Residency {
         // time.
         let mut given_up = self.given_up(now, views);
         take(&mut given_up, &room.owed);
-        if view.returns && self.may(now, view) && missing(&short, &given_up).is_empty() {
+        if returns && self.may(now, view) && missing(&short, &given_up).is_empty() {
             add(&mut room.owed, &short);
             self.reserve(view.worker, &wanted, room);
             self.order(now, view, MemoryOrder::Return, false, decided);
@@ -400,10 +452,15 @@ impl Residency {
 
     /// Whether a session's memory is leaving, as far as it can be counted on.
     fn leaves(&self, now: u64, view: &View) -> bool {
-        let known = self.sessions.get(&view.worker);
-        known.and_then(|known| known.order).is_some_and(|(number, order, at)| {
-            let within = if view.begun == number { LEAVES_WITHIN } else { BEGINS_WITHIN };
-            matches!(order, MemoryOrder::Leave { .. }) && now.saturating_sub(at) <= within
+        let Some(known) = self.sessions.get(&view.worker) else { return false };
+        known.order.is_some_and(|(number, order, at)| {
+            let since = |time: u64| now.saturating_sub(time);
+            let on_its_way = if view.begun == number {
+                since(known.moved.1) <= MOVES_WITHIN && since(at) <= LEAVES_WITHIN
+            } else {
+                since(at) <= BEGINS_WITHIN
+            };
+            matches!(order, MemoryOrder::Leave { .. }) && on_its_way
         })
     }
 
@@ -480,6 +537,7 @@ impl Residency {
         let known = self.sessions.get_mut(&view.worker).filter(|known| known.order.is_none());
         if let Some(known) = known {
             known.order = Some((number, order, now));
+            known.moved = (sum(&view.away), now);
             decided.orders.push((view.worker, number, order, file));
         }
     }

@@ -14,13 +14,13 @@ use super::trust::Principal;
 use crate::limits::Limits;
 use crate::worker_protocol::{Counters, Kind, Token};
 
-/// What is left of a session over `local` whose client is gone.
+/// What is left of a session that is over: its client is gone, or it has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Leaving {
-    /// The client is there, as far as the daemon knows.
+    /// It is not over, as far as the daemon knows.
     No,
-    /// Its worker should end by itself, since then.
-    Since(Instant),
+    /// Its worker should end by itself, until then.
+    Until(Instant),
     /// The daemon has killed the worker.
     Killed,
 }
@@ -86,7 +86,7 @@ pub(super) struct Session {
     pub(super) parked: Option<Instant>,
     /// For a client that shares memory with the worker, unless the previous daemon had it.
     pub(super) presence: Option<Presence>,
-    /// Whether that client is gone.
+    /// Whether its worker has to go.
     pub(super) leaving: Leaving,
     /// The latest of its links, and how often it resumed over new connections.
     pub(super) attempt: u32,

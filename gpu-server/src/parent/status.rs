@@ -1,12 +1,13 @@
 //! The status socket. It sends one JSON object to each connection and closes it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use handover::Inherited;
+use sandbox::Inspected;
 use serde_json::json;
 
 use super::listen::{Files, serve_unix};
@@ -33,12 +34,22 @@ pub(super) fn start(
 
 fn describe(server: &Server) -> serde_json::Value {
     let readings = server.gpus.watched();
+    // Without the lock: that reads a dozen files of the kernel's for each worker, and anybody who may read
+    // the status may do so all the time.
+    let pids: Vec<u32> = server.lock().workers.keys().copied().collect();
+    let inspected: HashMap<u32, Inspected> =
+        pids.into_iter().map(|pid| (pid, sandbox::inspect(pid))).collect();
     let state = server.lock();
     let (backend, devices) = match &state.serving {
         Some((backend, devices)) => (Some(backend.as_str()), devices.as_slice()),
         None => (None, &[][..]),
     };
-    let mut workers: Vec<_> = state.workers.iter().map(|(pid, managed)| worker_row(*pid, managed)).collect();
+    let row_of = |(pid, managed): (&u32, &Managed)| {
+        // One that has been started since is read now.
+        let inspected = inspected.get(pid).cloned().unwrap_or_else(|| sandbox::inspect(*pid));
+        worker_row(*pid, managed, &inspected)
+    };
+    let mut workers: Vec<_> = state.workers.iter().map(row_of).collect();
     workers.sort_by_key(|row| row["pid"].as_u64());
     let principals = principals(server, &state);
     let leases: Vec<_> = state.leases.all().map(|lease| state.row(lease, Instant::now())).collect();
@@ -74,6 +85,11 @@ fn describe(server: &Server) -> serde_json::Value {
     })
 }
 
+/// The sum of figures for which workers are not trusted: it may be any number.
+fn sum(figures: impl Iterator<Item = u64>) -> u64 {
+    figures.fold(0, u64::saturating_add)
+}
+
 /// Device memory that was moved. Null if none ever is.
 fn swap_of(server: &Server, state: &State) -> Option<serde_json::Value> {
     let swapping = state.swapping.as_ref()?;
@@ -82,7 +98,7 @@ fn swap_of(server: &Server, state: &State) -> Option<serde_json::Value> {
     Some(json!({
         "memory_limit": server.options.worker.swap.memory,
         "memory_kept": state.kept_for_swap(),
-        "away": devices.iter().map(|number| state.away(*number)).sum::<u64>(),
+        "away": sum(devices.iter().map(|number| state.away(*number))),
         "bytes_left": left,
         "bytes_returned": returned,
         "held_back": swapping.held_back,
@@ -110,7 +126,7 @@ fn gpus(server: &Server, state: &State, readings: &[Reading]) -> Vec<serde_json:
     let row = |(number, name): (u32, &String)| {
         let reading = readings.iter().find(|reading| reading.device == number);
         let users = || state.sessions.values().filter(|session| session.devices.contains(&number));
-        let held = users().map(|session| session.account.held(number as usize)).fold(0, u64::saturating_add);
+        let held = sum(users().map(|session| session.account.held(number as usize)));
         let memory = reading.and_then(|reading| reading.memory);
         json!({
             "gpu": number,
@@ -148,11 +164,11 @@ fn unhealthy(state: &State) -> Vec<serde_json::Value> {
 }
 
 /// A worker, with what the kernel says about its sandbox.
-fn worker_row(pid: u32, managed: &Managed) -> serde_json::Value {
+fn worker_row(pid: u32, managed: &Managed, inspected: &Inspected) -> serde_json::Value {
     json!({
         "pid": pid,
         "stage": managed.stage.name(),
-        "sandbox": sandbox::inspect(pid),
+        "sandbox": inspected,
     })
 }
 
@@ -165,9 +181,8 @@ fn principals(server: &Server, state: &State) -> Vec<serde_json::Value> {
     let devices = state.devices(&server.options);
     let row = |(principal, sessions): (&str, Vec<&Session>)| {
         let limits = &sessions.first()?.limits;
-        let memory = |number: &u32| -> u64 {
-            sessions.iter().map(|session| session.account.held(*number as usize)).sum()
-        };
+        let memory =
+            |number: &u32| sum(sessions.iter().map(|session| session.account.held(*number as usize)));
         Some(json!({
             "principal": principal,
             "sessions": sessions.len(),
@@ -176,7 +191,7 @@ fn principals(server: &Server, state: &State) -> Vec<serde_json::Value> {
             "exclusive": limits.exclusive,
             "kernel_seconds": limits.kernel_seconds,
             "gpu_ms_shared": state.charged.get(principal).map_or(0, |ns| ns / 1_000_000),
-            "device_memory": devices.iter().map(memory).sum::<u64>(),
+            "device_memory": sum(devices.iter().map(memory)),
             "device_memory_limit": limits.total.device_memory,
         }))
     };
@@ -211,7 +226,7 @@ fn row(worker: u32, session: &Session, readings: &[Reading]) -> serde_json::Valu
         "bytes_direct": session.counters.bytes_direct,
         "bytes_direct_verbs": session.counters.bytes_direct_verbs,
         "device_memory": session.counters.device_memory,
-        "memory_away": session.devices.iter().map(|number| session.account.away(*number)).sum::<u64>(),
+        "memory_away": sum(session.devices.iter().map(|number| session.account.away(*number))),
         "sm_percent": (!percents.is_empty()).then(|| percents.iter().sum::<u32>()),
     })
 }

@@ -44,7 +44,7 @@ use super::state::{Server, State};
 use super::text::printable;
 use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
-use super::{ends, leases};
+use super::{audit, ends, leases};
 use crate::config::Backend;
 use crate::cuda_ipc::origin;
 use crate::policy::current_name;
@@ -217,6 +217,8 @@ fn begin_watching(server: &Arc<Server>, found: Found) -> anyhow::Result<()> {
 /// A session restored from its record.
 fn session_of(server: &Server, mut saved: Saved, mut account: Account) -> Session {
     account.imports = Imports::restore(saved.imports);
+    // Whether it does so for other reasons was up to the options of the daemon before.
+    account.asks = saved.limits.total.device_memory > 0;
     // Earlier versions called clients and the accounts of leases otherwise, did not save whose a lease is,
     // and kept names as clients gave them.
     saved.limits.principal = current_name(&saved.limits.principal);
@@ -292,7 +294,7 @@ fn take_share(server: &Server, rest: &str, full: &str, fd: OwnedFd) -> bool {
     let mut state = server.lock();
     let origin = state.sessions.get(&owner).map(|session| origin(&session.peer, &session.client));
     let stays = origin.is_some();
-    if stays && let Err(e) = server.succession.store.keep(full, &fd) {
+    if stays && let Err(e) = server.succession.store.keep_if_room(full, &fd) {
         tracing::warn!(worker = owner, "a shared object cannot be kept for another daemon: {e}");
     }
     // An event of a lost session is settled with that session's other events.
@@ -379,8 +381,9 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     }
     drop(state);
     server.changed.notify_all();
-    // Without the lock: the service manager may be busy.
+    // Without the lock: the service manager may be busy, and so may the audit log's disk.
     store.wait_until_sent();
+    server.audit.flush(audit::FLUSH_WITHIN);
     let state = wait(UNUSED_WITHIN, &|state| !Server::unsettled(state));
     if state.draining() {
         return Err("the server is shutting down".into());
@@ -395,7 +398,7 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     // while the program is being executed, when the kernel would refuse it (see `handover::start_thread`).
     state.sessions.keys().for_each(|worker| state.save_all(*worker));
     state.save_daemon(&server.succession, true);
-    server.audit.flush();
+    server.audit.flush(audit::BRIEFLY);
     let sessions = state.sessions.len();
     tracing::info!("{} takes over {sessions} sessions", program.display());
     say(&serde_json::json!({ "upgrading": { "sessions": sessions, "version": env!("CARGO_PKG_VERSION") } }));

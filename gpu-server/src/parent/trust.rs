@@ -3,12 +3,13 @@
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
 use handover::Places;
 use host_bridge::framing::Address;
+use identity::files::FileError;
 use identity::principals::{EnrollError, JoinError, now};
 use identity::{Authority, Fingerprint, Identity, Principals, Secret, tls};
 use nix::sys::socket::getsockopt;
@@ -18,6 +19,7 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Serve;
+use crate::lock::lock;
 use crate::policy::{current_name, insecure_name};
 
 /// A verified client. None of this comes from the client's own claims.
@@ -103,7 +105,10 @@ impl Principal {
 pub(super) struct Trust {
     folder: PathBuf,
     files: Mutex<Arc<Files>>,
-    principals: Mutex<Principals>,
+    /// The clients as everybody knows them. Whoever reads them waits for nobody.
+    principals: Mutex<Arc<Principals>>,
+    /// Held while the list of clients is changed, and so while a disk writes it.
+    changing: Mutex<()>,
 }
 
 /// What the operator may replace while the server runs.
@@ -127,8 +132,8 @@ impl Trust {
         let folder = options.identity.clone();
         let identity = Identity::load_or_create(&folder).context("this server's key (--identity)")?;
         let files = Mutex::new(Arc::new(Files::with(identity, &folder)?));
-        let principals = Mutex::new(Principals::open(&folder)?);
-        Ok(Trust { folder, files, principals })
+        let principals = Mutex::new(Arc::new(Principals::open(&folder)?));
+        Ok(Trust { folder, files, principals, changing: Mutex::default() })
     }
 
     /// Whether the options ask for TLS.
@@ -161,8 +166,18 @@ impl Trust {
         Arc::clone(&self.files.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(super) fn principals(&self) -> MutexGuard<'_, Principals> {
-        self.principals.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The clients as they are now.
+    pub(super) fn principals(&self) -> Arc<Principals> {
+        Arc::clone(&lock(&self.principals))
+    }
+
+    /// Changes the clients. They are as before until the change is written, which may take a disk long.
+    pub(super) fn change<T>(&self, change: impl FnOnce(&mut Principals) -> T) -> T {
+        let _one = lock(&self.changing);
+        let mut changed = Principals::clone(&self.principals());
+        let done = change(&mut changed);
+        *lock(&self.principals) = Arc::new(changed);
+        done
     }
 
     /// For connections of clients to the daemon.
@@ -234,7 +249,7 @@ impl Trust {
         secret: &[u8; 32],
     ) -> Result<Principal, String> {
         let key = key(certificates)?;
-        let name = self.principals().join(&Secret(*secret), key, now()).map_err(|e| match e {
+        let name = self.change(|all| all.join(&Secret(*secret), key, now())).map_err(|e| match e {
             JoinError::File(e) => {
                 tracing::error!("cannot store a client's key: {}", host_bridge::framing::with_causes(&e));
                 "the server cannot store this client's key; its log says why".to_owned()
@@ -246,7 +261,12 @@ impl Trust {
 
     /// Issues a token.
     pub(super) fn enroll(&self, name: &str, valid: Duration) -> Result<Secret, EnrollError> {
-        self.principals().enroll(name, now(), valid)
+        self.change(|all| all.enroll(name, now(), valid))
+    }
+
+    /// Removes a client. Returns false if there is none with this name.
+    pub(super) fn revoke(&self, name: &str) -> Result<bool, FileError> {
+        self.change(|all| all.revoke(name))
     }
 }
 
@@ -258,6 +278,24 @@ fn key(certificates: &[CertificateDer<'_>]) -> Result<Fingerprint, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_asks_about_clients_does_not_wait_for_the_disk_that_writes_their_list() {
+        let folder = tempfile::tempdir().unwrap();
+        let flag = format!("--identity={}", folder.path().display());
+        let trust = Trust::open(&Serve::from_flags(&[&flag])).unwrap();
+        let known = |name: &str| trust.principals().clients().iter().any(|client| client.name == name);
+        let secret = trust.enroll("host", Duration::from_secs(60)).unwrap();
+        let key = Fingerprint([7; 32]);
+        trust.change(|all| all.join(&secret, key, now())).unwrap();
+        let host = Principal { key: Some(key), ..Principal::named("host") };
+        trust.change(|all| {
+            all.revoke("host").unwrap();
+            // It is not written yet, as far as others can tell.
+            assert!(known("host") && trust.doubt(&host).is_none());
+        });
+        assert!(!known("host") && trust.doubt(&host).is_some());
+    }
 
     #[test]
     fn an_address_has_one_name_whatever_kind_of_socket_reports_it() {

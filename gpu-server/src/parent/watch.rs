@@ -147,10 +147,12 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             }
             FromWorker::Share { request, what } => {
                 let reply = share(server, &mut state, pid, what, fds.into_iter().next());
+                log_refused(server, &state, pid, "share an object", &reply);
                 worker.answer(request, reply, None);
             }
             FromWorker::Open { request, token } => {
                 let (reply, fd) = open(&mut state, pid, &token);
+                log_refused(server, &state, pid, "open a shared object", &reply);
                 worker.answer(request, reply, fd.as_deref());
             }
             FromWorker::Charge { request, resource, bytes, shared } => {
@@ -161,7 +163,11 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 state.discharge(pid, request, resource, bytes, shared);
             }
             FromWorker::Ticket { request } => {
-                let reply = direct::ticket(server, &mut state.tickets, worker);
+                // Reading this machine's addresses takes long, and the kernel may keep a reader waiting.
+                drop(state);
+                let addresses = direct::addresses(server);
+                state = server.lock();
+                let reply = direct::ticket(server, &mut state.tickets, worker, addresses);
                 worker.answer(request, reply, None);
             }
             FromWorker::Connect { request, address, encrypted } => {
@@ -206,7 +212,11 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                     state.save(pid);
                 }
             }
-            FromWorker::Ended { lost, counters } => ended(&mut state, pid, lost.as_deref(), counters),
+            FromWorker::Ended { lost, counters } => {
+                ended(&mut state, pid, lost.as_deref(), counters);
+                // From now on the worker has to go.
+                server.nudge.nudge();
+            }
         }
         // Only this thread reads the worker's socket, so this consumes the message just handled.
         let _ = worker_protocol::consume(worker.socket().as_fd());
@@ -391,21 +401,28 @@ impl State {
     }
 }
 
+/// Logs that a session was refused something, which its program can ask for any number of times.
+fn log_refused(server: &Server, state: &State, pid: u32, what: &str, reply: &Reply) {
+    let (Reply::Refused(refusal), Some(session)) = (reply, state.sessions.get(&pid)) else { return };
+    let (client, program) = (&session.client, &session.program);
+    if let Some(not_shown) = server.log_limits.allow(Some(&session.principal.name), Instant::now()) {
+        tracing::info!(worker = pid, client, program, "a session may not {what}: {refusal:?}{not_shown}");
+    }
+}
+
 fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Reply {
     let Some(origin) = state.origin_of(pid) else { return Reply::Refused(Refusal::Unknown) };
     let name = |token| kept::share_name(token, pid, &what);
     match state.shares.add(pid, origin, what.clone(), fd) {
         Ok(Ok(token)) => {
-            let kept = state.shares.file(&token).map(|fd| server.succession.store.keep(&name(&token), &fd));
+            let kept =
+                state.shares.file(&token).map(|fd| server.succession.store.keep_if_room(&name(&token), &fd));
             if let Some(Err(e)) = kept {
                 tracing::warn!(worker = pid, "cannot keep a shared object for another daemon: {e}");
             }
             Reply::Shared(token)
         }
-        Ok(Err(refusal)) => {
-            tracing::warn!(worker = pid, "a session has reached its maximum of shared objects");
-            Reply::Refused(refusal)
-        }
+        Ok(Err(refusal)) => Reply::Refused(refusal),
         Err(e) => {
             tracing::error!("cannot read random numbers: {e}");
             Reply::Refused(Refusal::Full)
@@ -437,10 +454,7 @@ fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedF
             }
             (Reply::Opened { what, own }, fd)
         }
-        Err(refusal) => {
-            tracing::info!(worker = pid, "a session may not open a shared object: {refusal:?}");
-            (Reply::Refused(refusal), None)
-        }
+        Err(refusal) => (Reply::Refused(refusal), None),
     }
 }
 

@@ -299,7 +299,7 @@ impl Device {
     }
 
     /// Checks that the port is active and has an address.
-    fn check_usable(&self) -> Result<(), VerbsError> {
+    pub(super) fn check_usable(&self) -> Result<(), VerbsError> {
         let attr = self.query_port()?;
         if !matches!(attr.state, number::PORT_ACTIVE | number::PORT_ACTIVE_DEFER) {
             let state = match attr.state {
@@ -327,6 +327,9 @@ impl Device {
         let global = ethernet || settings.gid_index.is_some();
         let (gid_index, gid) = if global { self.choose_entry(attr.gid_tbl_len)? } else { (0, [0; 16]) };
         let (lid, traffic_class) = (attr.lid, settings.traffic_class);
+        if lid == 0 && !global {
+            return Err(VerbsError::NoLid { device: device(), port: number });
+        }
         let pkey_index = match settings.partition {
             Some(partition) => self.choose_partition(partition, attr.pkey_tbl_len)?,
             None => 0,

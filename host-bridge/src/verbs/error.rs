@@ -72,6 +72,14 @@ pub enum VerbsError {
         /// What was looked for.
         why: String,
     },
+    /// The port has no local identifier.
+    #[error("port {port} of RDMA device {device} has no LID: no subnet manager has configured it")]
+    NoLid {
+        /// The device.
+        device: String,
+        /// The port.
+        port: u8,
+    },
     /// The port is not a member of the partition.
     #[error(
         "port {port} of RDMA device {device} is not in partition {partition:#06x}, only in {have}: the subnet manager decides that (partitions.conf of opensm); on Ethernet use a VLAN instead"

@@ -78,6 +78,18 @@ impl Windows {
         has.then(|| Arc::new(Windows { domain: Arc::clone(domain), state: Mutex::default() }))
     }
 
+    /// Makes sure that windows can be opened now.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`]: the port has no address.
+    pub fn prepare(&self) -> Result<(), VerbsError> {
+        let mut state = self.lock();
+        if state.requests.is_none() {
+            state.requests = Some(Loop::new(&self.domain)?);
+        }
+        Ok(())
+    }
+
     /// Lets the peer write `len` bytes at `offset` of a registration, which was made with
     /// [`Access::Windows`](super::Access::Windows) in the same domain. Waits until it may.
     ///
@@ -85,7 +97,8 @@ impl Windows {
     /// The window is dropped before the registration.
     ///
     /// # Errors
-    /// The bytes are not all inside, or the device refuses.
+    /// The bytes are not all inside, or the device refuses. [`VerbsError::Broken`]: the queue pair has
+    /// failed, and there can be no other one before the port has an address again.
     pub unsafe fn open(
         self: &Arc<Self>,
         registration: &Registration,
@@ -197,12 +210,16 @@ impl Drop for Handle {
 impl Loop {
     fn new(domain: &Arc<Domain>) -> Result<Loop, VerbsError> {
         let device: &Arc<Device> = domain.device();
-        let (port, psn) = (device.port()?, first_packet_number()?);
+        // Without an address, it is as for the link's queue pairs: there is none now.
+        let lost = |e: VerbsError| VerbsError::Broken(e.to_string());
+        let (port, psn) = (device.port().map_err(lost)?, first_packet_number()?);
         let completions = Completions::new(device, 4)?;
         let depth = Depth { sends: 2, receives: 1, receive_segments: 1, inline: 0 };
         let pair = QueuePair::new(domain, &completions, &port, depth)?;
         let own = Target { qpn: pair.number(), psn, lid: port.lid, gid: port.gid, mtu: port.mtu };
-        pair.connect(&port, &own, psn, WITHIN)?;
+        // A port that went down may still say which address it had.
+        pair.connect(&port, &own, psn, WITHIN)
+            .map_err(|e| if device.check_usable().is_err() { lost(e) } else { e })?;
         Ok(Loop { pair, completions })
     }
 

@@ -267,6 +267,13 @@ impl<'m> Consumer<'m> {
         Position { head: self.head, seq: self.seq }
     }
 
+    /// Goes back to where it was, so that what it has [taken](Self::take) since comes again. Nothing behind
+    /// that position was [released](Self::release).
+    #[inline]
+    pub fn return_to(&mut self, position: Position) {
+        (self.head, self.seq) = (position.head, position.seq);
+    }
+
     /// Whether the producer has appended something that has not been taken. Also true for an invalid cursor,
     /// which [`pop`](Self::pop) then reports.
     #[inline]

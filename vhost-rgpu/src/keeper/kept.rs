@@ -201,6 +201,16 @@ impl<W: Words> Kept<W> {
 
     /// Keeps a descriptor for the record. One that is already kept gets the same number again.
     pub fn hold(&self, fd: &impl AsFd) -> u64 {
+        self.hold_as(fd, false)
+    }
+
+    /// The same for one of the many descriptors that a guest or a program can have kept. They take no room
+    /// from [others](Self::hold) of any guest or user ([`Store::keep_if_room`]).
+    pub fn hold_if_room(&self, fd: &impl AsFd) -> u64 {
+        self.hold_as(fd, true)
+    }
+
+    fn hold_as(&self, fd: &impl AsFd, spared: bool) -> u64 {
         let mut state = self.lock();
         if state.ended {
             return u64::MAX;
@@ -213,7 +223,9 @@ impl<W: Words> Kept<W> {
         let number = state.record.next;
         state.record.next += 1;
         state.held.insert(number);
-        if let Err(e) = self.store.keep(&self.name(number), fd) {
+        let name = self.name(number);
+        let kept = if spared { self.store.keep_if_room(&name, fd) } else { self.store.keep(&name, fd) };
+        if let Err(e) = kept {
             tracing::warn!("{}: cannot keep a descriptor for another keeper: {e}", self.prefix);
         }
         number

@@ -6,7 +6,6 @@
 //! connection, and what the device process has stored of its session. If a device process ends unexpectedly,
 //! another one continues with its clients, which don't notice.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -230,62 +229,28 @@ impl Server {
     /// still is one.
     fn pass_on(&self, socket: OwnedFd, uid: u32, who: &str) -> Result<(), (Why, String, Option<OwnedFd>)> {
         let mut state = self.lock();
-        if state.ending {
-            return Err((Why::Draining, "the daemon is ending".to_owned(), Some(socket)));
+        if let Err((cause, why)) = self.admit(&state, uid) {
+            return Err((cause, why, Some(socket)));
         }
-        let limit = self.config.limits.max_channels as usize;
-        if state.clients() >= limit {
-            let why = format!(
-                "{limit} native clients are connected, which is the limit (native.limits.max_channels)"
-            );
-            return Err((Why::HostFull, why, Some(socket)));
-        }
-        let share = self.config.max_channels_per_user as usize;
-        if state.users.get(&uid).is_some_and(|user| user.clients.len() >= share) {
-            let why = format!(
-                "{share} clients of user {uid} are connected, which is the limit (native.max_channels_per_user)"
-            );
-            return Err((Why::UserFull, why, Some(socket)));
+        if !state.users.contains_key(&uid) {
+            drop(state);
+            // Without the lock: a process takes long to start on a busy machine, and the main thread, which
+            // listens to all device processes, must not wait for that. Nobody else adds users.
+            let user = match self.first_process(uid) {
+                Ok(user) => user,
+                Err(why) => return Err((Why::Failed, why, Some(socket))),
+            };
+            state = self.lock();
+            if state.ending {
+                self.dismiss(&mut state, user, Duration::ZERO);
+                return Err((Why::Draining, "the daemon is ending".to_owned(), Some(socket)));
+            }
+            self.add(&mut state, uid, user);
         }
         let number = state.next;
         state.next += 1;
-        let user = match state.users.entry(uid) {
-            Entry::Occupied(user) => user.into_mut(),
-            Entry::Vacant(free) => {
-                let Some(me) = self.me.upgrade() else {
-                    return Err((Why::Draining, "the daemon is ending".to_owned(), None));
-                };
-                let mut none = BTreeMap::new();
-                let kept = Kept::new(self.succession.store.clone(), &format!("{USER}{uid}"));
-                let kept = match kept {
-                    Ok(kept) => Arc::new(kept),
-                    Err(e) => {
-                        let why = format!("this host is short of memory or descriptors: {e}");
-                        return Err((Why::Failed, why, Some(socket)));
-                    }
-                };
-                match self.processes.start(
-                    &Role::Native(uid),
-                    &self.config.servers,
-                    me,
-                    &mut none,
-                    MAX_STORED,
-                ) {
-                    Ok(process) => {
-                        tracing::debug!("user {uid}: device process {}", process.pid);
-                        kept.served_by(&process);
-                        free.insert(User { process: Some(process), ..User::new(kept) })
-                    }
-                    Err(e) => {
-                        kept.end();
-                        return Err((
-                            Why::Failed,
-                            format!("this host cannot start a process: {e}"),
-                            Some(socket),
-                        ));
-                    }
-                }
-            }
+        let Some(user) = state.users.get_mut(&uid) else {
+            return Err((Why::Failed, "this host cannot start a process".to_owned(), Some(socket)));
         };
         let failed = |what: &str, e: io::Error| (Why::Failed, format!("{what}: {e}"));
         let made = answering_file().and_then(|answering| {
@@ -317,6 +282,56 @@ impl Server {
         user.clients.insert(number, client);
         user.idle = None;
         Ok(())
+    }
+
+    /// Whether another client of this user may connect. Otherwise, why not.
+    fn admit(&self, state: &State, uid: u32) -> Result<(), (Why, String)> {
+        if state.ending {
+            return Err((Why::Draining, "the daemon is ending".to_owned()));
+        }
+        let limit = self.config.limits.max_channels as usize;
+        if state.clients() >= limit {
+            let why = format!(
+                "{limit} native clients are connected, which is the limit (native.limits.max_channels)"
+            );
+            return Err((Why::HostFull, why));
+        }
+        let share = self.config.max_channels_per_user as usize;
+        if state.users.get(&uid).is_some_and(|user| user.clients.len() >= share) {
+            let why = format!(
+                "{share} clients of user {uid} are connected, which is the limit (native.max_channels_per_user)"
+            );
+            return Err((Why::UserFull, why));
+        }
+        Ok(())
+    }
+
+    /// A user without clients, with a device process. Not to be called under the lock.
+    fn first_process(&self, uid: u32) -> Result<User, String> {
+        let me = self.me.upgrade().ok_or("the daemon is ending")?;
+        let kept = Kept::new(self.succession.store.clone(), &format!("{USER}{uid}"));
+        let kept = Arc::new(kept.map_err(|e| format!("this host is short of memory or descriptors: {e}"))?);
+        let (role, mut none) = (Role::Native(uid), BTreeMap::new());
+        match self.processes.start(&role, &self.config.servers, me, &mut none, MAX_STORED) {
+            Ok(process) => {
+                tracing::debug!("user {uid}: device process {}", process.pid);
+                kept.served_by(&process);
+                Ok(User { process: Some(process), ..User::new(kept) })
+            }
+            Err(e) => {
+                kept.end();
+                Err(format!("this host cannot start a process: {e}"))
+            }
+        }
+    }
+
+    /// Adds a user. If its device process is over already, another one takes its place.
+    fn add(&self, state: &mut State, uid: u32, user: User) {
+        let over = user.process.clone().filter(|process| process.is_over());
+        state.users.insert(uid, User { idle: Some(Instant::now()), ..user });
+        if let Some(process) = over {
+            self.replace_later(state, uid, process);
+        }
     }
 
     /// Ends device processes that have had no client for a while. Returns when the next one has to end, if
@@ -505,14 +520,7 @@ impl Owner for Server {
             return;
         }
         let uid = *uid;
-        user.introducing = true;
-        let Some(me) = self.me.upgrade() else { return };
-        let old = process.clone();
-        let replace = move || me.replace(uid, old);
-        if let Err(e) = start_thread("replace", replace) {
-            tracing::error!("{}: no thread to replace its device process: {e}", process.name);
-            self.give_up(&mut state, uid);
-        }
+        self.replace_later(&mut state, uid, process.clone());
     }
 }
 
@@ -563,6 +571,17 @@ impl Server {
                 tracing::error!("user {uid}: no thread to start its device process: {e}");
                 self.give_up(&mut self.lock(), uid);
             }
+        }
+    }
+
+    /// Has a thread start another device process for a user's clients: the previous one is over.
+    fn replace_later(&self, state: &mut State, uid: u32, old: Arc<Process>) {
+        let (Some(user), Some(me)) = (state.users.get_mut(&uid), self.me.upgrade()) else { return };
+        user.introducing = true;
+        let name = old.name.clone();
+        if let Err(e) = start_thread("replace", move || me.replace(uid, old)) {
+            tracing::error!("{name}: no thread to replace its device process: {e}");
+            self.give_up(state, uid);
         }
     }
 

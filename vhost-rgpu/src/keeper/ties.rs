@@ -71,7 +71,7 @@ impl<W: Tied> Kept<W> {
     /// The device process has stored this for a channel, or dropped it.
     pub fn stored(&self, channel: u64, stored: Option<&Stored>) {
         let numbers = stored.map(|Stored { known, descriptors }| {
-            std::iter::once(known).chain(descriptors).map(|fd| self.hold(fd)).collect()
+            std::iter::once(known).chain(descriptors).map(|fd| self.hold_if_room(fd)).collect()
         });
         self.step(W::tie((channel, numbers)));
     }

@@ -25,6 +25,9 @@ pub(in crate::parent) struct Account {
     pub(in crate::parent) record: Record,
     /// What of that is other sessions' memory.
     pub(in crate::parent) imports: Imports,
+    /// Whether its worker asks for each charge of device memory, and so has charged no more than it was
+    /// granted.
+    pub(in crate::parent) asks: bool,
     /// Whether the next request may be one that the previous daemon has already carried out.
     pub(in crate::parent) may_repeat: bool,
     /// The gate, and how often the session was asked to report its work.
@@ -58,7 +61,18 @@ impl Account {
 
     fn new(terms: Page<Terms>, meter: Page<Meter>, record: Record, may_repeat: bool) -> Account {
         let (imports, wants, gate) = (Imports::default(), BTreeMap::new(), Gate::Open);
-        Account { terms, meter, record, imports, may_repeat, gate, tells: 0, asked: false, wants }
+        Account {
+            terms,
+            meter,
+            record,
+            imports,
+            asks: false,
+            may_repeat,
+            gate,
+            tells: 0,
+            asked: false,
+            wants,
+        }
     }
 
     /// What a successor of this daemon needs.
@@ -138,18 +152,23 @@ impl Account {
         self.terms.implicit.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed))
     }
 
+    /// Bytes that the session has charged on a device, as far as its worker is believed.
+    fn charged(&self, number: usize) -> u64 {
+        let said = self.meter.held.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed));
+        if self.asks { said.min(self.record.granted(Resource::Device(number as u32))) } else { said }
+    }
+
     /// Bytes that the session holds on a device, according to its worker and NVML.
     pub(in crate::parent) fn held(&self, number: usize) -> u64 {
-        let charged = self.meter.held.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed));
-        charged.saturating_add(self.implicit(number))
+        self.charged(number).saturating_add(self.implicit(number))
     }
 
     /// Notes how many bytes the session's process uses on a device, according to NVML.
     pub(in crate::parent) fn measured(&self, number: usize, bytes: u64) {
-        if let (Some(implicit), Some(held)) = (self.terms.implicit.get(number), self.meter.held.get(number)) {
+        if let Some(implicit) = self.terms.implicit.get(number) {
             // What it has imported is measured where it counts.
             let other = self.away(number as u32).saturating_add(self.imports.elsewhere(number as u32));
-            let charged = held.load(Ordering::Relaxed).saturating_sub(other);
+            let charged = self.charged(number).saturating_sub(other);
             implicit.store(bytes.saturating_sub(charged), Ordering::Relaxed);
         }
     }

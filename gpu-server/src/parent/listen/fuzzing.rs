@@ -53,7 +53,7 @@ impl Fixture {
         let client = Identity::generate().expect("a key");
         let trust = servers[0].trust.as_ref().expect("it speaks TLS");
         let secret = trust.enroll("fuzz", Duration::from_secs(60)).expect("a token");
-        trust.principals().join(&secret, client.fingerprint(), now()).expect("a client");
+        trust.change(|all| all.join(&secret, client.fingerprint(), now())).expect("a client");
         // What is in it is in memory, too.
         let _ = std::fs::remove_dir_all(&folder);
         Fixture { servers, client, stranger: Identity::generate().expect("a key") }

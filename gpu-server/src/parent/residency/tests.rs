@@ -225,6 +225,98 @@ fn a_session_that_does_not_take_the_room_that_it_has_keeps_it_from_nobody_for_lo
     assert_eq!(residency.reserved(3, 0), 60);
 }
 
+#[test]
+fn a_worker_that_says_it_has_left_and_stays_makes_nobody_wait() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [idle(1, "a", 60), View { rested: Some(2), ..idle(2, "a", 60) }, newcomer(3, "b", 60)];
+    let budget = on(0, 120);
+    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1]);
+    // It has carried out everything, and all of it is where it was.
+    (views[0].begun, views[0].done) = (1, (1, true));
+    assert_eq!(leaving(&residency.step(10 * SECOND + 1, &budget, &views)), [2]);
+    assert_eq!(residency.moves(), 0, "others see no progress");
+}
+
+#[test]
+fn a_worker_that_begins_to_leave_and_moves_nothing_is_not_waited_for() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [idle(1, "a", 60), View { rested: Some(2), ..idle(2, "a", 60) }, newcomer(3, "b", 60)];
+    let budget = on(0, 120);
+    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1]);
+    views[0].begun = 1;
+    let mut later = |seconds, views: &[View]| leaving(&residency.step(seconds * SECOND, &budget, views));
+    assert_eq!(later(19, &views), [] as [u32; 0]);
+    // One that takes long, but moves, is.
+    (views[0].away, views[0].on) = (on(0, 10), on(0, 50));
+    assert_eq!(later(20, &views), [] as [u32; 0]);
+    assert_eq!(later(30, &views), [] as [u32; 0]);
+    assert_eq!(later(31, &views), [2]);
+}
+
+#[test]
+fn room_is_not_kept_for_a_worker_that_only_says_that_it_returns() {
+    let waits = |bytes, needs| View {
+        on: Bytes::new(),
+        movable: on(0, bytes),
+        away: on(0, bytes),
+        needs: on(0, needs),
+        returns: true,
+        swap: true,
+        worker: 1,
+        ..View::default()
+    };
+    let budget = on(0, 100);
+    // It never does: what it will want then is kept for it as long as it may be on its way.
+    let mut residency = Residency::new(rules(u64::MAX));
+    let hangs = [waits(1, 90)];
+    assert_eq!(residency.step(SECOND, &budget, &hangs).orders, [(1, 1, MemoryOrder::Return, false)]);
+    residency.step(11 * SECOND, &budget, &hangs);
+    assert_eq!(residency.reserved(2, 0), 90);
+    residency.step(11 * SECOND + 1, &budget, &hangs);
+    assert_eq!(residency.reserved(2, 0), 0);
+    // Nothing of it is away: it waits for new memory like others.
+    let mut residency = Residency::new(rules(u64::MAX));
+    let nothing = [View { away: Bytes::new(), movable: Bytes::new(), ..waits(0, 90) }];
+    assert!(residency.step(SECOND, &budget, &nothing).orders.is_empty());
+    residency.step(2 * SECOND + 1, &budget, &nothing);
+    assert_eq!(residency.reserved(2, 0), 0);
+    // It says that it cannot: others come first, and before it is ordered again, everybody may have the room.
+    let mut residency = Residency::new(rules(u64::MAX));
+    let other = View { worker: 2, began: 1, ..waits(60, 0) };
+    let mut views = [waits(60, 0), other];
+    let order = |worker| vec![(worker, 1, MemoryOrder::Return, false)];
+    assert_eq!(residency.step(SECOND, &budget, &views).orders, order(1));
+    views[0].done = (1, false);
+    assert_eq!(residency.step(2 * SECOND, &budget, &views).orders, order(2));
+}
+
+#[test]
+fn room_that_is_not_taken_again_and_again_is_offered_less_and_less_often() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut hangs = newcomer(1, "a", 90);
+    let kept = |residency: &mut Residency, hangs: &View, from: u64| {
+        let keeps = |step: &u64| {
+            residency.step(step * AGAIN, &on(0, 100), std::slice::from_ref(hangs));
+            residency.reserved(2, 0) > 0
+        };
+        (from..from + 600).filter(keeps).count()
+    };
+    assert!(kept(&mut residency, &hangs, 10) < 300);
+    assert!(kept(&mut residency, &hangs, 610) < 100);
+    // One that takes some is trusted again.
+    (hangs.on, hangs.needs) = (on(0, 10), on(0, 80));
+    residency.step(1300 * AGAIN, &on(0, 100), std::slice::from_ref(&hangs));
+    assert_eq!(residency.reserved(2, 0), 80);
+}
+
+#[test]
+fn a_worker_does_not_say_that_it_keeps_more_memory_of_the_machine_than_it_may() {
+    let mut residency = Residency::new(Rules { memory_each: 16 * MIB, ..rules(64 * MIB) });
+    let liar = View { keeps: u64::MAX, swap: false, ..idle(1, "a", 10) };
+    let views = [liar, idle(2, "a", 60), newcomer(3, "b", 60)];
+    assert_eq!(leaving(&residency.step(10 * SECOND, &on(0, 90), &views)), [2]);
+}
+
 /// A session of a simulated server.
 #[derive(Debug, Clone)]
 struct Simulated {

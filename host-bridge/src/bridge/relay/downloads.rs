@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::end::EndReason;
-use super::regions::{Awaited, ClientMemory, MemoryKey, Span};
+use super::regions::{Awaited, ClientMemory, Span};
 
 /// `Out` data of one command.
 #[derive(Debug)]
@@ -48,16 +48,9 @@ impl<M: ClientMemory> Downloads<M> {
         self.bytes
     }
 
-    /// Expects a piece of command `seq`'s data, which the server may write from now on. Gives a key for it
-    /// that the server must be told before the command.
-    pub(super) fn expect(
-        &mut self,
-        seq: u64,
-        piece: u32,
-        span: Span<M>,
-    ) -> Result<Option<MemoryKey>, EndReason> {
-        let len = span.len();
-        let (span, key) = Awaited::new(span)?;
+    /// Expects a piece of command `seq`'s data.
+    pub(super) fn expect(&mut self, seq: u64, piece: u32, span: Awaited<M>) {
+        let len = span.span().len();
         self.bytes += len;
         match self.commands.get_mut(&seq) {
             Some(expected) => {
@@ -69,7 +62,6 @@ impl<M: ClientMemory> Downloads<M> {
                 self.commands.insert(seq, Expected { first, more, announced: 0, received: 0, total: len });
             }
         }
-        Ok(key)
     }
 
     /// Where `len` bytes from `offset` of that piece go, which come now. A server that announces more than

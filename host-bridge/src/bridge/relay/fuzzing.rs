@@ -64,11 +64,21 @@ pub(super) struct AnyMemory {
     admitted: AtomicU64,
     /// How often it was given a key.
     keys: AtomicU32,
+    /// Nobody can be admitted, as there is no link.
+    #[cfg(test)]
+    pub(super) refuses: std::sync::atomic::AtomicBool,
 }
 
 impl AnyMemory {
     pub(super) fn new(size: u64, read_only: bool) -> AnyMemory {
-        AnyMemory { size, read_only, admitted: AtomicU64::new(0), keys: AtomicU32::new(0) }
+        AnyMemory {
+            size,
+            read_only,
+            admitted: AtomicU64::new(0),
+            keys: AtomicU32::new(0),
+            #[cfg(test)]
+            refuses: Default::default(),
+        }
     }
 }
 
@@ -83,6 +93,10 @@ impl ClientMemory for AnyMemory {
 
     fn admit(&self, offset: u64, len: u64) -> Result<Option<MemoryKey>, EndReason> {
         assert!(!self.read_only && offset + len <= self.size, "the server is to fill what it must not");
+        #[cfg(test)]
+        if self.refuses.load(Ordering::Relaxed) {
+            return Err(EndReason::Gone("the port has no address".into()));
+        }
         let first = self.admitted.fetch_add(1, Ordering::Relaxed) == 0;
         self.keys.fetch_add(first.into(), Ordering::Relaxed);
         Ok(first.then(|| self.key()).flatten())

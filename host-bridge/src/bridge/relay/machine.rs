@@ -9,7 +9,7 @@ use protocol::Status;
 use protocol::channel::{
     Completed, Consumer, Header, MAX_PAYLOAD, MAX_RECORD, NO_SLOT, Position, RECORD_HEADER, Record,
 };
-use protocol::data::DataUse;
+use protocol::data::{DataUse, HostRange};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{
     DataAsk, DataGrant, DataHeader, DataSent, ProgressUpdate, Received, ReplyHeader, frame, progress,
@@ -23,7 +23,7 @@ use super::end::EndReason;
 use super::flows::Chunk;
 use super::ledger::{Framed, Ledger};
 use super::mailbox::{Mailbox, Message};
-use super::regions::{Regions, Span};
+use super::regions::{Awaited, ClientMemory, Regions, Span};
 use super::schedule::{Schedule, Upload};
 use super::sent::Sent;
 use super::succession::region_key;
@@ -80,6 +80,16 @@ pub(in crate::bridge) struct Machine<'c, S: Schedule> {
     silence: Duration,
     body: Vec<u8>,
     uses: Vec<DataUse>,
+    /// Where the data of a record lies, while that is checked.
+    found: Vec<Found<S::Memory>>,
+}
+
+/// Memory that a record names.
+enum Found<M: ClientMemory> {
+    /// Of `In` data.
+    Source(Span<M>),
+    /// Of `Out` data, which the server may write from now on.
+    Target(Awaited<M>),
 }
 
 impl<'c, S: Schedule> Machine<'c, S> {
@@ -120,6 +130,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             silence,
             body: Vec::with_capacity(MAX_RECORD),
             uses: Vec::new(),
+            found: Vec::new(),
         }
     }
 
@@ -215,8 +226,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
 
     /// Takes records off the ring and appends them to `out`, as many as limits allow. True: there was one.
     pub(super) fn take_records(&mut self, out: &mut SendBuffer) -> Result<bool, EndReason> {
-        let mut commands = None;
-        let taken = self.append_records(out, &mut commands);
+        let (mut commands, mut worked) = (None, false);
+        let taken = self.append_records(out, &mut commands, &mut worked);
         // Also behind a record that is refused: the farewell must not land inside a frame.
         if let Some(commands) = commands {
             out.finish(commands);
@@ -224,8 +235,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
                 ledger.frame(out.appended(), Framed::Commands(self.framed));
             }
         }
-        let worked = taken?;
-        if worked {
+        // Those before one that could not be taken for lack of a link are taken all the same.
+        if worked && matches!(taken, Ok(()) | Err(EndReason::Gone(_))) {
             self.commit();
             if self.schedule.is_acknowledged() {
                 self.forwarded.push_back((out.appended(), self.consumer.position()));
@@ -234,7 +245,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
             }
             self.publish_released();
         }
-        Ok(worked)
+        taken.map(|()| worked)
     }
 
     /// Gives the client the place of the records before `position` back.
@@ -288,14 +299,20 @@ impl<'c, S: Schedule> Machine<'c, S> {
         &mut self,
         out: &mut SendBuffer,
         commands: &mut Option<OpenFrame>,
-    ) -> Result<bool, EndReason> {
+        worked: &mut bool,
+    ) -> Result<(), EndReason> {
         let counters = &self.session.counters;
-        let mut worked = false;
         while self.can_take(out) {
+            let before = self.consumer.position();
             let record = self.consumer.take(&mut self.body).map_err(|e| EndReason::Client(e.to_string()))?;
             let Some(record) = record else { break };
             self.session.trace.note(Stage::Taken, record.seq, record.opcode);
-            self.check(record, out, commands)?;
+            if let Err(end) = self.check(record, out, commands) {
+                if matches!(end, EndReason::Gone(_)) {
+                    self.consumer.return_to(before);
+                }
+                return Err(end);
+            }
             if commands.is_none() {
                 *commands = Some(out.begin(frame::COMMANDS));
                 counters.frames_sent.add(1);
@@ -309,14 +326,15 @@ impl<'c, S: Schedule> Machine<'c, S> {
             self.untaken += size as u64;
             counters.commands.add(1);
             counters.copied_bytes.add(2 * size as u64);
-            worked = true;
+            *worked = true;
         }
-        Ok(worked)
+        Ok(())
     }
 
     /// Checks the copy of a record and takes over the data that it names. What the server needs to know
     /// before it has the command goes before it: the frame `commands` ends then. While a server executes a
-    /// command it may read nothing that is behind it.
+    /// command it may read nothing that is behind it. After [`EndReason::Gone`] nothing has been done with
+    /// the record, which is to be taken again when there is a link.
     fn check(
         &mut self,
         record: Record,
@@ -330,6 +348,16 @@ impl<'c, S: Schedule> Machine<'c, S> {
         let wrong =
             |what: &dyn std::fmt::Display| EndReason::Client(format!("command {seq} ({}) {what}", info.name));
         let undecodable = |e| wrong(&format_args!("does not decode: {e}"));
+        self.uses.clear();
+        if info.carries_data {
+            let uses = &mut self.uses;
+            (info.visit_data)(&self.body, &mut |data| uses.push(data)).map_err(undecodable)?;
+        }
+        // First, since it may take a link.
+        if let Err(end) = self.find(&wrong, out, commands) {
+            self.found.clear();
+            return Err(end);
+        }
         match info.class {
             Class::Async if reply_slot == NO_SLOT => {}
             Class::Async => {
@@ -362,51 +390,59 @@ impl<'c, S: Schedule> Machine<'c, S> {
             },
         }
         self.schedule.command(seq, info, &self.body).map_err(undecodable)?;
-        if !info.carries_data {
-            return Ok(());
-        }
-        self.uses.clear();
-        let uses = &mut self.uses;
-        (info.visit_data)(&self.body, &mut |data| uses.push(data)).map_err(undecodable)?;
-        let framed = self.framed;
-        let mut first = |ledger: &mut Option<Ledger>, kind, body: &[u8]| {
-            if let Some(commands) = commands.take() {
-                out.finish(commands);
-                if let Some(ledger) = ledger {
-                    ledger.frame(out.appended(), Framed::Commands(framed));
+        for (piece, (data, found)) in self.uses.iter().zip(self.found.drain(..)).enumerate() {
+            let (range, piece) = (range_of(data), piece as u32);
+            match found {
+                Found::Target(awaited) => {
+                    self.downloads.expect(seq, piece, awaited);
+                    if let Some(ledger) = &mut self.ledger {
+                        ledger.download(seq, piece, range);
+                    }
                 }
+                Found::Source(span) if span.len() > 0 => {
+                    let late = matches!(data, DataUse::Late(_));
+                    self.unsent.add(seq, span.len());
+                    if let Some(ledger) = &mut self.ledger {
+                        ledger.upload(seq, piece, range, late);
+                    }
+                    if self.schedule.push(Upload { seq, piece, span, late }) {
+                        let ask = DataAsk { seq, piece, reserved: 0 };
+                        let ahead = (frame::DATA_ASK, ask.as_bytes());
+                        send_ahead(&mut self.ledger, out, commands, self.framed, ahead);
+                    }
+                }
+                Found::Source(_) => {}
             }
-            short_frame(ledger, out, kind, body);
-        };
-        for (piece, data) in self.uses.iter().enumerate() {
-            let (range, write, late) = match *data {
-                DataUse::In(range) => (range, false, false),
-                DataUse::Late(range) => (range, false, true),
-                DataUse::Out(range) => (range, true, false),
-            };
+        }
+        Ok(())
+    }
+
+    /// Finds the memory that a record's data uses name, and lets the server write what it is to write. A key
+    /// that it needs for that goes before the record.
+    fn find(
+        &mut self,
+        wrong: &impl Fn(&dyn std::fmt::Display) -> EndReason,
+        out: &mut SendBuffer,
+        commands: &mut Option<OpenFrame>,
+    ) -> Result<(), EndReason> {
+        for data in &self.uses {
+            let (range, write) = (range_of(data), matches!(data, DataUse::Out(_)));
             let span = self.regions.span(range, write).map_err(|what| {
                 wrong(&format_args!(
                     "names data at offset {:#x} of {:?}, {} bytes, which {what}",
                     range.offset, range.place, range.len
                 ))
             })?;
-            let piece = piece as u32;
-            if write {
-                if let Some(key) = self.downloads.expect(seq, piece, span)? {
-                    let key = region_key(range.place, key);
-                    first(&mut self.ledger, frame::REGION_KEY, key.as_bytes());
-                }
-                if let Some(ledger) = &mut self.ledger {
-                    ledger.download(seq, piece, range);
-                }
-            } else if span.len() > 0 {
-                self.unsent.add(seq, span.len());
-                if let Some(ledger) = &mut self.ledger {
-                    ledger.upload(seq, piece, range, late);
-                }
-                if self.schedule.push(Upload { seq, piece, span, late }) {
-                    first(&mut self.ledger, frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
-                }
+            if !write {
+                self.found.push(Found::Source(span));
+                continue;
+            }
+            let (awaited, key) = Awaited::new(span)?;
+            self.found.push(Found::Target(awaited));
+            if let Some(key) = key {
+                let key = region_key(range.place, key);
+                let ahead = (frame::REGION_KEY, key.as_bytes());
+                send_ahead(&mut self.ledger, out, commands, self.framed, ahead);
             }
         }
         Ok(())
@@ -716,6 +752,29 @@ impl<'c, S: Schedule> Machine<'c, S> {
             self.heard = now;
         }
     }
+}
+
+fn range_of(data: &DataUse) -> HostRange {
+    match *data {
+        DataUse::In(range) | DataUse::Late(range) | DataUse::Out(range) => range,
+    }
+}
+
+/// Appends a short frame, behind the records before position `framed`: their frame `commands` ends.
+fn send_ahead(
+    ledger: &mut Option<Ledger>,
+    out: &mut SendBuffer,
+    commands: &mut Option<OpenFrame>,
+    framed: Position,
+    (kind, body): (u32, &[u8]),
+) {
+    if let Some(commands) = commands.take() {
+        out.finish(commands);
+        if let Some(ledger) = ledger {
+            ledger.frame(out.appended(), Framed::Commands(framed));
+        }
+    }
+    short_frame(ledger, out, kind, body);
 }
 
 fn short_frame(ledger: &mut Option<Ledger>, out: &mut SendBuffer, kind: u32, body: &[u8]) {

@@ -119,6 +119,15 @@ impl<M> Mailbox<M> {
         Ok(())
     }
 
+    /// Why the session is to be closed, if it is. For a relay that cannot act on messages yet.
+    pub(in crate::bridge) fn closing(&self) -> Option<String> {
+        let messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
+        messages.iter().flatten().find_map(|message| match message {
+            Message::Close(reason) => Some(reason.clone()),
+            Message::Register { .. } | Message::Unregister { .. } => None,
+        })
+    }
+
     pub(super) fn has_messages(&self) -> bool {
         self.raised.is_raised()
     }

@@ -21,7 +21,8 @@ pub(in crate::bridge) trait ClientMemory: Debug + Send + Sync + 'static {
     fn is_read_only(&self) -> bool;
 
     /// The server may write these bytes by itself until [`release`](Self::release) was called as often as
-    /// this. Gives the key for it, unless it needs none or has it.
+    /// this. Gives the key for it, unless it needs none or has it. After an error they are not admitted:
+    /// [`EndReason::Gone`] says that they can be once there is a link.
     fn admit(&self, _offset: u64, _len: u64) -> Result<Option<MemoryKey>, EndReason> {
         Ok(None)
     }

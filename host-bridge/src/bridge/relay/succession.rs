@@ -23,7 +23,7 @@ use super::end::EndReason;
 use super::flows::{Carries, Chunk, Flows};
 use super::ledger::{Content, Framed, Job, Ledger};
 use super::machine::Machine;
-use super::regions::{ClientMemory, MemoryKey, Span};
+use super::regions::{Awaited, ClientMemory, MemoryKey, Span};
 use super::schedule::{Schedule, Upload};
 use super::sent::Sent;
 use super::slots::{Slots, Write};
@@ -263,7 +263,8 @@ impl<'c, S: Schedule> Machine<'c, S> {
         for download in &content.downloads {
             let span = self.regions.span(download.range, true).map_err(wrong)?;
             // No key is sent here: the server gets the newest one of each memory once everything is restored.
-            self.downloads.expect(download.seq, download.piece, span)?;
+            let (awaited, _) = Awaited::new(span)?;
+            self.downloads.expect(download.seq, download.piece, awaited);
             let sum = received.entry(download.seq).or_default();
             *sum = sum.saturating_add(download.received);
         }

@@ -668,6 +668,35 @@ fn a_record_stays_in_the_ring_until_the_server_has_received_it() {
     assert!(matches!(more, Err(EndReason::Server(_))), "{more:?}");
 }
 
+/// Over queue pairs that takes a key, and there may be none for want of a link.
+#[test]
+fn a_record_for_whose_data_nobody_can_be_admitted_is_taken_again_over_the_next_link() {
+    let (session, _) = session();
+    let mut session = Session::<Slots<TestMemory>>::new(&session, 1);
+    let range = |region| HostRange { place: Place::Region(region), offset: 0, len: 1000 };
+    let refuse = |session: &Session<'_, Slots<TestMemory>>, refuses| {
+        let memory = session.machine.regions.memory(Place::Region(1)).unwrap();
+        memory.refuses.store(refuses, Ordering::Relaxed);
+    };
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    let before = session.machine.consumer.position();
+    let copy = |region| MemcpyDtoH { stream: StreamId(0), src: 0, dst: HostOut(range(region)) };
+    let last = session.push(&copy(1), NO_SLOT);
+    session.expected.insert(last, 1000);
+    refuse(&session, true);
+    for _ in 0..2 {
+        let refused = session.machine.take_records(&mut session.out).unwrap_err();
+        assert!(matches!(refused, EndReason::Gone(_)), "{refused:?}");
+        let Machine { consumer, downloads, last_seq, .. } = &session.machine;
+        assert!(consumer.has_work() && consumer.position() != before, "the first one was taken");
+        assert_eq!((downloads.commands(), *last_seq), (0, last - 1));
+    }
+    refuse(&session, false);
+    assert!(session.step(0));
+    assert!(!session.machine.has_records() && session.machine.downloads.commands() == 1);
+    session.settle();
+}
+
 #[test]
 fn a_silent_server_is_asked_and_then_lost_only_if_something_is_expected_of_it() {
     let (session, _) = session();

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use protocol::link::REGION_KEYS;
 
 use crate::bridge::relay::{ClientMemory, EndReason, MemoryKey};
-use crate::verbs::{Domain, RegisteredRegion, Registration, Window, Windows};
+use crate::verbs::{Domain, RegisteredRegion, Registration, VerbsError, Window, Windows};
 
 /// Most windows of one memory that are open at a time. The last one shows all of it.
 const MOST_WINDOWS: usize = 4;
@@ -32,6 +32,11 @@ impl Keys {
     /// known here, nor how many it was told.
     pub(super) fn of_another_process(domain: &Arc<Domain>) -> Keys {
         Keys::beside(domain, false, Said::many())
+    }
+
+    /// Makes sure that keys can be given now. [`VerbsError::Broken`]: the port has no address.
+    pub(super) fn prepare(&self) -> Result<(), VerbsError> {
+        self.windows.as_ref().map_or(Ok(()), |windows| windows.prepare())
     }
 
     fn beside(domain: &Arc<Domain>, several: bool, said: Said) -> Keys {
@@ -140,7 +145,8 @@ impl ClientMemory for DeviceMemory {
             false => (offset, end),
         };
         // SAFETY: `admitted` is dropped before `registered`.
-        let window = unsafe { windows.open(self.registration(), from, to - from) }?;
+        let opened = unsafe { windows.open(self.registration(), from, to - from) };
+        let window = opened.inspect_err(|_| admitted.count -= 1)?;
         let key = window.key();
         (admitted.from, admitted.to) = (from, to);
         admitted.windows.push(window);

@@ -25,6 +25,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use self::carrier::{Left, VerbsCarrier};
 use self::links::{Links, has_slots};
@@ -33,13 +34,16 @@ use super::config::SessionConfig;
 use super::error::{ConnectError, RegionError};
 use super::relay::{AllMemory, EndReason, Machine, Mailbox, RelayHandle, RestoredSlots, Slots, run};
 use super::relayed::Relayed;
-use super::resume::PROCESS_ENDED;
+use super::resume::{Interruption, PROCESS_ENDED};
 use super::saved::{InheritedRegion, SavedQueues, SavedRemote, StoredRegion, Succession, TakenOver, Terms};
 use super::state::SessionState;
 use super::transport::{RegionMemory, Transport};
 use crate::memory::Memories;
-use crate::verbs::{Device, Domain, RegisteredRegion};
+use crate::verbs::{Device, Domain, RegisteredRegion, VerbsError};
 use protocol::polling::{PollTime, processors};
+
+/// How often a process that begins without an address looks for one.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Registers regions with the device.
 fn memory_in(domain: Arc<Domain>, keys: Keys) -> impl Fn(&RegionMemory) -> Result<DeviceMemory, RegionError> {
@@ -129,7 +133,8 @@ fn relay_on(
         Err(e) => return EndReason::Here(e.to_string()),
     };
     let (lanes, under_way) = (terms.connections(), terms.connections() * queues.depth as usize);
-    let begun = memory(session, domain, keys, regions).and_then(|memory| {
+    let ready = await_address(session, mailbox, keys, ticket.limit(session));
+    let begun = ready.and_then(|()| memory(session, domain, keys, regions)).and_then(|memory| {
         let schedule = Slots::new(queues.slots, queues.slot_size, lanes, under_way).acknowledged().noted();
         let size = (lanes, queues.slots);
         let restored = Machine::restore_verbs(session, memory, schedule, config.silence, ledger, size)?;
@@ -147,6 +152,37 @@ fn relay_on(
             ticket.farewell().say(config);
             end
         }
+    }
+}
+
+/// Waits until keys can be given, which what is restored needs: the port may have no address now, and without
+/// one there is no link either. Meanwhile nothing reaches the client's memory, and of what other threads ask
+/// for, only a pause and the session's end are acted on.
+fn await_address(
+    session: &Arc<SessionState>,
+    mailbox: &Mailbox<DeviceMemory>,
+    keys: &Keys,
+    limit: Duration,
+) -> Result<(), EndReason> {
+    let mut waits = None;
+    loop {
+        let why = match keys.prepare() {
+            Ok(()) => return Ok(()),
+            Err(VerbsError::Broken(why)) => why,
+            Err(e) => return Err(e.into()),
+        };
+        if let Some(reason) = mailbox.closing() {
+            return Err(EndReason::Asked(reason));
+        }
+        if mailbox.is_to_pause() {
+            mailbox.rest();
+        }
+        let lost = waits
+            .get_or_insert_with(|| Interruption::begin(Arc::clone(session), PROCESS_ENDED.to_owned(), limit));
+        if let Err(seconds) = lost.look() {
+            return Err(EndReason::Gone(format!("{PROCESS_ENDED}, and for {seconds} s {why}")));
+        }
+        std::thread::sleep(LOOK_EVERY);
     }
 }
 

@@ -61,6 +61,9 @@ pub(super) struct Fabric {
     pub(super) refuses: bool,
     /// The port is down.
     pub(super) is_down: bool,
+    /// The port has no address.
+    pub(super) unaddressed: bool,
+    pub(super) looked: u64,
     /// How often the port was given another local identifier.
     pub(super) moved: u16,
 }
@@ -126,7 +129,7 @@ pub(super) enum Payload {
 
 impl Fabric {
     pub(super) fn lid(&self) -> u16 {
-        FIRST_LID.wrapping_add(self.moved)
+        if self.unaddressed { 0 } else { FIRST_LID.wrapping_add(self.moved) }
     }
 
     pub(super) fn next(&mut self) -> u32 {

@@ -114,7 +114,8 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
 }
 
 extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
-    let fabric = fabric();
+    let mut fabric = fabric();
+    fabric.looked += u64::from(fabric.unaddressed);
     // IBV_PORT_DOWN is 1.
     let state = if fabric.is_down { 1 } else { number::PORT_ACTIVE };
     let (lid, active_mtu, gid_tbl_len, link_layer) = (fabric.lid(), MTU, 1, 1);
@@ -127,6 +128,9 @@ extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr)
 }
 
 extern "C" fn query_gid(_context: *mut Context, _port: u8, _index: c_int, gid: *mut Gid) -> c_int {
+    if fabric().unaddressed {
+        return -1;
+    }
     // SAFETY: the caller passes a writable GID.
     unsafe { *gid = Gid([FIRST_LID as u8; 16]) };
     0
@@ -364,7 +368,7 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
         return libc::ENOMEM;
     }
     assert!(mask & number::QP_STATE != 0, "a change of something else than the state");
-    let (number, to) = (of!(qp, qp_num), of!(attr, qp_state));
+    let (number, to, unaddressed) = (of!(qp, qp_num), of!(attr, qp_state), fabric.unaddressed);
     let Some(pair) = fabric.pairs.get_mut(&number) else { panic!("an unknown queue pair") };
     match (pair.state, to) {
         (_, number::QPS_ERR) => fabric.stop(number),
@@ -379,6 +383,9 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
         (number::QPS_INIT, number::QPS_RTR) => {
             let (mtu, peer, way) = (of!(attr, path_mtu), of!(attr, dest_qp_num), of!(attr, ah_attr));
             if !(1..=MTU).contains(&mtu) || !(1..=0xff_ffff).contains(&peer) {
+                return libc::EINVAL;
+            }
+            if unaddressed && way.dlid == 0 {
                 return libc::EINVAL;
             }
             (pair.state, pair.peer, pair.lid) = (to, Some(peer), way.dlid);

@@ -108,6 +108,16 @@ pub fn readdress() {
     fabric.moved = fabric.moved.wrapping_add(1);
 }
 
+/// Whether the port has no address, as when its interface has lost its IP address: nothing gets through.
+pub fn unaddress(without: bool) {
+    fabric().unaddressed = without;
+}
+
+/// How often somebody has looked for its address while it had none.
+pub fn looked_for_address() -> u64 {
+    fabric().looked
+}
+
 /// An event of a queue pair's device (`enum ibv_event_type`), which its owner's context tells of. `QP_FATAL`
 /// is 1, `DEVICE_FATAL` is 8.
 pub fn event(pair: u32, kind: u32) {
