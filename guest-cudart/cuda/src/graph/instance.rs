@@ -61,7 +61,8 @@ pub(crate) mod flag {
 
 /// A node of an instance.
 pub(crate) struct Flat {
-    /// The graph that it was made from, and its number there. 0: the start of a child graph.
+    /// The graph that it was made from, and its number there. Graph 0: the start of the child graph of the
+    /// node with this number.
     graph: u64,
     id: u64,
     pub owner: Weak<Graph>,
@@ -141,7 +142,7 @@ pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) 
         };
         if let Work::Child(child) = &work {
             let begins = out.len();
-            out.push(flat(Work::Empty, before, None, 0, 0));
+            out.push(flat(Work::Empty, before, None, id, 0));
             let leaves = flatten(child, &[begins], out);
             let ends = if leaves.is_empty() { vec![begins] } else { leaves };
             out.push(flat(work, ends, Some(begins), id, graph.unique));
@@ -718,8 +719,9 @@ impl Exec {
         Ok(was)
     }
 
-    /// Takes over the work of a graph's nodes. On failure, returns the reason, the graph's node and the
-    /// instance's node.
+    /// Takes over the work of a graph's nodes. On failure, returns the reason, and the graph's nodes that the
+    /// program is told: the one that does not match, and the one that it depends on if that is what does not
+    /// match.
     pub fn update(
         &self,
         driver: &'static Driver,
@@ -729,10 +731,12 @@ impl Exec {
         flatten(graph, &[], &mut fresh);
         let mut state = lock(&self.state);
         if state.nodes.len() != fresh.len() {
-            return Err((update::TOPOLOGY, fresh.get(state.nodes.len()).map_or(0, Flat::name), 0));
+            // No node is to blame: "resultInfo->errorNode is set to NULL" (`cuGraphExecUpdate`).
+            return Err((update::TOPOLOGY, 0, 0));
         }
         for (now, node) in state.nodes.iter().zip(&fresh) {
-            let fail = |why| Err((why, node.name(), now.name()));
+            let from = strange_dependency(now, node).map_or(0, |from| fresh[from].name());
+            let fail = |why| Err((why, node.name(), if why == update::TOPOLOGY { from } else { 0 }));
             if let Some(why) = differs(now, node) {
                 return fail(why);
             }
@@ -751,6 +755,13 @@ impl Exec {
         release(driver, last, replaced);
         Ok(())
     }
+}
+
+/// The place of a node's first dependency that another node, which it is to replace, does not have at the
+/// same position. `None` also if the numbers of their dependencies differ.
+fn strange_dependency(now: &Flat, node: &Flat) -> Option<usize> {
+    let mut pairs = now.before.iter().zip(&node.before).filter(|_| now.before.len() == node.before.len());
+    pairs.find(|(now, from)| now != from).map(|(_, from)| *from)
 }
 
 /// The reason why one node cannot replace another. `None` if it can.
