@@ -88,6 +88,10 @@ api! {
             kernel(node)?;
             return launch::check_nvlink_hint(&value.get()?.0);
         }
+        if attribute == launch_attr::DEVICE_UPDATABLE_KERNEL_NODE {
+            kernel(node)?;
+            return refuse_form!("a graph's node that kernels change");
+        }
         if !is_known(attribute) {
             return Err(Status::INVALID_VALUE);
         }
