@@ -124,6 +124,16 @@ int main(int argc, char **argv) {
     OK(cudaMemSetMemPool(&host, cudaMemAllocationTypePinned, standard));
     // No device allocates from it by default.
     RETURNS(cudaErrorInvalidValue, cudaDeviceSetMemPool(0, pool));
+    // "Not IPC capable", and never of the NUMA node that a thread happens to be on.
+    cudaMemPoolProps none = {};
+    cudaMemPool_t refused;
+    none.allocType = cudaMemAllocationTypePinned;
+    none.location.type = cudaMemLocationTypeHost;
+    none.handleTypes = cudaMemHandleTypePosixFileDescriptor;
+    RETURNS(cudaErrorInvalidValue, cudaMemPoolCreate(&refused, &none));
+    none.handleTypes = cudaMemHandleTypeNone;
+    none.location.type = cudaMemLocationTypeHostNumaCurrent;
+    RETURNS(cudaErrorInvalidValue, cudaMemPoolCreate(&refused, &none));
 
     // A pool goes, and what is left of it is freed later.
     int *left;
