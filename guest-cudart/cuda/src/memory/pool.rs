@@ -254,6 +254,14 @@ pub(crate) fn set_host(pool: usize) -> Result {
     Ok(())
 }
 
+/// A context is being destroyed, and kernels no longer reach the pinned memory that was mapped in it. So no pool
+/// of the host gives out the memory that it keeps: an allocation gets new memory, which is mapped again.
+pub(crate) fn forget() {
+    for host in POOLS.all().iter().filter_map(|pool| pool.host()) {
+        host.trim(0);
+    }
+}
+
 /// Checks what a program gives devices to do with memory of a device: pairs of a device and its
 /// `CUmemAccess_flags`. The memory's own device can always read and write it. If the program does not see
 /// that one (`None`), the server tells later whether the others reach it.
