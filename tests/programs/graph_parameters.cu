@@ -243,6 +243,42 @@ static void updates() {
     CHECK(cudaGraphDestroy(other));
 }
 
+// A copy's memory is of the same kind after a kernel has used it in place.
+static void pinned_stays_pinned() {
+    int *pinned;
+    CHECK(cudaMallocHost(&pinned, 64));
+    cudaGraph_t graphs[2];
+    cudaGraphExec_t exec;
+    for (int i = 0; i < 2; i++) {
+        CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        CHECK(cudaMemcpyAsync(words, pinned + i, sizeof(int), cudaMemcpyHostToDevice, stream));
+        CHECK(cudaMemcpyAsync(pinned + 4 + i, words, sizeof(int), cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamEndCapture(stream, &graphs[i]));
+        if (i == 1) break;
+        CHECK(cudaGraphInstantiate(&exec, graphs[0], 0));
+        pinned[0] = 5;
+        CHECK(cudaGraphLaunch(exec, stream));
+        put<<<1, 1, 0, stream>>>(pinned + 1, 7, 8, 9);
+        LAUNCHED();
+        CHECK(cudaStreamSynchronize(stream));
+        TRUE_THAT(pinned[4] == 5 && pinned[1] == 789);
+    }
+    cudaGraphExecUpdateResultInfo info;
+    RETURNS(cudaSuccess, cudaGraphExecUpdate(exec, graphs[1], &info));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    TRUE_THAT(pinned[5] == 789 && word(0) == 789);
+    // And back again, by what the first graph still says of it.
+    RETURNS(cudaSuccess, cudaGraphExecUpdate(exec, graphs[0], &info));
+    pinned[0] = 6;
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    TRUE_THAT(pinned[4] == 6 && word(0) == 6);
+    CHECK(cudaGraphExecDestroy(exec));
+    for (cudaGraph_t graph : graphs) CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaFreeHost(pinned));
+}
+
 // "Any further use of any streams being captured or captured events associated with the capture is invalid and will return an error, until stream capture
 // is terminated."
 static void disturbed_capture() {
@@ -276,6 +312,7 @@ int main(int argc, char **argv) {
     copies_and_fills();
     drawing();
     updates();
+    pinned_stays_pinned();
     disturbed_capture();
     return verdict();
 }

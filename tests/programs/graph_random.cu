@@ -81,8 +81,8 @@ struct Graph {
         Work &work = node.work;
         work.value = number();
         if (work.kind == KERNEL) {
-            work.first = source(node, {DEVICE, MANAGED});
-            work.second = source(node, {DEVICE, MANAGED});
+            work.first = source(node, {DEVICE, MANAGED, PINNED});
+            work.second = source(node, {DEVICE, MANAGED, PINNED});
         } else if (work.kind == COPY) {
             work.first = source(node, {nodes[work.first].work.space});
         } else if (work.kind == CALL) {
@@ -99,7 +99,7 @@ struct Graph {
         switch (random.below(captured ? 8 : 10)) {
         case 0: case 1:
             work.kind = KERNEL;
-            work.space = random.below(3) ? DEVICE : MANAGED;
+            work.space = (Space)random.below(3);
             break;
         case 2: case 3: {
             work.first = source(node, {DEVICE, MANAGED, PINNED, PAGEABLE});
@@ -430,13 +430,13 @@ int main(int argc, char **argv) {
         const char *what = "as made";
         for (int round = 0; round < 6; round++) {
             poison(graph, (int)random.next());
-            cudaStream_t stream = streams[random.below(5)];
-            for (int times = 1 + random.below(2); times > 0; times--) {
-                CHECK(cudaGraphLaunch(exec, stream));
+            // Launches of one instance follow each other on whatever streams they are.
+            for (int times = 1 + random.below(3); times > 0; times--) {
+                CHECK(cudaGraphLaunch(exec, streams[random.below(5)]));
                 launches++;
             }
             graph.compute();
-            CHECK(cudaStreamSynchronize(stream));
+            CHECK(cudaDeviceSynchronize());
             for (int id = 0; id < (int)graph.nodes.size(); id++)
                 if (graph.nodes[id].work.kind == RECORD) CHECK(cudaEventQuery(events[id]));
             compare(graph, seed, round, what);

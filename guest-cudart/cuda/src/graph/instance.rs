@@ -774,9 +774,7 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
     }
     match (&now.work, &node.work) {
         (Work::Alloc(_) | Work::Free(_) | Work::Conditional(_), _) => Some(update::NOT_SUPPORTED),
-        (Work::Copy(a), Work::Copy(b))
-            if (a.dstMemoryType, a.srcMemoryType) != (b.dstMemoryType, b.srcMemoryType) =>
-        {
+        (Work::Copy(a), Work::Copy(b)) if copy_boxes::kinds(a) != copy_boxes::kinds(b) => {
             Some(update::PARAMETERS)
         }
         (a, b) if fill_differs(a, b) => Some(update::PARAMETERS),
