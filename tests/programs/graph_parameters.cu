@@ -276,6 +276,31 @@ static void pinned_stays_pinned() {
     TRUE_THAT(pinned[4] == 6 && word(0) == 6);
     CHECK(cudaGraphExecDestroy(exec));
     for (cudaGraph_t graph : graphs) CHECK(cudaGraphDestroy(graph));
+
+    // A fill of pinned memory that no kernel has used, and then of that which one has.
+    cudaMemsetParams fill = {};
+    int *other;
+    CHECK(cudaMallocHost(&other, 64));
+    fill.dst = other;
+    fill.elementSize = 4;
+    fill.value = 3;
+    fill.width = 2;
+    fill.height = 1;
+    cudaGraph_t graph;
+    cudaGraphNode_t node;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddMemsetNode(&node, graph, nullptr, 0, &fill));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    fill.dst = pinned;
+    fill.value = 4;
+    RETURNS(cudaSuccess, cudaGraphExecMemsetNodeSetParams(exec, node, &fill));
+    other[0] = pinned[0] = pinned[2] = 0;
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    TRUE_THAT(other[0] == 0 && pinned[0] == 4 && pinned[1] == 4 && pinned[2] == 0);
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaFreeHost(other));
     CHECK(cudaFreeHost(pinned));
 }
 

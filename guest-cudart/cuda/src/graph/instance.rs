@@ -21,7 +21,7 @@ use crate::graph::{Graph, conditional};
 use crate::memory::graph_chunks::{self, Segment};
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::staging::Staging;
-use crate::memory::{pending_writes, transfer};
+use crate::memory::{pending_writes, pinned_regions, transfer};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences::{self, OwnEvent};
@@ -787,8 +787,8 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
 fn fill_differs(now: &Work, new: &Work) -> bool {
     let (Work::Fill(a), Work::Fill(b)) = (now, new) else { return false };
     let rows = |fill: &MemsetNodeParams| (fill.width, fill.elementSize, fill.pitch);
-    let is_here = |fill| driver().is_ok_and(|driver| fill::is_here(driver, fill));
-    a.height != b.height || (a.height > 1 && rows(a) != rows(b)) || is_here(a) != is_here(b)
+    let is_pinned = |fill: &MemsetNodeParams| pinned_regions::find(fill.dst).is_some();
+    a.height != b.height || (a.height > 1 && rows(a) != rows(b)) || is_pinned(a) != is_pinned(b)
 }
 
 impl Drop for Exec {
