@@ -254,8 +254,8 @@ pub(crate) fn set_host(pool: usize) -> Result {
     Ok(())
 }
 
-/// A context is being destroyed, and kernels no longer reach the pinned memory that was mapped in it. So no pool
-/// of the host gives out the memory that it keeps: an allocation gets new memory, which is mapped again.
+/// A context is being destroyed, and kernels no longer reach the pinned memory that was mapped in it. So no
+/// pool of the host gives out the memory that it keeps: an allocation gets new memory, which is mapped again.
 pub(crate) fn forget() {
     for host in POOLS.all().iter().filter_map(|pool| pool.host()) {
         host.trim(0);
