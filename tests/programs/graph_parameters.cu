@@ -300,6 +300,17 @@ static void pinned_stays_pinned() {
     TRUE_THAT(other[0] == 0 && pinned[0] == 4 && pinned[1] == 4 && pinned[2] == 0);
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
+
+    // The direction of a copy is told as it was given.
+    CHECK(cudaGraphCreate(&graph, 0));
+    cudaMemcpy3DParms told = {};
+    RETURNS(cudaSuccess, cudaGraphAddMemcpyNode1D(&node, graph, nullptr, 0, words, pinned, 16, cudaMemcpyHostToDevice));
+    RETURNS(cudaSuccess, cudaGraphMemcpyNodeGetParams(node, &told));
+    TRUE_THAT(told.kind == cudaMemcpyHostToDevice && told.srcPtr.ptr == pinned && told.dstPtr.ptr == words);
+    RETURNS(cudaSuccess, cudaGraphAddMemcpyNode1D(&node, graph, nullptr, 0, pinned, words, 16, cudaMemcpyDeviceToHost));
+    RETURNS(cudaSuccess, cudaGraphMemcpyNodeGetParams(node, &told));
+    TRUE_THAT(told.kind == cudaMemcpyDeviceToHost && told.srcPtr.ptr == words && told.dstPtr.ptr == pinned);
+    CHECK(cudaGraphDestroy(graph));
     CHECK(cudaFreeHost(other));
     CHECK(cudaFreeHost(pinned));
 }

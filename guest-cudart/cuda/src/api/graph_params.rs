@@ -11,7 +11,7 @@ use crate::abi::types::{
 use crate::graph::node_work::{Kernel, Work};
 use crate::graph::{Graph, node_description, set_work, work_of};
 use crate::process::driver::driver;
-use crate::work::launch;
+use crate::work::{copy_boxes, launch};
 use client::Status;
 use client::ops::launch::LaunchAttribute;
 
@@ -111,7 +111,7 @@ api! {
 
     fn cuGraphMemcpyNodeGetParams(node: usize, p: Out<Memcpy3D>) {
         match work_of(node)? {
-            Work::Copy(copy) => p.put(copy),
+            Work::Copy(copy) => p.put(copy_boxes::told(&copy)),
             _ => Err(Status::INVALID_VALUE),
         }
     }

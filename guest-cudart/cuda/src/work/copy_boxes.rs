@@ -647,6 +647,20 @@ pub(crate) fn kinds(c: &Memcpy3D) -> [u32; 2] {
     })
 }
 
+/// A [resolved](resolve) copy as the program described it: with pinned memory as the host's where it said so.
+/// Resolving leaves the host's address in place.
+pub(crate) fn told(c: &Memcpy3D) -> Memcpy3D {
+    let mut c = *c;
+    for (kind, host, device) in
+        [(&mut c.srcMemoryType, c.srcHost, c.srcDevice), (&mut c.dstMemoryType, c.dstHost, c.dstDevice)]
+    {
+        if *kind == memory_type::DEVICE && host as u64 == device && pinned_regions::find(device).is_some() {
+            *kind = memory_type::HOST;
+        }
+    }
+    c
+}
+
 /// Whether both sides of a [resolved](resolve) copy are host memory.
 pub(crate) fn is_on_host(c: &Memcpy3D) -> bool {
     c.dstMemoryType == memory_type::HOST && c.srcMemoryType == memory_type::HOST
