@@ -124,6 +124,16 @@ int main(int argc, char **argv) {
     OK(cudaMemSetMemPool(&host, cudaMemAllocationTypePinned, standard));
     // No device allocates from it by default.
     RETURNS(cudaErrorInvalidValue, cudaDeviceSetMemPool(0, pool));
+    // "Not IPC capable", and never of the NUMA node that a thread happens to be on.
+    cudaMemPoolProps none = {};
+    cudaMemPool_t refused;
+    none.allocType = cudaMemAllocationTypePinned;
+    none.location.type = cudaMemLocationTypeHost;
+    none.handleTypes = cudaMemHandleTypePosixFileDescriptor;
+    RETURNS(cudaErrorInvalidValue, cudaMemPoolCreate(&refused, &none));
+    none.handleTypes = cudaMemHandleTypeNone;
+    none.location.type = cudaMemLocationTypeHostNumaCurrent;
+    RETURNS(cudaErrorInvalidValue, cudaMemPoolCreate(&refused, &none));
 
     // A pool goes, and what is left of it is freed later.
     int *left;
@@ -154,5 +164,23 @@ int main(int argc, char **argv) {
     cudaGetLastError();
     OK(cudaFreeAsync(plain, stream));
     CHECK(cudaStreamSynchronize(stream));
+
+    // After a reset, kernels reach what a pool then allocates, although it had memory to give out again.
+    int *before, *after;
+    CHECK(cudaMallocFromPoolAsync((void **)&before, 4096, standard, stream));
+    fill<<<4, 256, 0, stream>>>(before, 1024, 8);
+    LAUNCHED();
+    CHECK(cudaFreeAsync(before, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    RETURNS(cudaSuccess, cudaDeviceReset());
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaMemGetDefaultMemPool(&standard, &host, cudaMemAllocationTypePinned));
+    CHECK(cudaMemPoolSetAccess(standard, &access, 1));
+    CHECK(cudaMallocFromPoolAsync((void **)&after, 4096, standard, stream));
+    fill<<<4, 256, 0, stream>>>(after, 1024, 9);
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
+    TRUE_THAT(after[0] == 9 && after[1023] == 9 + 1023);
+    RETURNS(cudaSuccess, cudaFreeAsync(after, stream));
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
     return verdict();
 }

@@ -129,6 +129,28 @@ static void errors(cudaStream_t stream) {
     RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
 }
 
+// A reset frees what a pool's allocations were, and the pool counts them no more.
+static void reset() {
+    cudaMemPool_t pool;
+    int *p, *freed;
+    RETURNS(cudaSuccess, cudaDeviceGetDefaultMemPool(&pool, 0));
+    RETURNS(cudaSuccess, cudaMallocAsync(&p, BYTES, cudaStreamPerThread));
+    RETURNS(cudaSuccess, cudaMallocAsync(&freed, BYTES, cudaStreamPerThread));
+    RETURNS(cudaSuccess, cudaFreeAsync(freed, cudaStreamPerThread));
+    TRUE_THAT(attribute(pool, cudaMemPoolAttrUsedMemCurrent) >= BYTES);
+    RETURNS(cudaSuccess, cudaDeviceReset());
+    RETURNS(cudaSuccess, cudaDeviceGetDefaultMemPool(&pool, 0));
+    IS(0, attribute(pool, cudaMemPoolAttrUsedMemCurrent));
+    RETURNS(cudaSuccess, cudaMallocAsync(&p, BYTES, cudaStreamPerThread));
+    fill<<<8, 128, 0, cudaStreamPerThread>>>(p, N, 7);
+    int last = 0;
+    RETURNS(cudaSuccess, cudaMemcpyAsync(&last, p + N - 1, sizeof last, cudaMemcpyDeviceToHost, cudaStreamPerThread));
+    RETURNS(cudaSuccess, cudaFreeAsync(p, cudaStreamPerThread));
+    RETURNS(cudaSuccess, cudaStreamSynchronize(cudaStreamPerThread));
+    IS(7 + N - 1, last);
+    IS(0, attribute(pool, cudaMemPoolAttrUsedMemCurrent));
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     int supported = 0;
@@ -142,5 +164,6 @@ int main(int argc, char **argv) {
     errors(two);
     RETURNS(cudaSuccess, cudaStreamDestroy(one));
     RETURNS(cudaSuccess, cudaStreamDestroy(two));
+    reset();
     return verdict();
 }

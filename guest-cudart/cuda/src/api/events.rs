@@ -32,6 +32,8 @@ pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32)
     stream.session().check()?;
     stream.context.deferred()?;
     if let Some(capture) = stream.capture() {
+        // Like all work on the stream, until the program ends the capture.
+        capture.check()?;
         if flags != 0 {
             return recording::add(&capture, &stream, Work::Record(handle));
         }

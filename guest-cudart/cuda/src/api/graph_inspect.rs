@@ -314,7 +314,7 @@ api! {
         let path = OsStr::from_bytes(path.get()?.to_bytes());
         std::fs::write(path, out).map_err(|error| {
             log::warn(format_args!("a graph's drawing in {}: {error}", path.display()));
-            Status::INVALID_VALUE
+            Status::OPERATING_SYSTEM
         })
     }
 }

@@ -11,7 +11,7 @@ use crate::abi::types::{
 use crate::graph::node_work::{Kernel, Work};
 use crate::graph::{Graph, node_description, set_work, work_of};
 use crate::process::driver::driver;
-use crate::work::launch;
+use crate::work::{copy_boxes, launch};
 use client::Status;
 use client::ops::launch::LaunchAttribute;
 
@@ -88,6 +88,10 @@ api! {
             kernel(node)?;
             return launch::check_nvlink_hint(&value.get()?.0);
         }
+        if attribute == launch_attr::DEVICE_UPDATABLE_KERNEL_NODE {
+            kernel(node)?;
+            return refuse_form!("a graph's node that kernels change");
+        }
         if !is_known(attribute) {
             return Err(Status::INVALID_VALUE);
         }
@@ -107,7 +111,7 @@ api! {
 
     fn cuGraphMemcpyNodeGetParams(node: usize, p: Out<Memcpy3D>) {
         match work_of(node)? {
-            Work::Copy(copy) => p.put(copy),
+            Work::Copy(copy) => p.put(copy_boxes::told(&copy)),
             _ => Err(Status::INVALID_VALUE),
         }
     }

@@ -203,8 +203,9 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         if is_host(props.location)? {
+            // "Not IPC capable" (`cuMemPoolCreate`).
             if props.handleTypes != 0 {
-                return refuse_form!("sharing a memory pool of the host with other processes");
+                return Err(Status::INVALID_VALUE);
             }
             return pool.put(pool::insert(Pool { limit: limit(&props), ..Pool::on_host() })?);
         }

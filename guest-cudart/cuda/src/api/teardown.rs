@@ -6,7 +6,7 @@ use crate::abi::result::Result;
 use crate::code::{library, module};
 use crate::graph::instance;
 use crate::memory::managed::shared_blocks;
-use crate::memory::{array, pinned, stream_ordered, texture};
+use crate::memory::{array, pinned, pool, stream_ordered, texture};
 use crate::process::context::{self, Change, Context, Stored};
 use crate::process::driver::{self, Driver, driver};
 use crate::process::ids::{self, WithContext};
@@ -102,6 +102,8 @@ fn forget_contents(
     texture::forget(context, with_server);
     array::forget(context, with_server);
     pinned::forget(driver, context);
+    // After the mirrors of what is then unpinned in another thread have ended.
+    pool::forget();
     if let Some(last) = context.last_work() {
         context.is_synced(last);
     }

@@ -21,7 +21,7 @@ use crate::graph::{Graph, conditional};
 use crate::memory::graph_chunks::{self, Segment};
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::staging::Staging;
-use crate::memory::{pending_writes, transfer};
+use crate::memory::{pending_writes, pinned_regions, transfer};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences::{self, OwnEvent};
@@ -61,7 +61,8 @@ pub(crate) mod flag {
 
 /// A node of an instance.
 pub(crate) struct Flat {
-    /// The graph that it was made from, and its number there. 0: the start of a child graph.
+    /// The graph that it was made from, and its number there. Graph 0: the start of the child graph of the
+    /// node with this number.
     graph: u64,
     id: u64,
     pub owner: Weak<Graph>,
@@ -141,7 +142,7 @@ pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) 
         };
         if let Work::Child(child) = &work {
             let begins = out.len();
-            out.push(flat(Work::Empty, before, None, 0, 0));
+            out.push(flat(Work::Empty, before, None, id, 0));
             let leaves = flatten(child, &[begins], out);
             let ends = if leaves.is_empty() { vec![begins] } else { leaves };
             out.push(flat(work, ends, Some(begins), id, graph.unique));
@@ -718,8 +719,9 @@ impl Exec {
         Ok(was)
     }
 
-    /// Takes over the work of a graph's nodes. On failure, returns the reason, the graph's node and the
-    /// instance's node.
+    /// Takes over the work of a graph's nodes. On failure, returns the reason, and the graph's nodes that the
+    /// program is told: the one that does not match, and the one that it depends on if that is what does not
+    /// match.
     pub fn update(
         &self,
         driver: &'static Driver,
@@ -729,10 +731,12 @@ impl Exec {
         flatten(graph, &[], &mut fresh);
         let mut state = lock(&self.state);
         if state.nodes.len() != fresh.len() {
-            return Err((update::TOPOLOGY, fresh.get(state.nodes.len()).map_or(0, Flat::name), 0));
+            // No node is to blame: "resultInfo->errorNode is set to NULL" (`cuGraphExecUpdate`).
+            return Err((update::TOPOLOGY, 0, 0));
         }
         for (now, node) in state.nodes.iter().zip(&fresh) {
-            let fail = |why| Err((why, node.name(), now.name()));
+            let from = strange_dependency(now, node).map_or(0, |from| fresh[from].name());
+            let fail = |why| Err((why, node.name(), if why == update::TOPOLOGY { from } else { 0 }));
             if let Some(why) = differs(now, node) {
                 return fail(why);
             }
@@ -753,6 +757,13 @@ impl Exec {
     }
 }
 
+/// The place of a node's first dependency that another node, which it is to replace, does not have at the
+/// same position. `None` also if the numbers of their dependencies differ.
+fn strange_dependency(now: &Flat, node: &Flat) -> Option<usize> {
+    let mut pairs = now.before.iter().zip(&node.before).filter(|_| now.before.len() == node.before.len());
+    pairs.find(|(now, from)| now != from).map(|(_, from)| *from)
+}
+
 /// The reason why one node cannot replace another. `None` if it can.
 fn differs(now: &Flat, node: &Flat) -> Option<u32> {
     if now.work.kind() != node.work.kind() {
@@ -763,9 +774,7 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
     }
     match (&now.work, &node.work) {
         (Work::Alloc(_) | Work::Free(_) | Work::Conditional(_), _) => Some(update::NOT_SUPPORTED),
-        (Work::Copy(a), Work::Copy(b))
-            if (a.dstMemoryType, a.srcMemoryType) != (b.dstMemoryType, b.srcMemoryType) =>
-        {
+        (Work::Copy(a), Work::Copy(b)) if copy_boxes::kinds(a) != copy_boxes::kinds(b) => {
             Some(update::PARAMETERS)
         }
         (a, b) if fill_differs(a, b) => Some(update::PARAMETERS),
@@ -778,8 +787,8 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
 fn fill_differs(now: &Work, new: &Work) -> bool {
     let (Work::Fill(a), Work::Fill(b)) = (now, new) else { return false };
     let rows = |fill: &MemsetNodeParams| (fill.width, fill.elementSize, fill.pitch);
-    let is_here = |fill| driver().is_ok_and(|driver| fill::is_here(driver, fill));
-    a.height != b.height || (a.height > 1 && rows(a) != rows(b)) || is_here(a) != is_here(b)
+    let is_pinned = |fill: &MemsetNodeParams| pinned_regions::find(fill.dst).is_some();
+    a.height != b.height || (a.height > 1 && rows(a) != rows(b)) || is_pinned(a) != is_pinned(b)
 }
 
 impl Drop for Exec {

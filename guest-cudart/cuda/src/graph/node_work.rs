@@ -80,9 +80,15 @@ pub(crate) struct Kernel {
     pub block: [u32; 3],
     pub shared: u32,
     pub attributes: Vec<LaunchAttribute>,
-    params: Box<[u8]>,
-    /// The address of each parameter in `params`. The program gets them and may read them until the node
-    /// changes.
+    params: Arc<Params>,
+}
+
+/// A kernel's parameters.
+struct Params {
+    bytes: Box<[u8]>,
+    /// The address of each in `bytes`. The program gets them and may read them "until the node is destroyed
+    /// or its parameters are modified" (`cuGraphKernelNodeGetParams`), so also after the node's attributes
+    /// have changed.
     pointers: Box<[usize]>,
 }
 
@@ -110,11 +116,12 @@ impl Kernel {
         attributes: Vec<LaunchAttribute>,
         params: &[u8],
     ) -> Kernel {
-        let params: Box<[u8]> = params.into();
-        let base = params.as_ptr() as usize;
+        let bytes: Box<[u8]> = params.into();
+        let base = bytes.as_ptr() as usize;
         let pointers = function.params.iter().map(|param| base + param.offset as usize).collect();
         let launch::Shape { grid, block, shared } = shape;
-        Kernel { handle, function, grid, block, shared, attributes, params, pointers }
+        let params = Arc::new(Params { bytes, pointers });
+        Kernel { handle, function, grid, block, shared, attributes, params }
     }
 
     /// The kernel that a node's parameters describe, checked like a launch.
@@ -147,8 +154,8 @@ impl Kernel {
 
     /// The same kernel with other attributes.
     pub fn with_attributes(&self, attributes: Vec<LaunchAttribute>) -> Kernel {
-        let shape = launch::Shape { grid: self.grid, block: self.block, shared: self.shared };
-        Kernel::new(self.handle, self.function.clone(), shape, attributes, &self.params)
+        let (function, params) = (self.function.clone(), self.params.clone());
+        Kernel { function, attributes, params, ..*self }
     }
 
     /// The parameters that the program gets.
@@ -163,7 +170,7 @@ impl Kernel {
             grid: self.grid,
             block: self.block,
             sharedMemBytes: self.shared,
-            kernelParams: self.pointers.as_ptr().cast(),
+            kernelParams: self.params.pointers.as_ptr().cast(),
             extra: std::ptr::null(),
             kern,
             ctx: self.function.context.handle,
@@ -178,7 +185,7 @@ impl Kernel {
             block: self.block,
             dynamic_shared: self.shared,
             attributes: self.attributes.clone(),
-            params: &self.params,
+            params: &self.params.bytes,
         }
     }
 }

@@ -23,6 +23,8 @@ pub(crate) const LOCATION_NONE: u32 = 0;
 pub(crate) const LOCATION_DEVICE: u32 = 1;
 /// `CU_MEM_LOCATION_TYPE_HOST`.
 pub(crate) const LOCATION_HOST: u32 = 2;
+/// `CU_MEM_LOCATION_TYPE_HOST_NUMA`.
+const LOCATION_HOST_NUMA: u32 = 3;
 /// A pool's limit is rounded up to a multiple of this, as by NVIDIA's driver.
 pub(crate) const LIMIT_STEP: u64 = 32 << 20;
 /// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
@@ -203,12 +205,16 @@ pub(crate) fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
 }
 
 /// The device that a location names.
+///
+/// # Errors
+/// `NOT_SUPPORTED` for the host and its NUMA nodes; `INVALID_VALUE` for the thread's NUMA node, where no pool
+/// is (`cuMemPoolCreate`), and for what is no location.
 pub(crate) fn location(location: MemLocation) -> Result<i32> {
-    if location.kind != LOCATION_DEVICE {
-        return refuse_form!("a memory pool that is not in device memory");
+    match location.kind {
+        LOCATION_DEVICE => driver::device(location.id).map(|_| location.id),
+        LOCATION_HOST | LOCATION_HOST_NUMA => refuse_form!("a memory pool that is not in device memory"),
+        _ => Err(Status::INVALID_VALUE),
     }
-    driver::device(location.id)?;
-    Ok(location.id)
 }
 
 /// The default pool of managed memory of a location, and the one that was last chosen for it.
@@ -246,6 +252,14 @@ pub(crate) fn set_host(pool: usize) -> Result {
     host_pools()?;
     lock(&HOST_POOLS).1 = pool;
     Ok(())
+}
+
+/// A context is being destroyed, and kernels no longer reach the pinned memory that was mapped in it. So no
+/// pool of the host gives out the memory that it keeps: an allocation gets new memory, which is mapped again.
+pub(crate) fn forget() {
+    for host in POOLS.all().iter().filter_map(|pool| pool.host()) {
+        host.trim(0);
+    }
 }
 
 /// Checks what a program gives devices to do with memory of a device: pairs of a device and its

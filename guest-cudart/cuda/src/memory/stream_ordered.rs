@@ -208,6 +208,15 @@ pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
 
 /// Drops all memory of a device that the server resets.
 pub(crate) fn reset(driver: &'static Driver, device: &Device) {
+    for memory in [&device.memory, &device.managed] {
+        let memory = lock(memory);
+        // What was freed in stream order is no longer counted.
+        for address in memory.addresses_where(|tag| tag.pool != 0 && !tag.freed) {
+            if let Some((_, allocation)) = memory.find(address) {
+                pool::gone(allocation.tag.pool, allocation.size);
+            }
+        }
+    }
     managed::reset(driver, device);
     graph_chunks::forget(device.primary);
     graph_chunks::trim(driver, device.ordinal);

@@ -9,7 +9,7 @@ use crate::abi::result::Result;
 use crate::abi::types::{Memcpy3D, memory_type};
 use crate::memory::address::{self, is_device};
 use crate::memory::array::{self, End};
-use crate::memory::pinned_regions::REGIONS;
+use crate::memory::pinned_regions::{self, REGIONS};
 use crate::memory::transfer::{self, move_bytes};
 use crate::memory::{managed, stream_ordered};
 use crate::process::context::{self, Context};
@@ -636,6 +636,29 @@ pub(crate) fn resolve(driver: &Driver, c: &Memcpy3D) -> Result<Memcpy3D> {
         }
     }
     Ok(c)
+}
+
+/// The kinds of memory at both ends of a [resolved](resolve) copy, as CUDA knows them. Pinned memory is the
+/// host's, although a copy that was resolved after kernels have reached it describes it as device memory.
+pub(crate) fn kinds(c: &Memcpy3D) -> [u32; 2] {
+    [(c.dstMemoryType, c.dstDevice), (c.srcMemoryType, c.srcDevice)].map(|(kind, address)| match kind {
+        memory_type::DEVICE if pinned_regions::find(address).is_some() => memory_type::HOST,
+        kind => kind,
+    })
+}
+
+/// A [resolved](resolve) copy as the program described it: with pinned memory as the host's where it said so.
+/// Resolving leaves the host's address in place.
+pub(crate) fn told(c: &Memcpy3D) -> Memcpy3D {
+    let mut c = *c;
+    for (kind, host, device) in
+        [(&mut c.srcMemoryType, c.srcHost, c.srcDevice), (&mut c.dstMemoryType, c.dstHost, c.dstDevice)]
+    {
+        if *kind == memory_type::DEVICE && host as u64 == device && pinned_regions::find(device).is_some() {
+            *kind = memory_type::HOST;
+        }
+    }
+    c
 }
 
 /// Whether both sides of a [resolved](resolve) copy are host memory.

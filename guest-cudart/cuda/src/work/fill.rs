@@ -61,11 +61,6 @@ impl Fill {
     }
 }
 
-/// Whether this process does a fill.
-pub(crate) fn is_here(driver: &Driver, p: &MemsetNodeParams) -> bool {
-    is_elsewhere(driver, None, p)
-}
-
 /// Whether this process or another server does a fill.
 pub(crate) fn is_elsewhere(driver: &Driver, server: Option<&Server>, p: &MemsetNodeParams) -> bool {
     match Fill::of(driver, StreamId(0), p) {
