@@ -280,11 +280,7 @@ pub(crate) fn remove(driver: &'static Driver, address: usize) {
 pub(crate) fn remove_later(driver: &'static Driver, pieces: Vec<Used>) {
     let wait = move || {
         for (address, stream, mark) in pieces {
-            if stream.session().wait_progress(|| stream.has_passed(mark)).is_err() {
-                // The lost server does nothing more with it. But what its stream would have waited for may
-                // still be under way on other servers.
-                context::quiesce_all();
-            }
+            context::wait_until_freed(&stream, mark, None);
             remove(driver, address);
         }
     };
