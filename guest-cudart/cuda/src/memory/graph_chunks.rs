@@ -501,7 +501,8 @@ mod tests {
         uses.hold(&stream).unwrap();
         // No event of the other server's: this one does not know it.
         assert_eq!(other.session.last_seq(), before);
-        assert!(stream.may_be_behind(&user, mark));
+        let waits = lock(&stream.waited_for);
+        assert!(waits.iter().any(|(_, from, record)| Arc::ptr_eq(from, &user) && *record == mark));
         // Ends the thread's wait.
         other.lose();
     }

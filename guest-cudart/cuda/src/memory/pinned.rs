@@ -313,7 +313,8 @@ mod tests {
             memory
         };
         let [memory, others] = [context, beside].map(register);
-        offer(driver, context, memory, size, 0);
+        // As `offer` does, which also has all copies of the process wait from then on.
+        with_unreached(|unreached| unreached.insert(memory, Unreached { size, servers: bit(silent) }));
         let before = silent.session.last_seq();
         let reaches = std::thread::spawn(move || reach_at(driver, context, memory as u64));
         while silent.session.last_seq() == before {
