@@ -384,6 +384,8 @@ __global__ void add_one(int *data, int n) {
 
 // Threads ask the third server, which does not answer, for memory. Meanwhile the second one gives memory.
 static void stalled_memory() {
+    // The first calls, which open the sessions.
+    for (int device : {0, 1, 2}) on_device(device, 1, 0);
     Mapped before(1), beside(1), stalling(2);
     before.map();
     cudaGraphExec_t graphs[] = {graph_with_memory(1), graph_with_memory(2)};
