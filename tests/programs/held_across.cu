@@ -5,6 +5,7 @@
 //   context             a context that waits for an event behind a copy between the devices
 //   free                large memory of a device with a held stream is freed while copies go on
 //   stalled             copies to two servers, one of which the test stops after READY until COPIED
+//   stalled_memory      the same for memory that is mapped, given to graphs, and used by kernels of the host's
 //   limit, destroy      a limit that is set, and a context that is destroyed, while a stream waits for the host and then for a copy
 //   first               the second device is used for the first time while a stream of the first one waits for the host
 //   reset               of three devices, the first two of one server, the first one is reset while the second one waits for a copy
@@ -336,6 +337,112 @@ static void stalled() {
     expect_value("both copies", 1, holds(there, n, 7) && holds(stalling, n, 7));
 }
 
+// Memory of a device that is mapped at an address, or will be.
+struct Mapped {
+    CUdeviceptr at = 0;
+    CUmemGenericAllocationHandle memory;
+    size_t size = 0;
+    CUmemAccessDesc access = {};
+
+    explicit Mapped(int device) {
+        CUmemAllocationProp kind = {};
+        kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+        kind.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+        access = {kind.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+        DRIVER(cuMemGetAllocationGranularity(&size, &kind, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+        DRIVER(cuMemCreate(&memory, size, &kind, 0));
+        DRIVER(cuMemAddressReserve(&at, size, 0, 0, 0));
+    }
+
+    void map() {
+        DRIVER(cuMemMap(at, size, 0, memory, 0));
+        DRIVER(cuMemSetAccess(at, size, &access, 1));
+    }
+
+    void copy(int from) { copy_from(numbers(N, from), (int *)at); }
+};
+
+// A graph that fills memory of its own and frees it.
+static cudaGraphExec_t graph_with_memory(int device) {
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    void *data;
+    CHECK(cudaSetDevice(device));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    CHECK(cudaMallocAsync(&data, BYTES, stream));
+    CHECK(cudaMemsetAsync(data, 1, BYTES, stream));
+    CHECK(cudaFreeAsync(data, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    return exec;
+}
+
+__global__ void add_one(int *data, int n) {
+    for (int i = 0; i < n; i++) data[i]++;
+}
+
+// Threads ask the third server, which does not answer, for memory. Meanwhile the second one gives memory.
+static void stalled_memory() {
+    // The first calls, which open the sessions.
+    for (int device : {0, 1, 2}) on_device(device, 1, 0);
+    Mapped before(1), beside(1), stalling(2);
+    before.map();
+    cudaGraphExec_t graphs[] = {graph_with_memory(1), graph_with_memory(2)};
+    int *hosts[2];
+    CHECK(cudaSetDevice(0));
+    for (int *&host : hosts) {
+        CHECK(cudaMallocHost(&host, BYTES));
+        std::copy_n(numbers(N, 3).data(), N, host);
+    }
+    int *warm = on_device(2, 1, 0);
+    add_one<<<1, 1>>>(warm, 1);
+    CHECK(cudaDeviceSynchronize());
+    cudaStream_t stream;
+    int *there = on_device(1, N, 0);
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    steps++;
+    printf("READY\n");
+    fflush(stdout);
+    getchar();
+    std::vector<std::thread> asking;
+    auto ask = [&](const std::function<void()> &what) {
+        asking.emplace_back([what] {
+            CHECK(cudaSetDevice(2));
+            what();
+        });
+    };
+    ask([&] { stalling.map(); });
+    ask([&] { CHECK(cudaGraphLaunch(graphs[1], cudaStreamPerThread)); });
+    ask([&] { add_one<<<1, 1>>>(hosts[1], N); });
+    // So that they wait for the server. If they did not yet, the rest would show less, and fail no more.
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    before.copy(5);
+    expect_value("memory that was mapped before", 1, holds((int *)before.at, N, 5));
+    steps++;
+    beside.map();
+    beside.copy(6);
+    expect_value("memory that is mapped meanwhile", 1, holds((int *)beside.at, N, 6));
+    steps++;
+    CHECK(cudaGraphLaunch(graphs[0], stream));
+    CHECK(cudaStreamSynchronize(stream));
+    steps++;
+    CHECK(cudaMemcpyAsync(there, hosts[0], BYTES, cudaMemcpyHostToDevice, stream));
+    CHECK(cudaMemcpyAsync(hosts[0], there, BYTES, cudaMemcpyDeviceToHost, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    expect_value("pinned memory", 1, holds(there, N, 3));
+    steps++;
+    printf("COPIED\n");
+    fflush(stdout);
+    for (std::thread &thread : asking) thread.join();
+    CHECK(cudaSetDevice(2));
+    stalling.copy(8);
+    expect_value("memory that the other server has mapped", 1, holds((int *)stalling.at, N, 8));
+    CHECK(cudaDeviceSynchronize());
+    expect_value("what its kernel has written", 1, std::vector<int>(hosts[1], hosts[1] + N) == numbers(N, 4));
+}
+
 int main(int argc, char **argv) {
     const std::string what = parse_options(argc, argv).word;
     watch(what.c_str());
@@ -349,6 +456,7 @@ int main(int argc, char **argv) {
     else if (what == "first") first();
     else if (what == "reset") reset();
     else if (what == "stalled") stalled();
-    else fail("knows blocking, default, per_thread, context, limit, destroy, free, first, reset and stalled");
+    else if (what == "stalled_memory") stalled_memory();
+    else fail("knows blocking, default, per_thread, context, limit, destroy, free, first, reset, stalled and stalled_memory");
     return verdict();
 }

@@ -216,15 +216,16 @@ fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other(
 }
 
 #[test]
-fn a_server_that_does_not_answer_stops_only_copies_from_and_to_itself() -> Result<()> {
+fn a_server_that_does_not_answer_stops_only_what_concerns_itself() -> Result<()> {
     const PROGRAM: &str = "held_across";
     let signal = |worker, signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker), signal);
-    for transport in support::TRANSPORTS {
+    let cases = ["stalled", "stalled_memory"];
+    for (transport, case) in support::TRANSPORTS.into_iter().flat_map(|it| cases.map(|case| (it, case))) {
         let rigs = two("pool-stalled")?;
         let third = Rig::start("pool-stalled-3")?;
         let [first, second] = servers(&rigs, [transport; 2]);
         let mut command = with_servers(&[first, second, address(&third, transport)], PROGRAM)?;
-        command.arg("stalled").stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.arg(case).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut program = command.spawn()?;
         ensure!(line(&mut program)? == "READY\n", "the program has ended");
         let stopped = worker(&third)?;
@@ -232,9 +233,9 @@ fn a_server_that_does_not_answer_stops_only_copies_from_and_to_itself() -> Resul
         drop(program.stdin.take());
         let copied = line(&mut program)?;
         signal(stopped, Signal::SIGCONT)?;
-        ensure!(copied == "COPIED\n", "over {transport:?}, the other server's copy is not made: {copied:?}");
+        ensure!(copied == "COPIED\n", "{case} over {transport:?}: the other server's part fails: {copied:?}");
         let (text, _) = ended(program)?;
-        ensure!(text.contains("PASS"), "over {transport:?}: {text}");
+        ensure!(text.contains("PASS"), "{case} over {transport:?}: {text}");
     }
     Ok(())
 }

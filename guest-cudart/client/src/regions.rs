@@ -203,6 +203,11 @@ impl<T: Clone> Regions<T> {
         (address - base < region.size && which(region)).then(|| (*base, region.size, region.tag.clone()))
     }
 
+    /// Whether commands of a session may name the memory at an address.
+    pub fn is_known_to(&self, session: &Session, address: usize) -> bool {
+        self.of(address, |region| region.id(session).flatten().is_some()).is_some()
+    }
+
     /// Sets whether the host has the bytes of the memory at `address` elsewhere.
     pub fn set_elsewhere(&self, address: usize, elsewhere: bool) {
         if let Some(region) = self.write().get_mut(&address) {

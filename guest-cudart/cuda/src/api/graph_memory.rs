@@ -40,7 +40,7 @@ api! {
     fn cuDeviceGraphMemTrim(dev: i32) {
         let (driver, device) = device(dev)?;
         graph_chunks::trim(driver, device);
-        stream_ordered::collect(driver);
+        stream_ordered::collect(driver, driver::device(device as i32)?.server);
         Ok(())
     }
 }

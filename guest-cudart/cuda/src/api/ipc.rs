@@ -1,7 +1,7 @@
 //! CUDA IPC: memory and events shared between processes of the same client, by handles of 64 bytes.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use crate::abi::arguments::Out;
 use crate::abi::result::{Result, code};
@@ -45,8 +45,82 @@ impl Name {
     }
 }
 
-/// Opened memory: its address, and how often it was opened.
-static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
+/// The memory behind a handle, which is locked while its server is asked about it.
+#[derive(Default)]
+struct Opened {
+    /// Where it is, and how often it was opened. Not 0 times.
+    at: Mutex<Option<(u64, u32)>>,
+}
+
+/// What was opened.
+struct All {
+    by_name: BTreeMap<Name, Arc<Opened>>,
+    by_address: BTreeMap<u64, Name>,
+}
+
+/// Not locked while a server is asked, or while anything is waited for: other threads open and close memory of
+/// other servers.
+static OPENED: Mutex<All> = Mutex::new(All { by_name: BTreeMap::new(), by_address: BTreeMap::new() });
+
+impl All {
+    fn of(&mut self, name: Name) -> Arc<Opened> {
+        Arc::clone(self.by_name.entry(name).or_default())
+    }
+
+    /// Forgets memory that is not open and that no other thread is about to open.
+    fn forget_closed(&mut self, name: &Name) {
+        let is_unused = |opened: &Arc<Opened>| Arc::strong_count(opened) == 1 && lock(&opened.at).is_none();
+        if self.by_name.get(name).is_some_and(is_unused) {
+            self.by_name.remove(name);
+        }
+    }
+}
+
+fn open(driver: &'static Driver, context: &'static Context, name: Name) -> Result<u64> {
+    let opened = lock(&OPENED).of(name);
+    let mut at = lock(&opened.at);
+    if let Some((address, times)) = &mut *at {
+        let_use(driver, context, *address)?;
+        *times += 1;
+        return Ok(*address);
+    }
+    virtual_memory::share(driver)?;
+    let address = virtual_memory::open(driver, context.server, name.token, name.offset, name.size, false)?;
+    if let Err(status) = let_use(driver, context, address) {
+        // The first error is the one to report.
+        let _ = virtual_memory::close(driver, address);
+        return Err(status);
+    }
+    *at = Some((address, 1));
+    lock(&OPENED).by_address.insert(address, name);
+    Ok(address)
+}
+
+fn close(driver: &Driver, context: &'static Context, address: u64) -> Result<Name> {
+    let (name, opened) = {
+        let mut all = lock(&OPENED);
+        let name = *all.by_address.get(&address).ok_or(Status::INVALID_VALUE)?;
+        (name, all.of(name))
+    };
+    let mut at = lock(&opened.at);
+    // Another thread may have closed it meanwhile.
+    let Some((_, times)) = at.as_mut().filter(|(found, _)| *found == address) else {
+        return Err(Status::INVALID_VALUE);
+    };
+    if *times > 1 {
+        *times -= 1;
+        return Ok(name);
+    }
+    stream_ordered::settle(virtual_memory::users_of_opened(driver, address)?, context)?;
+    // Before its address may be another's.
+    lock(&OPENED).by_address.remove(&address);
+    if let Err(status) = virtual_memory::close(driver, address) {
+        lock(&OPENED).by_address.insert(address, name);
+        return Err(status);
+    }
+    *at = None;
+    Ok(name)
+}
 
 /// Lets kernels of a context use opened memory that another device has, as if the context had enabled peer
 /// access to that device.
@@ -106,40 +180,17 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let name = Name::of(&handle).filter(|name| name.size > 0).ok_or(Status::INVALID_VALUE)?;
-        let mut opened = lock(&OPENED);
-        if let Some((address, times)) = opened.get_mut(&name) {
-            let_use(driver, context, *address)?;
-            *times += 1;
-            return dptr.put(*address);
-        }
-        virtual_memory::share(driver)?;
-        let address = virtual_memory::open(driver, context.server, name.token, name.offset, name.size, false)?;
-        if let Err(status) = let_use(driver, context, address) {
-            // The first error is the one to report.
-            let _ = virtual_memory::close(driver, address);
-            return Err(status);
-        }
-        opened.insert(name, (address, 1));
-        dptr.put(address)
+        let opened = open(driver, context, name);
+        lock(&OPENED).forget_closed(&name);
+        dptr.put(opened?)
     }
 
     alias cuIpcOpenMemHandle = cuIpcOpenMemHandle_v2(dptr: Out<u64>, handle: IpcHandle, flags: u32);
 
     fn cuIpcCloseMemHandle(dptr: u64) {
         let (driver, context) = context::ready()?;
-        let mut opened = lock(&OPENED);
-        let (name, times) = opened
-            .iter_mut()
-            .find(|(_, (address, _))| *address == dptr)
-            .map(|(name, (_, times))| (*name, times))
-            .ok_or(Status::INVALID_VALUE)?;
-        if *times > 1 {
-            *times -= 1;
-            return Ok(());
-        }
-        stream_ordered::settle(virtual_memory::users_of_opened(driver, dptr)?, context)?;
-        virtual_memory::close(driver, dptr)?;
-        opened.remove(&name);
+        let name = close(driver, context, dptr)?;
+        lock(&OPENED).forget_closed(&name);
         Ok(())
     }
 }

@@ -51,12 +51,18 @@ api! {
         for kernel in lock(&library.kernels).drain().map(|(_, kernel)| kernel) {
             KERNELS.remove(kernel.handle);
         }
-        for (context, module) in lock(&library.instances).drain(..) {
+        let modules = std::mem::take(&mut lock(&library.instances).all);
+        let mut unloaded = Ok(());
+        for (context, module) in modules {
             // One of its kernels may be running.
             context.quiesce();
-            module.unload()?;
+            let done = module.unload();
+            // What a lost server had must not keep the others' modules.
+            if !context.is_given_up() {
+                unloaded = unloaded.and(done);
+            }
         }
-        Ok(())
+        unloaded
     }
 
     fn cuLibraryGetKernel(to: Out<usize>, handle: usize, name: Text) {

@@ -40,7 +40,7 @@ api! {
     fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) {
         let (driver, context) = context::ready()?;
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        stream_ordered::collect(driver);
+        stream_ordered::collect(driver, device.server);
         let reply = device.server.session.call(&MemGetInfo { device: device.number })?;
         // Memory that this process holds but does not use counts as free, and what it is giving back.
         let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
@@ -82,15 +82,14 @@ api! {
         if host_pool::is_here(dptr) {
             return free_to_pool(context, dptr);
         }
-        if let Some(found) = graph_memory::found(dptr, 1) {
+        if let Some(found) = graph_memory::at(dptr, 1) {
             capture::unsafe_call()?;
-            if found.context.is_alive() {
-                stream_ordered::synchronize(found.context)?;
-            }
+            stream_ordered::settle(found.users(), context)?;
             return graph_memory::freed(dptr, None)?.then_some(()).ok_or(Status::INVALID_VALUE);
         }
         if virtual_memory::is_here(dptr) {
             capture::unsafe_call()?;
+            stream_ordered::settle(pool_export::users(driver, dptr)?, context)?;
             return pool_export::free(driver, dptr);
         }
         let device = device_memory::device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;

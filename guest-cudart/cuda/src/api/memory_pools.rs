@@ -39,7 +39,7 @@ pub(crate) fn alloc(
     if size == 0 {
         return dptr.put(0);
     }
-    stream_ordered::collect(driver);
+    stream_ordered::collect(driver, stream.context.server);
     if let Some(capture) = stream.capture() {
         if pool.managed.is_some() || pool.host.is_some() {
             return refuse_form!("an allocation of a pool that is not in device memory in a graph");
@@ -228,8 +228,8 @@ api! {
         if found.default {
             return Err(Status::INVALID_VALUE);
         }
-        if let Some(name) = found.name.as_ref().filter(|_| found.imported.is_some()) {
-            pool_export::forget_pool(driver, name)?;
+        if let (Some(server), Some(name)) = (found.imported, &found.name) {
+            pool_export::forget_pool(driver, server, name)?;
         }
         POOLS.remove(pool).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
@@ -240,8 +240,8 @@ api! {
             host.trim(keep as u64);
             return Ok(());
         }
-        stream_ordered::collect(driver);
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        stream_ordered::collect(driver, device.server);
         device.server.session.check()?;
         lock(&device.memory).trim(keep as u64, device);
         device_memory::wait_for_returned(device);

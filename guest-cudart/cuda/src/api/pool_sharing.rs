@@ -69,21 +69,25 @@ api! {
         let server = pool.imported.ok_or(Status::INVALID_VALUE)?;
         let name = Name::of(&data.get()?).filter(|name| pool.name == Some(name.pool));
         let name = name.ok_or(Status::INVALID_VALUE)?;
-        pool_export::collect(driver);
+        pool_export::collect(driver, server);
         virtual_memory::share(driver)?;
+        // One thread at a time. The table of all pools' memory is not locked while the pool's server is asked.
         let access = lock(&pool.access);
-        let mut imported = lock(&IMPORTED);
         // Memory that is imported twice has one address, and freeing it once removes it.
-        let known = imported.iter().find(|(_, known)| known.name == name && known.leaving.is_none());
-        if let Some((known, _)) = known {
-            return address.put(*known);
+        let is_it = |(_, known): &(&u64, &Imported)| known.name == name && known.leaving.is_none();
+        let known = lock(&IMPORTED).iter().find(is_it).map(|(known, _)| *known);
+        if let Some(known) = known {
+            return address.put(known);
         }
         let opened = virtual_memory::open(driver, server, name.token, name.offset, name.size, true)?;
         let given: Vec<_> = access.iter().map(|(device, flags)| (*device, *flags)).collect();
         let usable = virtual_memory::set_access_to(driver, opened, &given);
         let found = usable.and_then(|()| virtual_memory::find(driver, opened).ok_or(Status::INVALID_DEVICE));
         match found {
-            Ok(found) => imported.insert(opened, Imported { name, context: found.context, leaving: None }),
+            Ok(found) => {
+                let imported = Imported { name, context: found.context, leaving: None };
+                lock(&IMPORTED).insert(opened, imported);
+            }
             Err(status) => {
                 let _ = virtual_memory::close(driver, opened);
                 return Err(status);

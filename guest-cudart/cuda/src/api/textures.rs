@@ -42,7 +42,7 @@ api! {
             levels: view.levels,
             layers: view.layers,
         });
-        texture::reap();
+        texture::reap(context.server);
         let made = context.session().call(&TextureCreate { context: context.id, resource, sampling, view: seen })?;
         lock(texture::objects()).textures.insert((context.session().index(), made.texture), Made { context, resource: desc, texture: Some(texture), view });
         object.put(made.texture)
@@ -82,7 +82,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let array = texture::resource(driver, context, &desc)?.array;
-        texture::reap();
+        texture::reap(context.server);
         let made = context.session().call(&SurfaceCreate { context: context.id, array })?;
         lock(texture::objects()).surfaces.insert((context.session().index(), made.surface), Made { context, resource: desc, texture: None, view: None });
         object.put(made.surface)

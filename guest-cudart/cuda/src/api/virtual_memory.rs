@@ -9,6 +9,7 @@ use crate::abi::result::Result;
 use crate::abi::types::{AccessDesc, AllocationProp, MemLocation};
 use crate::memory::virtual_memory::{self, DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
 use crate::memory::{device_memory, host_memory, shared_descriptor, stream_ordered};
+use crate::process::context;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, driver};
 use client::Status;
@@ -35,12 +36,12 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let address = virtual_memory::write().reserve(driver, size as u64, alignment as u64, wish)?;
+        let address = virtual_memory::reserve_for_any(driver, size as u64, alignment as u64, wish)?;
         ptr.put(address)
     }
 
     fn cuMemAddressFree(ptr: u64, size: usize) {
-        virtual_memory::write().free(driver()?, ptr, size as u64)
+        virtual_memory::free(driver()?, ptr, size as u64)
     }
 
     fn cuMemCreate(handle: Out<u64>, size: usize, prop: In<AllocationProp>, flags: u64) {
@@ -77,7 +78,7 @@ api! {
 
     fn cuMemRelease(handle: u64) {
         driver()?;
-        virtual_memory::write().release(handle as usize)
+        virtual_memory::release(handle as usize)
     }
 
     fn cuMemMap(ptr: u64, size: usize, offset: usize, handle: u64, flags: u64) {
@@ -85,7 +86,7 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        virtual_memory::write().map(driver, ptr, size as u64, offset as u64, handle as usize, None)
+        virtual_memory::map_at(driver, (ptr, size as u64), offset as u64, handle as usize, None)
     }
 
     fn cuMemUnmap(ptr: u64, size: usize) {
@@ -94,29 +95,27 @@ api! {
         let users = virtual_memory::read().users(driver, ptr, size)?;
         // Work that uses it must finish first, as in the driver: the memory must not disappear under it.
         // Other threads' calls go on meanwhile; the work may wait for what they do.
-        for context in users {
-            if context.is_busy() && context.is_alive() {
-                stream_ordered::synchronize(context)?;
-            }
+        match context::current().ok().filter(|current| users.iter().any(|user| std::ptr::eq(*user, *current))) {
+            Some(current) => stream_ordered::settle(users, current)?,
+            None => stream_ordered::quiesce(users)?,
         }
-        virtual_memory::write().unmap(ptr, size)
+        virtual_memory::unmap(ptr, size)
     }
 
     fn cuMemSetAccess(ptr: u64, size: usize, descs: Array<AccessDesc>, count: Count) {
         descs.required()?;
         let driver = driver()?;
-        let mut space = virtual_memory::write();
         for desc in descs.entries(count)? {
             if !matches!(desc.flags, 0 | 1 | 3) {
                 return Err(Status::INVALID_VALUE);
             }
             if desc.location.kind != DEVICE {
                 host_memory::check(desc.location)?;
-                space.set_host_access(ptr, size as u64, desc.flags)?;
+                virtual_memory::set_host_access(ptr, size as u64, desc.flags)?;
                 continue;
             }
             let device = driver::device(desc.location.id)?.ordinal;
-            space.set_access(driver, ptr, size as u64, device, desc.flags)?;
+            virtual_memory::set_access(driver, ptr, size as u64, device, desc.flags)?;
         }
         Ok(())
     }

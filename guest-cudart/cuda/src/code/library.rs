@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, Weak};
 
 use crate::abi::result::Result;
 use crate::code::function::{FUNCTIONS, Function, func};
@@ -34,11 +34,37 @@ pub(crate) struct Library {
     /// Its own copy of the image, because the program may free its copy.
     image: Vec<u8>,
     jit: Jit,
-    pub instances: Mutex<Vec<(&'static Context, Arc<Module>)>>,
+    pub instances: Mutex<Instances>,
+    /// Notified when a context is no longer [`Instances::loading`].
+    loaded: Condvar,
     pub kernels: Mutex<HashMap<CString, Arc<Kernel>>>,
+}
+
+/// Where a library is. Not locked while a server loads it: others load it and use it meanwhile.
+#[derive(Default)]
+pub(crate) struct Instances {
+    pub all: Vec<(&'static Context, Arc<Module>)>,
+    /// The contexts into which threads are loading it.
+    loading: Vec<&'static Context>,
     /// The context whose managed variables the program knows. In another context they would be separate
-    /// variables that the host never sees, so the library isn't loaded there. Locked before `instances`.
-    home: Mutex<Option<&'static Context>>,
+    /// variables that the host never sees, so the library isn't loaded there.
+    home: Option<&'static Context>,
+}
+
+impl Instances {
+    fn module(&self, context: &Context) -> Option<Arc<Module>> {
+        self.all.iter().find(|(other, _)| std::ptr::eq(*other, context)).map(|(_, module)| module.clone())
+    }
+
+    fn is_loading(&self, context: &Context) -> bool {
+        self.loading.iter().any(|other| std::ptr::eq(*other, context))
+    }
+
+    /// Whether it is in another context, or soon will be, or belongs to another.
+    fn is_beside(&self, context: &Context) -> bool {
+        let all = self.all.iter().map(|(context, _)| *context);
+        all.chain(self.loading.iter().copied()).chain(self.home).any(|other| !std::ptr::eq(other, context))
+    }
 }
 
 /// A kernel of a library, usable wherever a function is.
@@ -63,17 +89,25 @@ impl Library {
     }
 
     fn load(&self, context: &'static Context, jit: &Jit) -> Result<Arc<Module>> {
-        let home = lock(&self.home);
+        {
+            let is_loading = |instances: &mut Instances| instances.is_loading(context);
+            let instances = self.loaded.wait_while(lock(&self.instances), is_loading);
+            let mut instances = instances.unwrap_or_else(PoisonError::into_inner);
+            if let Some(module) = instances.module(context) {
+                return Ok(module);
+            }
+            if instances.home.is_some_and(|home| !std::ptr::eq(home, context)) {
+                return in_two_contexts();
+            }
+            instances.loading.push(context);
+        }
+        let loaded = module::load(context, &self.image, jit);
         let mut instances = lock(&self.instances);
-        if let Some((_, module)) = instances.iter().find(|(c, _)| std::ptr::eq(*c, context)) {
-            return Ok(module.clone());
-        }
-        if home.is_some_and(|home| !std::ptr::eq(home, context)) {
-            return in_two_contexts();
-        }
-        let module = module::load(context, &self.image, jit)?;
-        instances.push((context, module.clone()));
-        Ok(module)
+        instances.loading.retain(|other| !std::ptr::eq(*other, context));
+        instances.all.extend(loaded.iter().map(|module| (context, module.clone())));
+        drop(instances);
+        self.loaded.notify_all();
+        loaded
     }
 
     /// Notes that the program learns the address of a managed variable in one of the library's modules.
@@ -81,21 +115,18 @@ impl Library {
     /// # Errors
     /// `NOT_SUPPORTED` if the library is used in another context, whose kernels have their own variable.
     fn tells_of(&self, module: &Module) -> Result {
-        let mut home = lock(&self.home);
-        let is_other = |context: &Context| !std::ptr::eq(context, module.context);
-        if lock(&self.instances).iter().any(|(context, _)| is_other(context)) || home.is_some_and(is_other) {
+        let mut instances = lock(&self.instances);
+        if instances.is_beside(module.context) {
             return in_two_contexts();
         }
-        *home = Some(module.context);
+        instances.home = Some(module.context);
         Ok(())
     }
 
     /// The library's module in any context, for facts that are the same in all.
     pub fn anywhere(&self, driver: &'static Driver) -> Result<Arc<Module>> {
-        if let Some((_, module)) = lock(&self.instances).first() {
-            return Ok(module.clone());
-        }
-        self.in_context(usual(driver)?)
+        let first = lock(&self.instances).all.first().map(|(_, module)| module.clone());
+        first.map_or_else(|| self.in_context(usual(driver)?), Ok)
     }
 
     pub fn kernel(self: &Arc<Self>, name: &CStr) -> Result<Arc<Kernel>> {
@@ -219,9 +250,9 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
             .retain(|(c, _)| !std::ptr::eq(*c, context));
     }
     for library in LIBRARIES.all() {
-        let mut home = lock(&library.home);
-        *home = home.filter(|home| !std::ptr::eq(*home, context));
-        for (_, module) in lock(&library.instances).extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
+        let mut instances = lock(&library.instances);
+        instances.home = instances.home.filter(|home| !std::ptr::eq(*home, context));
+        for (_, module) in instances.all.extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
             module.forget();
             if !with_server {
                 // After the session is lost there are no modules.
@@ -233,7 +264,9 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
 
 /// Whether a module belongs to a library, and so cannot be unloaded by itself.
 pub(crate) fn owns(module: &Arc<Module>) -> bool {
-    LIBRARIES.all().iter().any(|library| lock(&library.instances).iter().any(|(_, m)| Arc::ptr_eq(m, module)))
+    let has =
+        |library: &Arc<Library>| lock(&library.instances).all.iter().any(|(_, m)| Arc::ptr_eq(m, module));
+    LIBRARIES.all().iter().any(has)
 }
 
 /// The library that a function belongs to, and its module.
@@ -241,7 +274,7 @@ fn owner_of(function: &Arc<Function>) -> Option<(Arc<Library>, Arc<Module>)> {
     let holds = |module: &Module| module.functions.iter().any(|f| Arc::ptr_eq(f, function));
     LIBRARIES.all().into_iter().find_map(|library| {
         let module =
-            lock(&library.instances).iter().find(|(_, module)| holds(module)).map(|(_, m)| m.clone());
+            lock(&library.instances).all.iter().find(|(_, module)| holds(module)).map(|(_, m)| m.clone());
         Some((library, module?))
     })
 }
@@ -308,8 +341,8 @@ pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
             image: image.to_vec(),
             jit: jit.without_buffers(),
             instances: Mutex::default(),
+            loaded: Condvar::new(),
             kernels: Mutex::default(),
-            home: Mutex::default(),
         });
         made = Some(library.clone());
         library
@@ -321,4 +354,45 @@ pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
         return Err(status);
     }
     Ok(library.handle)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::process::driver::Server;
+    use client::handle::ContextId;
+
+    #[test]
+    fn a_server_that_does_not_answer_while_it_loads_a_library_stops_no_other() {
+        let [silent, other] = [(); 2].map(|()| Server::unused());
+        let [first, second] = [silent, other].map(|server| Context::new(ContextId(0), server, 0, 0, false));
+        let library = Arc::new(Library {
+            handle: 0,
+            image: b"no image".to_vec(),
+            jit: Jit::default(),
+            instances: Mutex::default(),
+            loaded: Condvar::new(),
+            kernels: Mutex::default(),
+        });
+        let before = silent.session.last_seq();
+        let loading = library.clone();
+        let loads = std::thread::spawn(move || loading.in_context(first).map(drop));
+        while silent.session.last_seq() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        other.lose();
+        let (says, said) = mpsc::channel();
+        let loading = library.clone();
+        std::thread::spawn(move || says.send(loading.in_context(second).map(drop)).unwrap());
+        // If this waited for the answer, so would the test: it never comes.
+        let refused = said.recv_timeout(Duration::from_secs(60)).expect("the library is locked");
+        assert_eq!(refused, Err(Status::DEVICE_UNAVAILABLE));
+        assert!(lock(&library.instances).is_loading(first));
+        silent.lose();
+        assert!(loads.join().unwrap().is_err());
+        assert!(!lock(&library.instances).is_loading(first));
+    }
 }

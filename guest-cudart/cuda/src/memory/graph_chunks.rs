@@ -5,6 +5,9 @@
 //! run at the same time share chunks: a chunk can be reused once its uses on streams other than the launch's
 //! have finished, unless it contains an allocation of the program. A segment keeps its chunk until an
 //! allocation of another segment stays in it, or the chunk is freed (`cuDeviceGraphMemTrim`).
+//!
+//! Each device has a table of its own, which is locked while the device's server is asked: a server that does
+//! not answer stops only graphs with memory of its own devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,33 +15,44 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::abi::result::Result;
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::{device_memory, virtual_memory};
-use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
-use crate::process::fences;
+use crate::process::context::{self, Context};
+use crate::process::driver::{Driver, Server, driver};
 use crate::process::ids::unique_id;
+use crate::process::server_waits;
 use crate::process::stream::Stream;
+use crate::streams::stream_table;
 use client::channel::MAX_DEVICES;
 use client::seq::Seq;
 use client::{Status, lock};
 
-/// The streams whose work uses something, each with its mark after the last such work. They need not be
-/// ordered with each other: a program may free a graph's allocations in several streams.
-#[derive(Default)]
-struct Uses(Vec<(Arc<Stream>, Seq)>);
+/// The streams whose work uses memory of a server, each with its mark after the last such work. They need not
+/// be ordered with each other: a program may free a graph's allocations in several streams, also of other
+/// servers, which may be lost before they get there ([`context::has_freed`]).
+struct Uses {
+    home: &'static Server,
+    all: Vec<(Arc<Stream>, Seq)>,
+}
 
 impl Uses {
+    fn new(home: &'static Server) -> Uses {
+        Uses { home, all: Vec::new() }
+    }
+
     fn add(&mut self, stream: &Arc<Stream>, mark: Seq) {
-        self.0.retain(|(other, mark)| Arc::ptr_eq(other, stream) || !other.has_passed(*mark));
-        match self.0.iter_mut().find(|(other, _)| Arc::ptr_eq(other, stream)) {
+        let home = self.home;
+        self.all.retain(|(other, mark)| {
+            Arc::ptr_eq(other, stream) || !context::has_freed(other, *mark, Some(home))
+        });
+        match self.all.iter_mut().find(|(other, _)| Arc::ptr_eq(other, stream)) {
             Some((_, last)) if mark.may_be_after(*last) => *last = mark,
             Some(_) => {}
-            None => self.0.push((stream.clone(), mark)),
+            None => self.all.push((stream.clone(), mark)),
         }
     }
 
     /// Those that may not be over.
     fn open(&self) -> impl Iterator<Item = &(Arc<Stream>, Seq)> {
-        self.0.iter().filter(|(stream, mark)| !stream.has_passed(*mark))
+        self.all.iter().filter(|(stream, mark)| !context::has_freed(stream, *mark, Some(self.home)))
     }
 
     fn is_over(&self) -> bool {
@@ -46,7 +60,29 @@ impl Uses {
     }
 
     fn is_on(&self, stream: &Arc<Stream>) -> bool {
-        self.0.iter().any(|(other, _)| Arc::ptr_eq(other, stream))
+        self.all.iter().any(|(other, _)| Arc::ptr_eq(other, stream))
+    }
+
+    /// Waits until all are over.
+    fn wait(&self) {
+        self.open().for_each(|(stream, mark)| context::wait_until_freed(stream, *mark, Some(self.home)));
+    }
+
+    /// Makes work that a stream gets from now on come behind all.
+    fn hold(&self, stream: &Arc<Stream>) -> Result {
+        for (last, _) in self.open().filter(|(last, _)| !Arc::ptr_eq(last, stream)) {
+            if last.session().check().is_ok() {
+                server_waits::join(last, stream)?;
+                continue;
+            }
+            // What the lost server's stream would have waited for may be under way on the memory's server.
+            for context in context::busy().filter(|context| std::ptr::eq(context.server, self.home)) {
+                for (other, _) in stream_table::marks(context)? {
+                    server_waits::join(&other, stream)?;
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -56,6 +92,7 @@ pub(crate) struct Segment {
     /// Size in bytes, whole granules.
     pub size: u64,
     pub device: u32,
+    /// A context of the device.
     pub context: &'static Context,
     used: Mutex<Uses>,
 }
@@ -63,7 +100,6 @@ pub(crate) struct Segment {
 /// Device memory.
 struct Chunk {
     handle: usize,
-    device: u32,
     size: u64,
     /// The work that uses it, through any segment.
     used: Uses,
@@ -80,30 +116,37 @@ struct Leaving {
 }
 
 /// Memory figures of one device's graphs.
-#[derive(Clone, Copy)]
 struct Figures {
     used_high: u64,
     reserved_high: u64,
 }
 
-/// The memory of all graphs.
+/// The memory of all graphs on one device.
 pub(crate) struct Pool {
     chunks: BTreeMap<u64, Chunk>,
     /// The chunk of each segment that has one, by its address.
     bound: BTreeMap<u64, u64>,
     leaving: Vec<Leaving>,
-    figures: [Figures; MAX_DEVICES as usize],
+    figures: Figures,
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool {
-    chunks: BTreeMap::new(),
-    bound: BTreeMap::new(),
-    leaving: Vec::new(),
-    figures: [Figures { used_high: 0, reserved_high: 0 }; MAX_DEVICES as usize],
-});
+static POOLS: [Mutex<Pool>; MAX_DEVICES as usize] = [const {
+    Mutex::new(Pool {
+        chunks: BTreeMap::new(),
+        bound: BTreeMap::new(),
+        leaving: Vec::new(),
+        figures: Figures { used_high: 0, reserved_high: 0 },
+    })
+}; MAX_DEVICES as usize];
 
-/// The memory of all graphs, locked while a launch is enqueued.
-pub(crate) type Launching = MutexGuard<'static, Pool>;
+/// The memory of all graphs on a device.
+fn pool_of(device: u32) -> MutexGuard<'static, Pool> {
+    lock(&POOLS[device as usize % POOLS.len()])
+}
+
+/// The memory of all graphs on the devices of a launch, locked while it is enqueued. By device: whoever locks
+/// several takes them in this order.
+pub(crate) type Launching = BTreeMap<u32, MutexGuard<'static, Pool>>;
 
 impl Segment {
     /// Reserves addresses for at least `size` bytes, without memory.
@@ -113,19 +156,23 @@ impl Segment {
         device: u32,
         size: u64,
     ) -> Result<Arc<Segment>> {
-        let all = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?.info.total_memory;
-        if size > all {
+        let on = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+        if size > on.info.total_memory {
             return Err(Status::OUT_OF_MEMORY);
         }
-        lock(&POOL).collect(driver);
-        let (address, size) = virtual_memory::reserve(driver, size)?;
-        Ok(Arc::new(Segment { address, size, device, context, used: Mutex::default() }))
+        pool_of(device).collect(driver);
+        let (address, size) = virtual_memory::reserve(driver, on.server, size)?;
+        // A graph may have memory of another device than its own context's, also of another server.
+        let context = if context.device == device { context } else { on.primary };
+        let used = Mutex::new(Uses::new(on.server));
+        Ok(Arc::new(Segment { address, size, device, context, used }))
     }
 
     /// A segment whose addresses are not reserved.
     #[cfg(test)]
     pub fn for_tests(context: &'static Context, address: u64, size: u64) -> Arc<Segment> {
-        Arc::new(Segment { address, size, device: context.device, context, used: Mutex::default() })
+        let used = Mutex::new(Uses::new(context.server));
+        Arc::new(Segment { address, size, device: context.device, context, used })
     }
 
     pub fn has(&self, address: u64) -> bool {
@@ -134,16 +181,23 @@ impl Segment {
 
     /// Whether there is memory at its addresses.
     pub fn is_backed(&self) -> bool {
-        lock(&POOL).bound.contains_key(&self.address)
+        pool_of(self.device).bound.contains_key(&self.address)
+    }
+
+    /// The contexts whose streams use it.
+    pub fn users(&self) -> Vec<&'static Context> {
+        lock(&self.used).open().map(|(stream, _)| stream.context).collect()
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
         // The next caller frees the addresses, because a stream may be waiting for this thread.
-        let mut pool = lock(&POOL);
+        let mut pool = pool_of(self.device);
         let mapped = pool.bound.remove(&self.address).is_some();
-        let used = std::mem::take(&mut *lock(&self.used));
+        let mut used = lock(&self.used);
+        let home = used.home;
+        let used = std::mem::replace(&mut *used, Uses::new(home));
         pool.leaving.push(Leaving { address: self.address, size: self.size, used, mapped });
     }
 }
@@ -159,7 +213,7 @@ impl Pool {
             if segment.mapped {
                 let _ = virtual_memory::unmap(segment.address, segment.size);
             }
-            let _ = virtual_memory::unreserve(driver, segment.address, segment.size);
+            let _ = virtual_memory::free(driver, segment.address, segment.size);
             false
         });
     }
@@ -183,10 +237,7 @@ impl Pool {
             return Ok(false);
         }
         let fits = |id: &u64, chunk: &Chunk| {
-            chunk.device == segment.device
-                && chunk.size == segment.size
-                && chunk.live.is_empty()
-                && !taken.contains(id)
+            chunk.size == segment.size && chunk.live.is_empty() && !taken.contains(id)
         };
         let is_free = |chunk: &Chunk| chunk.used.open().all(|(last, _)| Arc::ptr_eq(last, stream));
         let found = self.chunks.iter().filter(|(id, chunk)| fits(id, chunk) && is_free(chunk));
@@ -204,16 +255,14 @@ impl Pool {
         let handle = self.chunks.get(&id).ok_or(Status::UNKNOWN)?.handle;
         if old.is_some() {
             // Earlier launches use the addresses.
-            for (last, mark) in lock(&segment.used).open() {
-                last.session().wait_progress(|| last.has_passed(*mark))?;
-            }
+            lock(&segment.used).wait();
             virtual_memory::unmap(segment.address, segment.size)?;
             self.bound.remove(&segment.address);
         }
         virtual_memory::map(driver, segment.address, segment.size, handle, segment.device)?;
         self.bound.insert(segment.address, id);
         taken.insert(id);
-        self.look(segment.device);
+        self.look();
         Ok(true)
     }
 
@@ -222,22 +271,22 @@ impl Pool {
         let (device, size) = (segment.device, segment.size);
         let handle = match virtual_memory::create(driver, device, size) {
             // Free chunks that no graph uses, and try again.
-            Err(Status::OUT_OF_MEMORY) if self.trim(driver, device, taken) => {
+            Err(Status::OUT_OF_MEMORY) if self.trim(driver, taken) => {
                 virtual_memory::create(driver, device, size)?
             }
             made => made?,
         };
         let id = unique_id();
-        self.chunks.insert(id, Chunk { handle, device, size, used: Uses::default(), live: BTreeMap::new() });
+        let used = Uses::new(lock(&segment.used).home);
+        self.chunks.insert(id, Chunk { handle, size, used, live: BTreeMap::new() });
         Ok(id)
     }
 
-    /// Frees chunks of a device that are not in use or taken by a launch. Returns false if there were none.
-    fn trim(&mut self, driver: &Driver, device: u32, taken: &BTreeSet<u64>) -> bool {
+    /// Frees chunks that are not in use or taken by a launch. Returns false if there were none.
+    fn trim(&mut self, driver: &Driver, taken: &BTreeSet<u64>) -> bool {
         self.collect(driver);
-        let idle = |id: &u64, chunk: &Chunk| {
-            chunk.device == device && chunk.live.is_empty() && !taken.contains(id) && chunk.used.is_over()
-        };
+        let idle =
+            |id: &u64, chunk: &Chunk| chunk.live.is_empty() && !taken.contains(id) && chunk.used.is_over();
         let ids: Vec<u64> =
             self.chunks.iter().filter(|(id, chunk)| idle(id, chunk)).map(|(id, _)| *id).collect();
         for id in &ids {
@@ -255,21 +304,18 @@ impl Pool {
     }
 
     /// Device memory held by graphs, in bytes: the part that a graph can use, and all of it.
-    fn now(&self, device: u32) -> [u64; 2] {
+    fn now(&self) -> [u64; 2] {
         let reached: BTreeSet<&u64> = self.bound.values().collect();
-        let of_device = self.chunks.iter().filter(|(_, chunk)| chunk.device == device);
-        of_device.fold([0, 0], |[used, reserved], (id, chunk)| {
+        self.chunks.iter().fold([0, 0], |[used, reserved], (id, chunk)| {
             [used + if reached.contains(id) { chunk.size } else { 0 }, reserved + chunk.size]
         })
     }
 
     /// Updates the maximum.
-    fn look(&mut self, device: u32) {
-        let [used, reserved] = self.now(device);
-        if let Some(figures) = self.figures.get_mut(device as usize) {
-            figures.used_high = figures.used_high.max(used);
-            figures.reserved_high = figures.reserved_high.max(reserved);
-        }
+    fn look(&mut self) {
+        let [used, reserved] = self.now();
+        self.figures.used_high = self.figures.used_high.max(used);
+        self.figures.reserved_high = self.figures.reserved_high.max(reserved);
     }
 }
 
@@ -280,49 +326,51 @@ pub(crate) fn back(
     segments: &[Arc<Segment>],
     stream: &Arc<Stream>,
 ) -> Result<(Launching, bool)> {
+    let devices: BTreeSet<u32> = segments.iter().map(|segment| segment.device).collect();
     let (mut taken, mut moved) = (BTreeSet::new(), false);
     let mut back_all = || -> Result<Launching> {
-        let mut pool = lock(&POOL);
+        let mut pools: Launching = devices.iter().map(|device| (*device, pool_of(*device))).collect();
         taken.clear();
         for segment in segments {
+            let pool = pools.get_mut(&segment.device).ok_or(Status::UNKNOWN)?;
             moved |= pool.back(driver, segment, stream, &mut taken)?;
         }
-        Ok(pool)
+        Ok(pools)
     };
     let returned = |segment: &Arc<Segment>| {
         driver.devices.get(segment.device as usize).is_some_and(device_memory::wait_for_returned)
     };
-    let pool = match back_all() {
+    let pools = match back_all() {
         // Waits without the lock, which a thread may need before it lets a stream go on.
         Err(Status::OUT_OF_MEMORY) if segments.iter().any(returned) => back_all()?,
         backed => backed?,
     };
     for id in taken {
-        let Some(chunk) = pool.chunks.get(&id) else { continue };
-        for (last, _) in chunk.used.open().filter(|(last, _)| !Arc::ptr_eq(last, stream)) {
-            fences::join(last, stream)?;
-        }
+        let found = pools.values().find_map(|pool| pool.chunks.get(&id));
+        found.map_or(Ok(()), |chunk| chunk.used.hold(stream))?;
     }
-    Ok((pool, moved))
+    Ok((pools, moved))
 }
 
 /// Called after a launch was enqueued. Registers which of its allocations exist now, and which allocations of
 /// other graphs it freed.
 pub(crate) fn launched(
-    mut pool: Launching,
+    mut pools: Launching,
     stream: &Arc<Stream>,
     memory: &[(Arc<GraphMemory>, bool)],
     freed: &[Arc<GraphMemory>],
 ) -> Result {
     let mark = stream.mark()?;
     let mut gone = Vec::new();
-    let all =
-        memory.iter().map(|(memory, live)| (memory, *live)).chain(freed.iter().map(|memory| (memory, false)));
-    for (memory, live) in all {
-        gone.extend(pool.hold(memory, live, Some((stream, mark))));
+    for (memory, live) in memory {
+        if let Some(pool) = pools.get_mut(&memory.device()) {
+            gone.extend(pool.hold(memory, *live, Some((stream, mark))));
+        }
     }
-    drop(pool);
+    drop(pools);
     drop(gone);
+    // Memory of other graphs may be on other devices. Until now it exists, so no launch has taken it.
+    freed.iter().for_each(|memory| self::freed(memory, Some((stream, mark))));
     Ok(())
 }
 
@@ -353,50 +401,109 @@ impl Pool {
 
 /// The program has freed an allocation, in stream order or after all work.
 pub(crate) fn freed(memory: &Arc<GraphMemory>, used: Option<(&Arc<Stream>, Seq)>) {
-    let mut pool = lock(&POOL);
+    let mut pool = pool_of(memory.device());
     let gone = pool.hold(memory, false, used);
     drop(pool);
     drop(gone);
 }
 
 /// Drops existing allocations of graphs of a destroyed context.
-pub(crate) fn forget(context: &'static Context) {
+pub(crate) fn forget(driver: &Driver, context: &'static Context) {
     let mut gone = Vec::new();
-    let mut pool = lock(&POOL);
-    for chunk in pool.chunks.values_mut() {
-        let of_context = |memory: &Arc<GraphMemory>| std::ptr::eq(memory.segment.context, context);
-        gone.extend(chunk.live.extract_if(.., |_, memory| of_context(memory)));
-        chunk.used.0.retain(|(stream, _)| !std::ptr::eq(stream.context, context));
+    for device in &driver.devices {
+        let its_own = std::ptr::eq(device.server, context.server);
+        // Another server may not answer whoever has locked this. Then the streams' words tell the same.
+        let pool = if its_own {
+            Some(pool_of(device.ordinal))
+        } else {
+            POOLS[device.ordinal as usize].try_lock().ok()
+        };
+        let Some(mut pool) = pool else { continue };
+        for chunk in pool.chunks.values_mut() {
+            let of_context = |memory: &Arc<GraphMemory>| std::ptr::eq(memory.segment.context, context);
+            gone.extend(chunk.live.extract_if(.., |_, memory| of_context(memory)));
+            // What a lost server's streams would have waited for may still use it.
+            if its_own || context.session().check().is_ok() {
+                chunk.used.all.retain(|(stream, _)| !std::ptr::eq(stream.context, context));
+            }
+        }
     }
-    drop(pool);
     gone.iter().for_each(|(_, memory)| memory.set_live(false));
 }
 
 /// Frees what no graph of a device uses. Returns false if there was nothing.
 pub(crate) fn trim(driver: &Driver, device: u32) -> bool {
-    lock(&POOL).trim(driver, device, &BTreeSet::new())
+    pool_of(device).trim(driver, &BTreeSet::new())
 }
 
 /// Device memory held by graphs, in bytes: used, maximum used, reserved, maximum reserved.
 pub(crate) fn figures(device: u32) -> [u64; 4] {
+    let mut pool = pool_of(device);
     if let Ok(driver) = driver() {
-        lock(&POOL).collect(driver);
+        pool.collect(driver);
     }
-    let pool = lock(&POOL);
-    let [used, reserved] = pool.now(device);
-    let high = pool.figures.get(device as usize);
-    let [used_high, reserved_high] = high.map_or([0; 2], |high| [high.used_high, high.reserved_high]);
+    let [used, reserved] = pool.now();
+    let Figures { used_high, reserved_high } = pool.figures;
     [used, used_high.max(used), reserved, reserved_high.max(reserved)]
 }
 
 /// Resets the maximum that was used, or reserved.
 pub(crate) fn reset_high(device: u32, reserved: bool) {
-    let mut pool = lock(&POOL);
-    let now = pool.now(device);
-    if let Some(figures) = pool.figures.get_mut(device as usize) {
-        match reserved {
-            false => figures.used_high = now[0],
-            true => figures.reserved_high = now[1],
-        }
+    let mut pool = pool_of(device);
+    let now = pool.now();
+    match reserved {
+        false => pool.figures.used_high = now[0],
+        true => pool.figures.reserved_high = now[1],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::{ContextId, StreamId};
+    use client::ops::stream::StreamMark;
+
+    fn on(server: &'static Server, number: u32) -> Arc<Stream> {
+        let context = Context::new(ContextId(number), server, number, 0, false);
+        Arc::new(Stream::new(StreamId(MAX_CONTEXTS + number + 1), context, 1, 0, false))
+    }
+
+    fn works(stream: &Stream) -> Seq {
+        stream.work(&StreamMark { stream: stream.id }).unwrap();
+        stream.mark().unwrap()
+    }
+
+    #[test]
+    fn what_a_lost_servers_stream_has_freed_can_be_used_again() {
+        let [home, lost] = [(); 2].map(|()| Server::unused());
+        let (stream, gone) = (on(home, 0), on(lost, 1));
+        let mut uses = Uses::new(home);
+        uses.add(&gone, works(&gone));
+        let mark = works(&stream);
+        lost.lose();
+        assert!(!uses.is_over(), "what the stream would have waited for may be under way");
+        assert_eq!(uses.hold(&on(home, 2)), Ok(()), "a launch does not fail");
+        stream.context.is_synced(mark);
+        assert!(uses.is_over());
+        uses.add(&stream, mark);
+        assert!(uses.all.iter().all(|(other, _)| Arc::ptr_eq(other, &stream)));
+    }
+
+    #[test]
+    fn a_launch_comes_behind_the_uses_by_streams_of_other_servers() {
+        let [home, other] = [(); 2].map(|()| Server::unused());
+        let (stream, user) = (on(home, 0), on(other, 1));
+        let mut uses = Uses::new(home);
+        let mark = works(&user);
+        uses.add(&user, mark);
+        let before = other.session.last_seq();
+        uses.hold(&stream).unwrap();
+        // No event of the other server's: this one does not know it.
+        assert_eq!(other.session.last_seq(), before);
+        let waits = lock(&stream.waited_for);
+        assert!(waits.iter().any(|(_, from, record)| Arc::ptr_eq(from, &user) && *record == mark));
+        // Ends the thread's wait.
+        other.lose();
     }
 }

@@ -131,6 +131,11 @@ impl GraphMemory {
         self.freed_by.get().is_some()
     }
 
+    /// The contexts whose work may use it: one of its device, and those of the launches that gave it memory.
+    pub fn users(&self) -> impl Iterator<Item = &'static Context> {
+        std::iter::once(self.segment.context).chain(self.segment.users())
+    }
+
     /// The device that it is on.
     pub fn device(&self) -> u32 {
         self.segment.device

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use crate::abi::result::Result;
 use crate::memory::pinned;
 use crate::memory::pool::Pool;
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
@@ -65,8 +65,8 @@ impl HostPool {
     /// A piece of this size that a stream may use now.
     fn again(&self, stream: &Arc<Stream>, room: u64) -> Option<usize> {
         let mut free = lock(&self.free);
-        let fits =
-            |f: &Free| f.room == room && (Arc::ptr_eq(&f.stream, stream) || f.stream.has_passed(f.mark));
+        let is_over = |f: &Free| context::has_freed(&f.stream, f.mark, None);
+        let fits = |f: &Free| f.room == room && (Arc::ptr_eq(&f.stream, stream) || is_over(f));
         let at = free.iter().position(fits)?;
         self.idle.fetch_sub(room, Ordering::Relaxed);
         Some(free.swap_remove(at).address)

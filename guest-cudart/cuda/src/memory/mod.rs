@@ -2,6 +2,7 @@
 
 pub(crate) mod address;
 pub(crate) mod array;
+pub(crate) mod claims;
 pub(crate) mod device_memory;
 pub(crate) mod graph_chunks;
 pub(crate) mod graph_memory;

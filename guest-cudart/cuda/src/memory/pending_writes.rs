@@ -182,9 +182,11 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
         // If its server is lost by now, it is not waited for.
         let _ = stream.mark();
     }
+    // A server that does not know the memory uses none of it.
     let last: Vec<_> = driver
         .servers
         .iter()
+        .filter(|server| pinned_regions::REGIONS.is_known_to(server.session, at))
         .map(|server| (server.session, server.session.last_seq()))
         .filter(|(session, _)| session.check().is_ok())
         .collect();

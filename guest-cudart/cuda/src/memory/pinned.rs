@@ -8,17 +8,18 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
 use crate::memory::managed::{forks, mirror};
-use crate::memory::pinned_regions::{self, CHANGING, HostTag, MAPPED, REGIONS};
+use crate::memory::pinned_regions::{self, HostTag, MAPPED, REACHING, REGIONS};
 use crate::memory::{host_mappings, pending_writes};
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, Server};
 use crate::process::fences;
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
+use client::channel::MAX_SERVERS;
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
 use client::seq::Seq;
@@ -116,7 +117,6 @@ pub(crate) fn read_in_place(driver: &'static Driver, context: &'static Context, 
 /// kernels find nothing there, and the log says why when one has failed.
 #[cold]
 pub(crate) fn reach_at(driver: &'static Driver, context: &'static Context, pointer: u64) {
-    let _changing = CHANGING.write().unwrap_or_else(PoisonError::into_inner);
     let Some((base, _)) = unreached_at(context.server, pointer) else { return };
     reach_piece(driver, context, base);
     let neighbors = host_mappings::neighbors(base as u64);
@@ -124,6 +124,13 @@ pub(crate) fn reach_at(driver: &'static Driver, context: &'static Context, point
 }
 
 fn reach_piece(driver: &'static Driver, launching: &'static Context, base: usize) {
+    /// Of the threads that ask a server. In this order: who waits for a piece that another server is asked
+    /// about holds up nobody.
+    static TURNS: [Mutex<()>; MAX_SERVERS] = [const { Mutex::new(()) }; MAX_SERVERS];
+    let Some((_, size)) = unreached_at(launching.server, base as u64) else { return };
+    let _reaching = REACHING.take(base as u64, size as u64);
+    let _turn = lock(&TURNS[launching.session().index() % MAX_SERVERS]);
+    // Another thread may have done it.
     let Some((base, size)) = unreached_at(launching.server, base as u64) else { return };
     let Some((_, _, tag)) = REGIONS.any(base) else { return };
     let same_server = std::ptr::eq(tag.context.server, launching.server);
@@ -154,11 +161,13 @@ pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: u
     if REGIONS.find(base).is_none() || lock(&MAPPED).contains_key(&base) {
         return Err(Status::NOT_SUPPORTED);
     }
-    pending_writes::settle_all(driver, base, size)?;
-    REGIONS.set_elsewhere(base, true);
-    forks::follow();
-    mirror::adopt(driver, context, base as u64, size as u64)
-        .inspect_err(|_| REGIONS.set_elsewhere(base, false))
+    pinned_regions::take_away(driver, base);
+    let settled = pending_writes::settle_all(driver, base, size);
+    let adopted = settled.and_then(|()| {
+        forks::follow();
+        mirror::adopt(driver, context, base as u64, size as u64)
+    });
+    adopted.inspect_err(|_| REGIONS.set_elsewhere(base, false))
 }
 
 /// Lets kernels reach the piece that begins at `base`.
@@ -271,8 +280,7 @@ pub(crate) fn remove(driver: &'static Driver, address: usize) {
 pub(crate) fn remove_later(driver: &'static Driver, pieces: Vec<Used>) {
     let wait = move || {
         for (address, stream, mark) in pieces {
-            // After the session is lost, nothing uses it.
-            let _ = stream.session().wait_progress(|| stream.has_passed(mark));
+            context::wait_until_freed(&stream, mark, None);
             remove(driver, address);
         }
     };
@@ -280,5 +288,49 @@ pub(crate) fn remove_later(driver: &'static Driver, pieces: Vec<Used>) {
         log::error(format_args!(
             "cannot start a thread to free pinned memory: {error}; the memory stays allocated"
         ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use client::handle::ContextId;
+
+    #[test]
+    fn a_server_that_does_not_answer_while_memory_becomes_reachable_stops_no_copies_of_other_memory() {
+        let [silent, other] = [(); 2].map(|()| Server::unused());
+        let driver = Driver::for_tests(&[silent, other]);
+        let [context, beside] =
+            [0, 1].map(|n| Context::new(ContextId(n), [silent, other][n as usize], n, 0, false));
+        let size = 1 << 16;
+        let register = |context| {
+            let memory = Box::leak(vec![0_u8; size].into_boxed_slice()).as_ptr() as usize;
+            let tag = HostTag { context, flags: 0, buffer: unique_id() };
+            REGIONS.register(context.session(), memory, size, tag).unwrap();
+            memory
+        };
+        let [memory, others] = [context, beside].map(register);
+        // As `offer` does, which also has all copies of the process wait from then on.
+        with_unreached(|unreached| unreached.insert(memory, Unreached { size, servers: bit(silent) }));
+        let before = silent.session.last_seq();
+        let reaches = std::thread::spawn(move || reach_at(driver, context, memory as u64));
+        while silent.session.last_seq() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // If a copy waited for the answer, so would the test: it never comes.
+        let (copies, copied) = mpsc::channel();
+        std::thread::spawn(move || {
+            let waits = REACHING.wait(others as u64);
+            let _steady = pinned_regions::steady(beside.session());
+            copies.send(waits).unwrap();
+        });
+        assert_eq!(copied.recv_timeout(Duration::from_secs(60)), Ok(false));
+        assert!(REGIONS.find(memory).is_none() && REGIONS.find(others).is_some());
+        silent.lose();
+        reaches.join().unwrap();
+        assert!(REGIONS.find(memory).is_some(), "copies use it in place again");
     }
 }

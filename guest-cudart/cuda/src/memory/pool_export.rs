@@ -13,7 +13,7 @@ use crate::abi::types::PointerData;
 use crate::memory::pool::{Pool, PoolName};
 use crate::memory::{shared_descriptor, virtual_memory};
 use crate::process::context::{self, Context};
-use crate::process::driver::Driver;
+use crate::process::driver::{Driver, Server};
 use crate::process::stream::Stream;
 use client::seq::Seq;
 use client::{Status, lock};
@@ -86,8 +86,8 @@ pub(crate) fn new_name() -> Result<PoolName> {
 ///
 /// # Errors
 /// `INVALID_VALUE` while it has allocations.
-pub(crate) fn forget_pool(driver: &Driver, name: &PoolName) -> Result {
-    collect(driver);
+pub(crate) fn forget_pool(driver: &Driver, server: &Server, name: &PoolName) -> Result {
+    collect(driver, server);
     let used = lock(&IMPORTED).values().any(|found| found.leaving.is_none() && found.name.pool == *name);
     if used {
         return Err(Status::INVALID_VALUE);
@@ -98,55 +98,75 @@ pub(crate) fn forget_pool(driver: &Driver, name: &PoolName) -> Result {
 
 /// Gives devices access to all allocations of an imported pool.
 pub(crate) fn set_access(driver: &Driver, pool: &Pool, given: &[(u32, u32)]) -> Result {
-    let imported = lock(&IMPORTED);
-    for (address, _) in imported.iter().filter(|(_, found)| pool.name == Some(found.name.pool)) {
-        virtual_memory::set_access_to(driver, *address, given)?;
+    // The table is not locked while the server is asked: others need it for memory of other servers.
+    let is_its = |(_, found): &(&u64, &Imported)| pool.name == Some(found.name.pool);
+    let addresses: Vec<u64> = lock(&IMPORTED).iter().filter(is_its).map(|(address, _)| *address).collect();
+    for address in addresses {
+        match virtual_memory::set_access_to(driver, address, given) {
+            // Another thread has freed it meanwhile.
+            Err(_) if !lock(&IMPORTED).contains_key(&address) => {}
+            set => set?,
+        }
     }
     Ok(())
 }
 
-/// Frees an allocation of another process after all work of its device.
-pub(crate) fn free(driver: &Driver, address: u64) -> Result {
-    let context = {
-        let imported = lock(&IMPORTED);
-        let found = imported.get(&address).filter(|found| found.leaving.is_none());
-        found.ok_or(Status::INVALID_VALUE)?.context
-    };
-    if context.is_alive() {
-        context.synchronize()?;
+/// The contexts whose work may use an allocation of another process: those of all devices with access.
+pub(crate) fn users(driver: &Driver, address: u64) -> Result<Vec<&'static Context>> {
+    if lock(&IMPORTED).get(&address).is_none_or(|found| found.leaving.is_some()) {
+        return Err(Status::INVALID_VALUE);
     }
-    // If two threads free it, one finds it.
-    lock(&IMPORTED).remove(&address).ok_or(Status::INVALID_VALUE)?;
+    virtual_memory::users_of_opened(driver, address)
+}
+
+/// Frees an allocation of another process. No work may use it.
+pub(crate) fn free(driver: &Driver, address: u64) -> Result {
+    // If two threads free it, or one in stream order, one finds it.
+    let is_its = |_: &u64, found: &mut Imported| found.leaving.is_none();
+    let taken = lock(&IMPORTED).extract_if(address..=address, is_its).next();
+    taken.ok_or(Status::INVALID_VALUE)?;
     virtual_memory::close(driver, address)
 }
 
 /// The same, when a stream reaches it.
 pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
-    let mut imported = lock(&IMPORTED);
-    let found = imported.get_mut(&address).filter(|found| found.leaving.is_none());
-    let found = found.ok_or(Status::INVALID_VALUE)?;
+    // If the stream's server is lost, nothing is freed.
     let mark = stream.mark()?;
-    found.leaving = Some((stream, mark));
-    LEAVING.fetch_add(1, Ordering::Relaxed);
-    drop(imported);
-    collect(driver);
+    let server = {
+        let mut imported = lock(&IMPORTED);
+        let found = imported.get_mut(&address).filter(|found| found.leaving.is_none());
+        let found = found.ok_or(Status::INVALID_VALUE)?;
+        found.leaving = Some((stream, mark));
+        LEAVING.fetch_add(1, Ordering::Relaxed);
+        found.context.server
+    };
+    collect(driver, server);
     Ok(())
 }
 
-/// Closes imported allocations whose streams have passed the free.
-pub(crate) fn collect(driver: &Driver) {
+/// Closes imported allocations of a server whose streams have passed the free.
+pub(crate) fn collect(driver: &Driver, server: &Server) {
     if LEAVING.load(Ordering::Relaxed) != 0 {
         close_where(driver, |imported| {
-            let home = imported.context.server;
-            imported.leaving.as_ref().is_some_and(|(stream, mark)| context::has_freed(stream, *mark, home))
+            std::ptr::eq(imported.context.server, server)
+                && imported
+                    .leaving
+                    .as_ref()
+                    .is_some_and(|(stream, mark)| context::has_freed(stream, *mark, Some(server)))
         });
     }
 }
 
-/// Closes the imported allocations of a context that is being destroyed.
+/// Closes the imported allocations of a context that is being destroyed, and those that its streams, which are
+/// done, were to free.
 pub(crate) fn forget(driver: &Driver, context: &'static Context) {
+    let is_lost = context.session().check().is_err();
     close_where(driver, |imported| {
-        let streams = imported.leaving.as_ref().is_some_and(|(s, _)| std::ptr::eq(s.context, context));
+        let home = Some(imported.context.server);
+        let streams = imported.leaving.as_ref().is_some_and(|(stream, mark)| {
+            let is_its = std::ptr::eq(stream.context, context);
+            is_its && (!is_lost || context::has_freed(stream, *mark, home))
+        });
         streams || std::ptr::eq(imported.context, context)
     });
 }

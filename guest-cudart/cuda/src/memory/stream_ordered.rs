@@ -10,7 +10,7 @@ use crate::memory::{
     texture, virtual_memory,
 };
 use crate::process::context::{self, Context};
-use crate::process::driver::{Device, Driver, Tag, driver};
+use crate::process::driver::{Device, Driver, Server, Tag, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
@@ -21,6 +21,8 @@ use client::{Status, lock};
 /// An allocation that was freed in stream order. It can be reused when the stream has passed the mark.
 pub(crate) struct Leaving {
     address: u64,
+    /// Distinguishes it from a later allocation at its address.
+    buffer: u64,
     size: u64,
     device: u32,
     pool: usize,
@@ -43,11 +45,11 @@ fn wait<T>(context: &'static Context, until_done: impl FnOnce(&'static Context) 
     let result = until_done(context);
     shared_blocks::after_wait(driver);
     if busy {
-        stream_table::reap();
-        collect(driver);
+        stream_table::reap(context.server);
+        collect(driver, context.server);
     }
     // Destroyed textures go before the memory that they are of.
-    texture::reap();
+    texture::reap(context.server);
     Ok(result)
 }
 
@@ -107,15 +109,19 @@ pub(crate) fn alloc_for_pool(
     managed_advice::prefer(address, size, place).map(|()| address)
 }
 
-/// Frees an allocation immediately. No work may use it.
-pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64) {
+/// Frees an allocation immediately, unless its context has taken it along. No work may use it.
+pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64, buffer: u64) {
+    let mut memory = lock(device.memory_of(address));
+    if memory.find(address).is_none_or(|(base, found)| base != address || found.tag.buffer != buffer) {
+        return;
+    }
     if is_managed(address) {
+        drop(memory);
         // What cannot be freed now goes with the session.
         let _ = managed::free(driver, device, address);
         return;
     }
     // In this order, so that the address is reused only after the server knows that it is free.
-    let mut memory = lock(&device.memory);
     if device.server.session.append(&MemFree { address }).is_ok() {
         memory.free(address, device);
     }
@@ -132,7 +138,7 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
     let device = device_memory::device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
     // If the stream's server is lost, nothing is freed.
     let mark = stream.mark()?;
-    let (size, pool) = {
+    let (size, pool, buffer) = {
         let mut memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address).ok_or(Status::INVALID_VALUE)?;
         // Managed memory can be freed in stream order only if it belongs to a pool.
@@ -140,15 +146,15 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
         if base != address || allocation.tag.freed || !is_pools {
             return Err(Status::INVALID_VALUE);
         }
-        let (size, pool) = (allocation.size, allocation.tag.pool);
+        let (size, Tag { pool, buffer, .. }) = (allocation.size, allocation.tag);
         if let Some(tag) = memory.tag_mut(base) {
             tag.freed = true;
         }
-        (size, pool)
+        (size, pool, buffer)
     };
     pool::gone(pool, size);
-    lock(&LEAVING).push(Leaving { address, size, device: device.ordinal, pool, stream, mark });
-    collect(driver);
+    lock(&LEAVING).push(Leaving { address, buffer, size, device: device.ordinal, pool, stream, mark });
+    collect(driver, device.server);
     Ok(())
 }
 
@@ -174,24 +180,28 @@ pub(crate) fn reuse(
     Some(found.address)
 }
 
-/// Completes the frees that streams have passed.
-pub(crate) fn collect(driver: &'static Driver) {
-    pool_export::collect(driver);
-    let gone: Vec<Leaving> = {
-        let mut leaving = lock(&LEAVING);
-        if leaving.is_empty() {
-            return;
-        }
-        let home = |l: &Leaving| driver.devices.get(l.device as usize).map(|device| device.server);
-        let is_over =
-            |l: &mut Leaving| home(l).is_some_and(|home| context::has_freed(&l.stream, l.mark, home));
-        leaving.extract_if(.., is_over).collect()
+/// Completes the frees of a server's memory that streams have passed. Another server may not answer, so its
+/// own calls complete those of its memory.
+pub(crate) fn collect(driver: &'static Driver, server: &Server) {
+    pool_export::collect(driver, server);
+    let is_its = |l: &Leaving| {
+        driver.devices.get(l.device as usize).is_some_and(|device| std::ptr::eq(device.server, server))
     };
-    for l in gone {
+    release_where(driver, |l| is_its(l) && context::has_freed(&l.stream, l.mark, Some(server)));
+}
+
+/// Completes the frees that are over.
+fn release_where(driver: &'static Driver, is_over: impl Fn(&Leaving) -> bool) {
+    for l in take_where(is_over) {
         if let Some(device) = driver.devices.get(l.device as usize) {
-            release(driver, device, l.address);
+            release(driver, device, l.address, l.buffer);
         }
     }
+}
+
+/// Takes the frees that are over off the list.
+fn take_where(is_over: impl Fn(&Leaving) -> bool) -> Vec<Leaving> {
+    lock(&LEAVING).extract_if(.., |l| is_over(l)).collect()
 }
 
 /// Waits for the streams that have frees pending on a device. Returns false if there are none.
@@ -200,9 +210,9 @@ pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
     let waiting: Vec<(Arc<Stream>, Seq)> =
         lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
     for (stream, mark) in &waiting {
-        context::wait_until_freed(stream, *mark, home);
+        context::wait_until_freed(stream, *mark, Some(home));
     }
-    collect(driver);
+    collect(driver, home);
     !waiting.is_empty()
 }
 
@@ -218,7 +228,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
         }
     }
     managed::reset(driver, device);
-    graph_chunks::forget(device.primary);
+    graph_chunks::forget(driver, device.primary);
     graph_chunks::trim(driver, device.ordinal);
     lock(&LEAVING).retain(|l| l.device != device.ordinal);
     lock(&device.memory).reset();
@@ -226,19 +236,28 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     globals.retain(|_, (_, owner)| owner.device != device.ordinal);
 }
 
-/// Frees the memory of a context that is being destroyed.
+/// Frees the memory of a context that is being destroyed. What streams of other contexts are to free comes
+/// back when they reach that.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+    // Its own streams are done, also with memory of others. What a lost server's streams would have waited for
+    // may not be.
+    let is_lost = context.session().check().is_err();
+    let home = |l: &Leaving| driver.devices.get(l.device as usize).map(|device| device.server);
+    release_where(driver, |l| {
+        let is_its = std::ptr::eq(l.stream.context, context);
+        is_its && (!is_lost || context::has_freed(&l.stream, l.mark, home(l)))
+    });
     managed::forget(driver, context, pool::gone);
     pool_export::forget(driver, context);
-    graph_chunks::forget(context);
-    lock(&LEAVING).retain(|l| !std::ptr::eq(l.stream.context, context));
-    for device in &driver.devices {
-        let addresses = lock(&device.memory).addresses_where(|tag| std::ptr::eq(tag.context, context));
+    graph_chunks::forget(driver, context);
+    // A device of another server, which may not answer, has none of its memory.
+    for device in driver.devices.iter().filter(|device| std::ptr::eq(device.server, context.server)) {
+        let is_its = |tag: &Tag| std::ptr::eq(tag.context, context) && !tag.freed;
+        let addresses = lock(&device.memory).addresses_where(is_its);
         for address in addresses {
-            if let Some(found) = address::find(driver, address) {
-                pool::gone(found.pool, found.size);
-            }
-            release(driver, device, address);
+            let Some(found) = address::find(driver, address) else { continue };
+            pool::gone(found.pool, found.size);
+            release(driver, device, address, found.buffer);
         }
     }
     let mut globals = context.server.globals.write().unwrap_or_else(PoisonError::into_inner);
@@ -247,8 +266,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
 
 /// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
 pub(crate) fn settle_all() -> Result {
-    let driver = driver()?;
-    settle(driver.devices.iter().map(|device| device.primary), context::current()?)
+    settle(context::busy(), context::current()?)
 }
 
 /// Waits for all work of contexts and of the current one. Only errors of the current one are returned. Those
@@ -257,9 +275,113 @@ pub(crate) fn settle(
     contexts: impl IntoIterator<Item = &'static Context>,
     current: &'static Context,
 ) -> Result {
-    let others = contexts.into_iter().filter(|context| !std::ptr::eq(*context, current));
-    for other in others.filter(|other| other.is_alive() && other.is_busy() && !other.is_given_up()) {
-        wait(other, Context::quiesce)?;
-    }
+    quiesce(contexts.into_iter().filter(|context| !std::ptr::eq(*context, current)))?;
     if current.is_busy() { synchronize(current) } else { Ok(()) }
+}
+
+/// Waits for all work of contexts whose servers are not lost. Their errors are left to the calls that concern
+/// them.
+pub(crate) fn quiesce(contexts: impl IntoIterator<Item = &'static Context>) -> Result {
+    for context in contexts {
+        if context.is_alive() && context.is_busy() && !context.is_given_up() {
+            wait(context, Context::quiesce)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use client::handle::{ContextId, StreamId};
+    use client::memory::Backing;
+
+    /// A server that has memory.
+    struct Full;
+
+    impl Backing for Full {
+        fn grow(&self, _device: u32, _address: u64, _size: u64) -> Result {
+            Ok(())
+        }
+
+        fn shrink(&self, _device: u32, _address: u64, _size: u64) -> Result {
+            Ok(())
+        }
+    }
+
+    /// Memory of the first server's device, which a stream of the second one is to free.
+    struct Freed {
+        driver: &'static Driver,
+        contexts: [&'static Context; 2],
+        stream: Arc<Stream>,
+        address: u64,
+    }
+
+    impl Freed {
+        fn new() -> Freed {
+            let servers = [(); 2].map(|()| Server::unused());
+            let driver = Driver::for_tests(&servers);
+            let contexts = [0, 1].map(|n| Context::new(ContextId(n), servers[n as usize], n, 0, false));
+            let id = StreamId(client::channel::MAX_CONTEXTS + 1);
+            let stream = Arc::new(Stream::new(id, contexts[1], 1, 0, false));
+            let tag =
+                Tag { context: contexts[0], buffer: unique_id(), pool: 0, sync_memops: false, freed: false };
+            let address = lock(&driver.devices[0].memory).alloc(4096, tag, &Full).unwrap();
+            stream.work(&client::ops::stream::StreamMark { stream: stream.id }).unwrap();
+            free_in_order(driver, address, stream.clone()).unwrap();
+            let freed = Freed { driver, contexts, stream, address };
+            assert!(freed.is_there());
+            freed
+        }
+
+        fn is_there(&self) -> bool {
+            lock(&self.driver.devices[0].memory).find(self.address).is_some()
+        }
+    }
+
+    #[test]
+    fn memory_that_a_destroyed_contexts_stream_was_to_free_comes_back() {
+        let freed = Freed::new();
+        forget(freed.driver, freed.contexts[1]);
+        assert!(!freed.is_there());
+    }
+
+    #[test]
+    fn memory_of_a_destroyed_context_stays_until_another_ones_stream_frees_it() {
+        let freed = Freed::new();
+        let home = freed.driver.devices[0].server;
+        forget(freed.driver, freed.contexts[0]);
+        collect(freed.driver, home);
+        assert!(freed.is_there(), "the stream may use it");
+        freed.stream.is_synced(freed.stream.mark().unwrap());
+        collect(freed.driver, home);
+        assert!(!freed.is_there());
+    }
+
+    #[test]
+    fn a_free_does_not_take_what_is_at_its_address_by_then() {
+        let freed = Freed::new();
+        let device = &freed.driver.devices[0];
+        if let Some(tag) = lock(&device.memory).tag_mut(freed.address) {
+            *tag = Tag { buffer: unique_id(), freed: false, ..*tag };
+        }
+        freed.stream.is_synced(freed.stream.mark().unwrap());
+        collect(freed.driver, device.server);
+        assert!(freed.is_there());
+    }
+
+    #[test]
+    fn what_a_lost_servers_stream_was_to_free_comes_back_once_its_own_server_is_idle() {
+        let freed = Freed::new();
+        let [home, lost] = freed.contexts;
+        let mark = home.legacy().work(&client::ops::stream::StreamMark { stream: home.legacy().id }).unwrap();
+        lost.server.lose();
+        freed.stream.finished.store(true, std::sync::atomic::Ordering::Release);
+        forget(freed.driver, lost);
+        collect(freed.driver, home.server);
+        assert!(freed.is_there(), "what the stream waited for may still be under way");
+        home.is_synced(mark);
+        collect(freed.driver, home.server);
+        assert!(!freed.is_there());
+    }
 }

@@ -10,7 +10,7 @@ use crate::abi::result::Result;
 use crate::abi::types::{ResourceDesc, TextureDesc, ViewDesc};
 use crate::memory::{address, array, managed};
 use crate::process::context::{self, Context};
-use crate::process::driver::Driver;
+use crate::process::driver::{Driver, Server};
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use client::handle::ArrayId;
@@ -97,7 +97,7 @@ static ENDING: Mutex<Vec<Ending>> = Mutex::new(Vec::new());
 
 /// Destroys an object that the program can no longer name, as soon as all work so far of its context is done.
 pub(crate) fn end(context: &'static Context, object: Object) -> Result {
-    reap();
+    reap(context.server);
     let marks = {
         // A stream that is being destroyed is always in one of the tables.
         let _order = managed::Order::take();
@@ -110,15 +110,16 @@ pub(crate) fn end(context: &'static Context, object: Object) -> Result {
     Ok(())
 }
 
-/// Tells the servers of destroyed objects that no work uses any more.
-pub(crate) fn reap() {
+/// Tells a server of its destroyed objects that no work uses any more.
+pub(crate) fn reap(server: &Server) {
     lock(&ENDING).retain_mut(|ending| {
         ending.marks.retain(|(stream, mark)| !stream.has_passed(*mark));
-        if ending.marks.is_empty() {
+        let is_over = std::ptr::eq(ending.context.server, server) && ending.marks.is_empty();
+        if is_over {
             // After the session is lost there is nothing to destroy.
             let _ = ending.object.destroy(ending.context);
         }
-        !ending.marks.is_empty()
+        !is_over
     });
 }
 

@@ -4,6 +4,10 @@
 //! The server has the same tables and checks everything again. The tables here answer the program's queries
 //! and recognize invalid pointers without a round trip. Addresses are chosen here, outside of all devices'
 //! windows.
+//!
+//! While a server is asked to change something, the table is not locked: copies find there what they use, and
+//! a server that does not answer must not stop those of others. Whoever changes something at some addresses
+//! has a [claim](Claims) on them instead.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,6 +15,7 @@ use std::sync::{Arc, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuar
 
 use crate::abi::result::Result;
 use crate::abi::types::MemLocation;
+use crate::memory::claims::Claims;
 use crate::memory::device_memory::Found;
 use crate::memory::host_memory::HostMemory;
 use crate::memory::{host_mappings, shared_descriptor};
@@ -59,6 +64,7 @@ pub(crate) struct Memory {
     /// Number of references: `cuMemCreate` and every call that returned the handle again, minus
     /// `cuMemRelease`. Guarded by the lock of [`Space`], as is `mapped`.
     pub handles: AtomicU32,
+    /// Number of its mappings, and of those that are being made.
     mapped: AtomicU32,
 }
 
@@ -92,10 +98,18 @@ impl Mapping {
     }
 }
 
+/// Reserved addresses.
+#[derive(Clone, Copy)]
+struct Reservation {
+    size: u64,
+    /// The only server that they are reserved with. `None`: with all, since memory of any device may be mapped
+    /// there.
+    only: Option<&'static Server>,
+}
+
 /// The program's virtual memory.
-#[derive(Default)]
 pub(crate) struct Space {
-    reserved: BTreeMap<u64, u64>,
+    reserved: BTreeMap<u64, Reservation>,
     /// Reservations that the server has released for host memory, by their first address.
     given_up: BTreeSet<u64>,
     pub mappings: BTreeMap<u64, Mapping>,
@@ -110,6 +124,9 @@ static SPACES: RwLock<Space> = RwLock::new(Space {
     next: 0,
 });
 static MEMORIES: Slab<Memory> = Slab::new(14);
+
+/// Addresses at which a thread reserves, maps, unmaps or gives access.
+static CHANGING: Claims = Claims::new();
 
 /// Called before this process first shares memory. When this returns, everything that it has copied so far
 /// has reached the device. Only errors of the current context are returned.
@@ -209,16 +226,18 @@ fn new_id() -> MemoryId {
     MemoryId(IDS.fetch_add(1, Ordering::Relaxed))
 }
 
-/// The sessions that are not lost; all if every one is, so that the caller gets an error.
-fn sessions(driver: &Driver) -> Vec<&'static Session> {
-    let all = driver.servers.iter().map(|server| server.session);
+/// The sessions with which addresses are reserved and that are not lost; all if every one is, so that the
+/// caller gets an error.
+fn sessions(driver: &Driver, only: Option<&'static Server>) -> Vec<&'static Session> {
+    let those = only.map_or_else(|| driver.servers.clone(), |only| vec![only]);
+    let all = those.into_iter().map(|server| server.session);
     let usable: Vec<_> = all.clone().filter(|session| session.check().is_ok()).collect();
     if usable.is_empty() { all.collect() } else { usable }
 }
 
-/// Reserves addresses with every server, since memory of any device may be mapped there.
-fn reserve_with_all(driver: &Driver, address: u64, size: u64) -> Result {
-    let sessions = sessions(driver);
+/// Reserves addresses with their servers.
+fn reserve_with(driver: &Driver, address: u64, Reservation { size, only }: Reservation) -> Result {
+    let sessions = sessions(driver, only);
     for (done, session) in sessions.iter().enumerate() {
         if let Err(status) = session.call(&AddressReserve { address, size }) {
             for session in &sessions[..done] {
@@ -232,9 +251,14 @@ fn reserve_with_all(driver: &Driver, address: u64, size: u64) -> Result {
 }
 
 /// Frees such addresses. Nothing is mapped there.
-fn free_with_all(driver: &Driver, address: u64, size: u64) -> Result {
-    let freed =
-        sessions(driver).into_iter().map(|session| session.call(&AddressFree { address, size }).map(drop));
+fn free_with(driver: &Driver, address: u64, Reservation { size, only }: Reservation) -> Result {
+    let freed = sessions(driver, only).into_iter().map(|session| {
+        match session.call(&AddressFree { address, size }) {
+            // One that is lost has reserved nothing any more.
+            Err(_) if session.check().is_err() && driver.check().is_ok() => Ok(()),
+            freed => freed.map(drop),
+        }
+    });
     freed.reduce(|first, other| first.and(other)).unwrap_or(Ok(()))
 }
 
@@ -249,7 +273,7 @@ impl Space {
     }
 
     fn is_free(&self, address: u64, size: u64) -> bool {
-        is_apart(self.reserved.range(..address + size).map(|(start, len)| (*start, *len)), address)
+        is_apart(self.reserved.range(..address + size).map(|(start, it)| (*start, it.size)), address)
     }
 
     /// The first free range from `from`. `None` if there is none before the end.
@@ -258,9 +282,9 @@ impl Space {
         loop {
             let end = at.checked_add(size).filter(|end| *end <= SPACE + SPACE_SIZE)?;
             match self.reserved.range(..end).next_back() {
-                Some((start, len)) if start + len > at => {
+                Some((start, Reservation { size: len, .. })) if start + len > at => {
                     // There may be more behind this one, so continue after it.
-                    let over = self.reserved.range(at..end).next().map_or(start + len, |(a, l)| a + l);
+                    let over = self.reserved.range(at..end).next().map_or(start + len, |(a, it)| a + it.size);
                     at = over.max(at + 1).checked_next_multiple_of(alignment)?;
                 }
                 _ => return Some(at),
@@ -268,70 +292,22 @@ impl Space {
         }
     }
 
-    /// Reserves addresses, with the server.
-    pub fn reserve(&mut self, driver: &Driver, size: u64, alignment: u64, wish: u64) -> Result<u64> {
-        let granule = Space::granule(driver);
-        if size == 0 || !size.is_multiple_of(granule) || (alignment != 0 && !alignment.is_power_of_two()) {
-            return Err(Status::INVALID_VALUE);
-        }
-        let alignment = alignment.max(SPACE_ALIGN);
-        let wished = in_space(wish)
-            && wish.is_multiple_of(alignment)
-            && wish.checked_add(size).is_some_and(|end| end <= SPACE + SPACE_SIZE)
-            && self.is_free(wish, size);
-        let mut from = if wished { wish } else { self.next.max(SPACE) };
-        for _ in 0..ATTEMPTS {
-            let found = self.free_from(from, size, alignment);
-            let address =
-                found.or_else(|| self.free_from(SPACE, size, alignment)).ok_or(Status::OUT_OF_MEMORY)?;
-            match reserve_with_all(driver, address, size) {
-                Ok(()) => {
-                    self.reserved.insert(address, size);
-                    self.next = address + size;
-                    return Ok(address);
-                }
-                Err(Status::OUT_OF_MEMORY) => from = address + size,
-                Err(status) => return Err(status),
-            }
-        }
-        Err(Status::OUT_OF_MEMORY)
+    /// Chooses addresses, from `from` on if there are some.
+    fn take(&mut self, from: u64, alignment: u64, reservation: Reservation) -> Result<u64> {
+        let size = reservation.size;
+        let found = self.free_from(from, size, alignment);
+        let found = found.or_else(|| self.free_from(SPACE, size, alignment));
+        let address = found.ok_or(Status::OUT_OF_MEMORY)?;
+        self.reserved.insert(address, reservation);
+        self.next = address + size;
+        Ok(address)
     }
 
-    pub fn free(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
-        if self.reserved.get(&address) != Some(&size) {
-            return Err(Status::INVALID_VALUE);
-        }
-        if !self.given_up.contains(&address) {
-            free_with_all(driver, address, size)?;
-        } else if self.mappings.range(address..address + size).next().is_some() {
-            return Err(Status::INVALID_VALUE);
-        }
-        self.given_up.remove(&address);
-        self.reserved.remove(&address);
-        Ok(())
-    }
-
-    /// The first address and the size of the reservation around a range.
-    fn reservation(&self, address: u64, size: u64) -> Option<(u64, u64)> {
-        let (start, whole) = self.reserved.range(..=address).next_back()?;
-        let is_around = size > 0 && address.checked_add(size).is_some_and(|end| end <= start + whole);
-        is_around.then_some((*start, *whole))
-    }
-
-    /// Prepares the reservation around a range for host memory or for device memory, and returns its first
-    /// address. A reservation that has had host memory can have nothing else, because the server may not have
-    /// unregistered its mirror yet.
-    fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
-        let (start, whole) = self.reservation(address, size).ok_or(Status::INVALID_VALUE)?;
-        if self.given_up.contains(&start) == for_host {
-            return Ok(start);
-        }
-        if !for_host || self.mappings.range(start..start + whole).next().is_some() {
-            return refuse_form!("cuMemMap of host memory and memory of a device in one reservation");
-        }
-        free_with_all(driver, start, whole)?;
-        self.given_up.insert(start);
-        Ok(start)
+    /// The reservation around a range, and its first address.
+    fn reservation(&self, address: u64, size: u64) -> Option<(u64, Reservation)> {
+        let (start, found) = self.reserved.range(..=address).next_back()?;
+        let is_around = size > 0 && address.checked_add(size).is_some_and(|end| end <= start + found.size);
+        is_around.then_some((*start, *found))
     }
 
     /// Whether nothing is mapped in a range.
@@ -340,40 +316,6 @@ impl Space {
             self.mappings.range(..address + size).map(|(start, mapping)| (*start, mapping.size)),
             address,
         )
-    }
-
-    pub fn map(
-        &mut self,
-        driver: &Driver,
-        address: u64,
-        size: u64,
-        offset: u64,
-        handle: usize,
-        part: Option<(u64, u64)>,
-    ) -> Result {
-        let memory = memory_of(handle)?;
-        let reservation = self.prepare(driver, address, size, matches!(memory.home, Home::Host(_)))?;
-        match &memory.home {
-            Home::Device { id, server, .. } => {
-                server.session.call(&MemoryMap { memory: *id, offset, address, size })?;
-            }
-            Home::Host(host) => {
-                let whole = size.is_multiple_of(Space::granule(driver))
-                    && address.is_multiple_of(Space::granule(driver));
-                if !whole || offset != 0 || size > memory.size || !self.is_unmapped(address, size) {
-                    return Err(Status::INVALID_VALUE);
-                }
-                if memory.mapped.load(Ordering::Relaxed) > 0 || size < memory.size {
-                    return refuse_form!("cuMemMap of host memory at two places, or of a part of it");
-                }
-                host.map(reservation, address, size)?;
-            }
-        }
-        memory.mapped.fetch_add(1, Ordering::Relaxed);
-        let access = vec![0; driver.devices.len()];
-        let mapping = Mapping { size, handle, memory, buffer: unique_id(), part, access, host_access: 0 };
-        self.mappings.insert(address, mapping);
-        Ok(())
     }
 
     /// The mappings that cover a range exactly and without gaps.
@@ -407,7 +349,7 @@ impl Space {
             let any = matches!(mapping.memory.home, Home::Host(_));
             let may =
                 driver.devices.iter().zip(&mapping.access).filter(move |(_, flags)| any || **flags != 0);
-            may.map(|(device, _)| device.primary)
+            may.flat_map(|(device, _)| context::of_device(device.ordinal))
         });
         Ok(users.collect())
     }
@@ -421,81 +363,239 @@ impl Space {
         self.whole(address, size)
     }
 
-    pub fn unmap(&mut self, address: u64, size: u64) -> Result {
-        for address in self.to_unmap(address, size)? {
-            let Some(mapping) = self.mappings.get(&address) else { continue };
-            match &mapping.memory.home {
-                Home::Device { server, .. } => {
-                    server.session.call(&MemoryUnmap { address, size: mapping.size })?;
+    /// Takes the handle of memory away when its last reference and its last mapping are gone. The caller then
+    /// [ends](end) the memory.
+    fn is_last(&mut self, handle: usize, memory: &Memory) -> bool {
+        let unused =
+            memory.handles.load(Ordering::Relaxed) == 0 && memory.mapped.load(Ordering::Relaxed) == 0;
+        unused && MEMORIES.remove(handle).is_some()
+    }
+}
+
+/// Reserves addresses for memory of any device.
+pub(crate) fn reserve_for_any(driver: &Driver, size: u64, alignment: u64, wish: u64) -> Result<u64> {
+    reserve_at(driver, Reservation { size, only: None }, alignment, wish)
+}
+
+fn reserve_at(driver: &Driver, reservation: Reservation, alignment: u64, wish: u64) -> Result<u64> {
+    let (size, granule) = (reservation.size, Space::granule(driver));
+    if size == 0 || !size.is_multiple_of(granule) || (alignment != 0 && !alignment.is_power_of_two()) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let alignment = alignment.max(SPACE_ALIGN);
+    let mut from = {
+        let space = read();
+        let wished = in_space(wish)
+            && wish.is_multiple_of(alignment)
+            && wish.checked_add(size).is_some_and(|end| end <= SPACE + SPACE_SIZE)
+            && space.is_free(wish, size);
+        if wished { wish } else { space.next.max(SPACE) }
+    };
+    for _ in 0..ATTEMPTS {
+        // From here on no other thread gets these addresses.
+        let address = write().take(from, alignment, reservation)?;
+        let _changing = CHANGING.take(address, size);
+        match reserve_with(driver, address, reservation) {
+            Ok(()) => return Ok(address),
+            Err(status) => {
+                write().reserved.remove(&address);
+                if status != Status::OUT_OF_MEMORY {
+                    return Err(status);
                 }
-                Home::Host(host) => {
-                    let keep = mapping.memory.handles.load(Ordering::Relaxed) > 0;
-                    host.unmap(address, mapping.size, keep)?;
-                }
-            }
-            if let Some(mapping) = self.mappings.remove(&address) {
-                mapping.memory.mapped.fetch_sub(1, Ordering::Relaxed);
-                self.end_if_unused(mapping.handle, &mapping.memory)?;
+                from = address + size;
             }
         }
-        Ok(())
     }
+    Err(Status::OUT_OF_MEMORY)
+}
 
-    pub fn set_access(
-        &mut self,
-        driver: &Driver,
-        address: u64,
-        size: u64,
-        device: u32,
-        flags: u32,
-    ) -> Result {
-        for address in self.whole(address, size)? {
-            let Some(mapping) = self.mappings.get_mut(&address) else { continue };
-            // A device can always reach pinned memory.
-            if let Home::Device { server, .. } = mapping.memory.home {
-                let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
-                if !std::ptr::eq(server, device.server) {
-                    // No device of another server reaches it.
-                    return Err(Status::INVALID_DEVICE);
-                }
-                let op = MemoryAccess { address, size: mapping.size, device: device.number, flags };
-                server.session.call(&op)?;
-            }
-            if let Some(place) = mapping.access.get_mut(device as usize) {
-                *place = flags;
+/// Frees reserved addresses.
+pub(crate) fn free(driver: &Driver, address: u64, size: u64) -> Result {
+    let _changing = CHANGING.take(address, size.max(1));
+    free_claimed(driver, address, size)
+}
+
+/// The same for whoever has the claim.
+fn free_claimed(driver: &Driver, address: u64, size: u64) -> Result {
+    let (reservation, given_up) = {
+        let space = read();
+        let found = space.reserved.get(&address).filter(|found| found.size == size);
+        // A server that has nothing there would free them, whatever is there of another one's.
+        if space.mappings.range(address..address.saturating_add(size)).next().is_some() {
+            return Err(Status::INVALID_VALUE);
+        }
+        (*found.ok_or(Status::INVALID_VALUE)?, space.given_up.contains(&address))
+    };
+    if !given_up {
+        free_with(driver, address, reservation)?;
+    }
+    let mut space = write();
+    space.given_up.remove(&address);
+    space.reserved.remove(&address);
+    Ok(())
+}
+
+/// Maps memory at reserved addresses. `part`: what the program is given of it, if not everything.
+pub(crate) fn map_at(
+    driver: &Driver,
+    (address, size): (u64, u64),
+    offset: u64,
+    handle: usize,
+    part: Option<(u64, u64)>,
+) -> Result {
+    let memory = memory_of(handle)?;
+    let for_host = matches!(memory.home, Home::Host(_));
+    let (start, reservation) = read().reservation(address, size).ok_or(Status::INVALID_VALUE)?;
+    // Host memory changes what a whole reservation is for.
+    let _changing =
+        if for_host { CHANGING.take(start, reservation.size) } else { CHANGING.take(address, size) };
+    {
+        let space = write();
+        let again = space.reservation(address, size);
+        let is_it = again.is_some_and(|(at, found)| at == start && found.size == reservation.size);
+        // A server knows only its own mappings.
+        if !is_it || !space.is_unmapped(address, size) || memory.handles.load(Ordering::Relaxed) == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        if space.given_up.contains(&start) != for_host {
+            // A reservation that has had host memory can have nothing else, because the server may not have
+            // unregistered its mirror yet.
+            let whole = space.mappings.range(start..start + reservation.size);
+            if !for_host || whole.count() > 0 {
+                return refuse_form!("cuMemMap of host memory and memory of a device in one reservation");
             }
         }
-        Ok(())
-    }
-
-    /// The host can always reach host memory.
-    pub fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
-        for address in self.whole(address, size)? {
-            let Some(mapping) = self.mappings.get_mut(&address) else { continue };
-            if let Home::Device { .. } = mapping.memory.home {
-                return refuse_form!("cuMemSetAccess for the host on memory of a device");
+        if let Home::Host(_) = memory.home {
+            let granule = Space::granule(driver);
+            let whole = size.is_multiple_of(granule) && address.is_multiple_of(granule);
+            if !whole || offset != 0 || size > memory.size {
+                return Err(Status::INVALID_VALUE);
             }
-            mapping.host_access = flags;
-        }
-        Ok(())
-    }
-
-    /// Frees memory when its last handle and its last mapping are gone.
-    fn end_if_unused(&self, handle: usize, memory: &Memory) -> Result {
-        if memory.handles.load(Ordering::Relaxed) == 0 && memory.mapped.load(Ordering::Relaxed) == 0 {
-            MEMORIES.remove(handle);
-            if let Home::Device { id, server, .. } = memory.home {
-                server.session.call(&MemoryRelease { memory: id })?;
+            if memory.mapped.load(Ordering::Relaxed) > 0 || size < memory.size {
+                return refuse_form!("cuMemMap of host memory at two places, or of a part of it");
             }
         }
-        Ok(())
+        memory.mapped.fetch_add(1, Ordering::Relaxed);
     }
+    let mapped = match &memory.home {
+        Home::Device { id, server, .. } => {
+            server.session.call(&MemoryMap { memory: *id, offset, address, size }).map(drop)
+        }
+        Home::Host(host) => give_up(driver, start, reservation).and_then(|()| host.map(start, address, size)),
+    };
+    if let Err(status) = mapped {
+        // The first error is the one to report.
+        let _ = unmapped(None, handle, &memory);
+        return Err(status);
+    }
+    let access = vec![0; driver.devices.len()];
+    let mapping = Mapping { size, handle, memory, buffer: unique_id(), part, access, host_access: 0 };
+    write().mappings.insert(address, mapping);
+    Ok(())
+}
 
-    pub fn release(&self, handle: usize) -> Result {
+/// Frees the addresses of a reservation with its servers, for host memory, unless that was done.
+fn give_up(driver: &Driver, start: u64, reservation: Reservation) -> Result {
+    if !read().given_up.contains(&start) {
+        free_with(driver, start, reservation)?;
+        write().given_up.insert(start);
+    }
+    Ok(())
+}
+
+/// A mapping is gone, or could not be made. Frees the memory if that was its last use.
+fn unmapped(at: Option<u64>, handle: usize, memory: &Memory) -> Result {
+    let is_last = {
+        let mut space = write();
+        at.and_then(|at| space.mappings.remove(&at));
+        memory.mapped.fetch_sub(1, Ordering::Relaxed);
+        space.is_last(handle, memory)
+    };
+    if is_last { end(memory) } else { Ok(()) }
+}
+
+/// Frees memory on its server.
+fn end(memory: &Memory) -> Result {
+    match memory.home {
+        Home::Device { id, server, .. } => server.session.call(&MemoryRelease { memory: id }).map(drop),
+        Home::Host(_) => Ok(()),
+    }
+}
+
+/// Unmaps what is mapped in a range. No work may use it there.
+pub(crate) fn unmap(address: u64, size: u64) -> Result {
+    let _changing = CHANGING.take(address, size.max(1));
+    unmap_claimed(address, size)
+}
+
+/// The same for whoever has the claim.
+fn unmap_claimed(address: u64, size: u64) -> Result {
+    let whole = read().to_unmap(address, size)?;
+    for address in whole {
+        let found = read().mappings.get(&address).map(|it| (it.size, it.handle, it.memory.clone()));
+        let Some((size, handle, memory)) = found else { continue };
+        match &memory.home {
+            Home::Device { server, .. } => {
+                server.session.call(&MemoryUnmap { address, size })?;
+            }
+            Home::Host(host) => {
+                let keep = memory.handles.load(Ordering::Relaxed) > 0;
+                host.unmap(address, size, keep)?;
+            }
+        }
+        unmapped(Some(address), handle, &memory)?;
+    }
+    Ok(())
+}
+
+/// Sets what a device may do with what is mapped in a range.
+pub(crate) fn set_access(driver: &Driver, address: u64, size: u64, device: u32, flags: u32) -> Result {
+    let _changing = CHANGING.take(address, size.max(1));
+    let whole = read().whole(address, size)?;
+    for address in whole {
+        let found = read().mappings.get(&address).map(|it| (it.size, it.memory.clone()));
+        let Some((size, memory)) = found else { continue };
+        // A device can always reach pinned memory.
+        if let Home::Device { server, .. } = memory.home {
+            let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+            if !std::ptr::eq(server, device.server) {
+                // No device of another server reaches it.
+                return Err(Status::INVALID_DEVICE);
+            }
+            server.session.call(&MemoryAccess { address, size, device: device.number, flags })?;
+        }
+        let mut space = write();
+        if let Some(place) =
+            space.mappings.get_mut(&address).and_then(|it| it.access.get_mut(device as usize))
+        {
+            *place = flags;
+        }
+    }
+    Ok(())
+}
+
+/// The host can always reach host memory.
+pub(crate) fn set_host_access(address: u64, size: u64, flags: u32) -> Result {
+    let mut space = write();
+    for address in space.whole(address, size)? {
+        let Some(mapping) = space.mappings.get_mut(&address) else { continue };
+        if let Home::Device { .. } = mapping.memory.home {
+            return refuse_form!("cuMemSetAccess for the host on memory of a device");
+        }
+        mapping.host_access = flags;
+    }
+    Ok(())
+}
+
+/// Gives a reference to memory back, and frees the memory if that was its last use.
+pub(crate) fn release(handle: usize) -> Result {
+    let memory = {
+        let mut space = write();
         let memory = memory_of(handle)?;
         memory.handles.fetch_sub(1, Ordering::Relaxed);
-        self.end_if_unused(handle, &memory)
-    }
+        space.is_last(handle, &memory).then_some(memory)
+    };
+    memory.map_or(Ok(()), |memory| end(&memory))
 }
 
 /// The status for memory of a device that no session of this process has. A line says so, once.
@@ -554,7 +654,6 @@ pub(crate) fn open(
     size: u64,
     own_too: bool,
 ) -> Result<u64> {
-    let mut space = write();
     let (handle, own) = import(driver, server, token, 0)?;
     let memory = memory_of(handle)?;
     let inside = offset.checked_add(size).is_some_and(|end| end <= memory.size);
@@ -563,35 +662,33 @@ pub(crate) fn open(
     } else if !inside {
         Err(Status::INVALID_VALUE)
     } else {
-        space.reserve(driver, memory.size, 0, 0).and_then(|address| {
+        let reservation = Reservation { size: memory.size, only: Some(server) };
+        reserve_at(driver, reservation, 0, 0).and_then(|address| {
             let part = Some((address + offset, size));
-            let own_access = |space: &mut Space| match memory.home {
+            let own_access = || match memory.home {
                 Home::Device { device: Some(device), .. } => {
-                    space.set_access(driver, address, memory.size, device, 3)
+                    set_access(driver, address, memory.size, device, 3)
                 }
                 _ => Ok(()),
             };
-            let mapped = space
-                .map(driver, address, memory.size, 0, handle, part)
-                .and_then(|()| own_access(&mut space));
+            let mapped = map_at(driver, (address, memory.size), 0, handle, part).and_then(|()| own_access());
             if mapped.is_err() {
                 // Undo what was done. The first error is the one to report.
-                let _ = space.unmap(address, memory.size);
-                let _ = space.free(driver, address, memory.size);
+                let _ = unmap(address, memory.size);
+                let _ = free(driver, address, memory.size);
             }
             mapped.map(|()| address + offset)
         })
     };
     // The mapping keeps the memory.
-    space.release(handle)?;
+    release(handle)?;
     opened
 }
 
 /// Sets what devices may do with what [`open`] opened: pairs of a device and its `CUmemAccess_flags`.
 pub(crate) fn set_access_to(driver: &Driver, address: u64, given: &[(u32, u32)]) -> Result {
-    let mut space = write();
-    let (start, size) = space.opened(address)?;
-    given.iter().try_for_each(|(device, flags)| space.set_access(driver, start, size, *device, *flags))
+    let (start, size) = read().opened(address)?;
+    given.iter().try_for_each(|(device, flags)| set_access(driver, start, size, *device, *flags))
 }
 
 /// The device that has what [`open`] opened. `None` if the program does not see it.
@@ -613,21 +710,17 @@ pub(crate) fn users_of_opened(driver: &Driver, address: u64) -> Result<Vec<&'sta
 
 /// Closes what [`open`] opened.
 pub(crate) fn close(driver: &Driver, address: u64) -> Result {
-    let mut space = write();
-    let (start, size) = space.opened(address)?;
-    space.unmap(start, size)?;
-    space.free(driver, start, size)
+    let (start, size) = read().opened(address)?;
+    let _changing = CHANGING.take(start, size);
+    unmap_claimed(start, size)?;
+    free_claimed(driver, start, size)
 }
 
-/// Reserves addresses for at least `size` bytes of any device. Returns the first address and the size.
-pub(crate) fn reserve(driver: &Driver, size: u64) -> Result<(u64, u64)> {
+/// Reserves addresses for at least `size` bytes of memory of a server. Returns the first address and the size.
+pub(crate) fn reserve(driver: &Driver, server: &'static Server, size: u64) -> Result<(u64, u64)> {
     let size = size.checked_next_multiple_of(Space::granule(driver)).ok_or(Status::OUT_OF_MEMORY)?;
-    write().reserve(driver, size, 0, 0).map(|address| (address, size))
-}
-
-/// Frees addresses of [`reserve`].
-pub(crate) fn unreserve(driver: &Driver, address: u64, size: u64) -> Result {
-    write().free(driver, address, size)
+    let reservation = Reservation { size, only: Some(server) };
+    reserve_at(driver, reservation, 0, 0).map(|address| (address, size))
 }
 
 /// Makes memory of a device for this library's own use. Returns its handle.
@@ -637,19 +730,8 @@ pub(crate) fn create(driver: &Driver, device: u32, size: u64) -> Result<usize> {
 
 /// Maps all of such memory at reserved addresses, for its own device.
 pub(crate) fn map(driver: &Driver, address: u64, size: u64, handle: usize, device: u32) -> Result {
-    let mut space = write();
-    space.map(driver, address, size, 0, handle, Some((address, size)))?;
-    space.set_access(driver, address, size, device, 3)
-}
-
-/// Unmaps such memory. No work may use it there.
-pub(crate) fn unmap(address: u64, size: u64) -> Result {
-    write().unmap(address, size)
-}
-
-/// Frees such memory.
-pub(crate) fn release(handle: usize) -> Result {
-    write().release(handle)
+    map_at(driver, (address, size), 0, handle, Some((address, size)))?;
+    set_access(driver, address, size, device, 3)
 }
 
 pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<usize> {
@@ -686,6 +768,111 @@ mod tests {
 
     use super::*;
     use crate::streams::stream_table;
+
+    /// Memory of a server, as if that had answered, and its handle.
+    fn memory_on(server: &'static Server, device: u32, size: u64) -> (usize, Arc<Memory>) {
+        let home = Home::Device { id: new_id(), server, device: Some(device) };
+        let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
+        let memory = Arc::new(Memory { home, size, handle_types: 0, handles, mapped });
+        (MEMORIES.insert(memory.clone()).unwrap(), memory)
+    }
+
+    /// Reserved addresses, as if the servers had answered.
+    fn reserved(place: u64, size: u64) -> u64 {
+        let address = SPACE + SPACE_SIZE / 2 + place * SPACE_ALIGN;
+        write().reserved.insert(address, Reservation { size, only: None });
+        address
+    }
+
+    /// The result of something that must not ask these servers, which don't answer.
+    fn without_asking<T: Send + 'static>(
+        servers: [&'static Server; 2],
+        call: impl FnOnce() -> T + Send + 'static,
+    ) -> T {
+        let asked = || servers.map(|server| server.session.last_seq());
+        let before = asked();
+        let called = std::thread::spawn(call);
+        while !called.is_finished() {
+            assert!(asked() == before, "a server is asked");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        called.join().unwrap()
+    }
+
+    fn servers() -> ([&'static Server; 2], &'static Driver) {
+        let servers = [(); 2].map(|()| Server::unused());
+        (servers, Driver::for_tests(&servers))
+    }
+
+    #[test]
+    fn a_server_that_does_not_answer_stops_no_use_of_memory_at_other_addresses() {
+        let ([silent, other], driver) = servers();
+        let address = reserved(0, SPACE_ALIGN);
+        let (handle, memory) = memory_on(silent, 0, SPACE_ALIGN);
+        let before = silent.session.last_seq();
+        let maps = std::thread::spawn(move || map_at(driver, (address, SPACE_ALIGN), 0, handle, None));
+        while silent.session.last_seq() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // If these waited for the answer, so would the test: it never comes.
+        let (uses, used) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let is_found = find(driver, address).is_some();
+            let (handle, _) = memory_on(other, 1, SPACE_ALIGN);
+            other.lose();
+            let mapped = map_at(driver, (reserved(1, SPACE_ALIGN), SPACE_ALIGN), 0, handle, None);
+            uses.send((is_found, mapped)).unwrap();
+        });
+        let (is_found, mapped) = used.recv_timeout(Duration::from_secs(60)).expect("the table is locked");
+        assert!(!is_found && mapped.is_err(), "{mapped:?}");
+        silent.lose();
+        assert!(maps.join().unwrap().is_err());
+        assert_eq!(memory.mapped.load(Ordering::Relaxed), 0);
+        assert!(read().is_unmapped(address, SPACE_ALIGN));
+    }
+
+    #[test]
+    fn servers_do_not_map_memory_over_each_others() {
+        let (servers, driver) = servers();
+        let address = reserved(2, 2 * SPACE_ALIGN);
+        let (handle, memory) = memory_on(servers[0], 0, SPACE_ALIGN);
+        memory.mapped.store(1, Ordering::Relaxed);
+        let mapping = Mapping {
+            size: SPACE_ALIGN,
+            handle,
+            memory,
+            buffer: 1,
+            part: None,
+            access: vec![3, 0],
+            host_access: 0,
+        };
+        write().mappings.insert(address, mapping);
+        let (handle, memory) = memory_on(servers[1], 1, SPACE_ALIGN);
+        let map = move || map_at(driver, (address, SPACE_ALIGN), 0, handle, None);
+        assert_eq!(without_asking(servers, map), Err(Status::INVALID_VALUE));
+        assert_eq!(memory.mapped.load(Ordering::Relaxed), 0);
+        // The second server has nothing there and would free the addresses.
+        let free = move || free(driver, address, 2 * SPACE_ALIGN);
+        assert_eq!(without_asking(servers, free), Err(Status::INVALID_VALUE));
+        assert!(read().reservation(address, SPACE_ALIGN).is_some());
+    }
+
+    #[test]
+    fn all_contexts_of_devices_with_access_may_use_memory() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server; 3]);
+        let made = Context::new(ContextId(9), server, 2, 0, false);
+        let address = reserved(4, SPACE_ALIGN);
+        let (handle, memory) = memory_on(server, 0, SPACE_ALIGN);
+        let part = Some((address, SPACE_ALIGN));
+        let access = vec![0, 3, 1];
+        let mapping = Mapping { size: SPACE_ALIGN, handle, memory, buffer: 1, part, access, host_access: 0 };
+        write().mappings.insert(address, mapping);
+        let users = users_of_opened(driver, address).unwrap();
+        let is_user = |context: &Context| users.iter().any(|user| std::ptr::eq(*user, context));
+        assert!(!is_user(driver.devices[0].primary) && is_user(driver.devices[1].primary));
+        assert!(is_user(driver.devices[2].primary) && is_user(made));
+    }
 
     #[test]
     fn a_copy_that_the_program_was_told_is_done_reaches_the_device_before_memory_is_shared() {

@@ -511,21 +511,29 @@ pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
     all.filter(|context| context.is_alive() && context.is_busy() && !context.is_given_up())
 }
 
-/// Whether memory of a server that was freed in the order of a stream, behind this mark, is used no more. A
+/// Whether memory that was freed in the order of a stream, behind this mark, is used no more: memory of a
+/// server, or of the host (`None`). A
 /// stream of a lost server never gets there, and does nothing more with the memory. But what it would have
 /// waited for may still be under way on the memory's own server.
-pub(crate) fn has_freed(stream: &Stream, mark: Seq, home: &Server) -> bool {
-    let is_idle = || !busy().any(|context| std::ptr::eq(context.server, home));
-    stream.has_passed(mark) || stream.session().check().is_err() && is_idle()
+pub(crate) fn has_freed(stream: &Stream, mark: Seq, home: Option<&Server>) -> bool {
+    if stream.session().check().is_ok() {
+        return stream.has_passed(mark);
+    }
+    // A stream that was destroyed since counts as done, and has not got there either.
+    stream.word_has_passed(mark) || busy_with(home).next().is_none()
 }
 
-/// Waits until a stream has freed memory of a server, as [`has_freed`] says.
-pub(crate) fn wait_until_freed(stream: &Stream, mark: Seq, home: &Server) {
-    if stream.session().wait_progress(|| stream.has_passed(mark)).is_err() {
-        for context in busy().filter(|context| std::ptr::eq(context.server, home)) {
-            context.quiesce();
-        }
+/// Waits until a stream has freed memory, as [`has_freed`] says.
+pub(crate) fn wait_until_freed(stream: &Stream, mark: Seq, home: Option<&Server>) {
+    let session = stream.session();
+    if session.check().and_then(|()| session.wait_progress(|| stream.has_passed(mark))).is_err() {
+        busy_with(home).for_each(|context| _ = context.quiesce());
     }
+}
+
+/// The contexts that may be using memory of a server, or of the host.
+fn busy_with(home: Option<&Server>) -> impl Iterator<Item = &'static Context> {
+    busy().filter(move |context| home.is_none_or(|home| std::ptr::eq(context.server, home)))
 }
 
 /// Called when a context is created. Orders its work behind everything on its server that the program was
@@ -758,11 +766,13 @@ mod tests {
     #[test]
     fn what_a_lost_servers_stream_has_freed_is_used_until_its_own_server_is_idle() {
         let [home, lost] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
-        let is_freed = || has_freed(lost.legacy(), seq(20), home.server);
+        let is_freed = || has_freed(lost.legacy(), seq(20), Some(home.server));
         home.worked(seq(10), false);
         assert!(!is_freed());
         lost.server.lose();
         assert!(!is_freed(), "record 10 may still run");
+        lost.legacy().finished.store(true, Ordering::Release);
+        assert!(!is_freed(), "the stream's end changes nothing");
         home.is_synced(seq(10));
         assert!(is_freed());
     }

@@ -100,6 +100,29 @@ impl Driver {
         usable.reduce(|first, other| first.or_else(|status| other.map_err(|_| status))).unwrap_or(Ok(()))
     }
 
+    /// A driver with a device on each of these servers, for tests that need only this process.
+    #[cfg(test)]
+    pub fn for_tests(devices: &[&'static Server]) -> &'static Driver {
+        let info = || DeviceInfoReply {
+            name: String::new(),
+            uuid: [0; 16],
+            pci: [0; 3],
+            total_memory: 1 << 40,
+            granule: 2 << 20,
+            stream_priorities: [0; 2],
+            attributes: Vec::new(),
+        };
+        let mut servers: Vec<&'static Server> = Vec::new();
+        for server in devices {
+            if !servers.iter().any(|other| std::ptr::eq(*other, *server)) {
+                servers.push(server);
+            }
+        }
+        let found = devices.iter().map(|server| Found { server, number: 0, info: info() });
+        let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, found)).collect();
+        Box::leak(Box::new(Driver { servers, version: 0, devices, hidden: Vec::new() }))
+    }
+
     /// The device with this number in the session with a server, if the program sees it.
     pub fn device_on(&self, server: &Server, number: u32) -> Option<&Device> {
         let is_it = |device: &&Device| std::ptr::eq(device.server, server) && device.number == number;

@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
+use crate::process::fences;
 use crate::process::host_calls;
 use crate::process::stream::Stream;
 use crate::process::work_signal;
@@ -61,6 +62,18 @@ pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result 
     // progress.
     waits.end(None, Wait::is_over);
     Ok(())
+}
+
+/// Makes a stream wait for all work so far on another stream, of any server.
+pub(crate) fn join(from: &Arc<Stream>, to: &Stream) -> Result {
+    if from.is_known_idle() {
+        return Ok(());
+    }
+    if std::ptr::eq(from.session(), to.session()) {
+        fences::join(from, to)
+    } else {
+        hold(to, from, from.mark()?)
+    }
 }
 
 impl Wait {

@@ -264,8 +264,13 @@ impl Stream {
             return true;
         }
         // Another stream may be using the word by now, but then it was zeroed after `finished` was set.
+        self.word_has_passed(seq) || self.finished.load(Ordering::Acquire)
+    }
+
+    /// Whether its progress word says that it has passed the publishing record `seq`.
+    pub fn word_has_passed(&self, seq: Seq) -> bool {
         let word = self.session().progress().stream(self.id).map_or(0, |word| word.load(Ordering::Acquire));
-        seq.is_reached_at(word) || self.finished.load(Ordering::Acquire)
+        seq.is_reached_at(word)
     }
 
     /// Appends a publishing record after all work so far. Returns its `seq`.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{Driver, Server, driver};
 use crate::process::green::Green;
 use crate::process::ids::{self, WithContext};
 use crate::process::stream::{LEGACY, NON_BLOCKING, PER_THREAD, Stream};
@@ -345,7 +345,7 @@ pub(crate) fn make(context: &'static Context, flags: u32, priority: i32) -> Resu
 
 /// An unused stream id.
 pub(crate) fn fresh(context: &Context) -> Result<StreamId> {
-    reap();
+    reap(context.server);
     let id = StreamId(ids::STREAMS.take().ok_or(Status::OUT_OF_MEMORY)?);
     if let Some(word) = context.session().progress().stream(id) {
         word.store(0, Ordering::Release);
@@ -361,17 +361,19 @@ pub(crate) fn end(stream: Arc<Stream>) {
     }
     // After the session is lost there is nothing to destroy.
     if stream.mark().is_ok() {
+        let server = stream.context.server;
         lock(&ENDING).push(stream);
-        reap();
+        reap(server);
     }
 }
 
-/// Tells the server of destroyed streams whose work is done.
-pub(crate) fn reap() {
+/// Tells a server of its destroyed streams whose work is done. Another server may have no room for that.
+pub(crate) fn reap(server: &Server) {
     let mut ending = lock(&ENDING);
     ending.retain(|stream| {
         let passed = || stream.last_mark.get().is_some_and(|mark| stream.has_passed(mark));
-        if !stream.is_known_idle() && !passed() {
+        let is_its = std::ptr::eq(stream.context.server, server);
+        if !is_its || !stream.is_known_idle() && !passed() {
             return true;
         }
         fences::forget(stream, None);

@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use crate::abi::result::Result;
 use crate::memory::address::{self, is_device};
-use crate::memory::managed::{self, Order, shared_blocks};
-use crate::memory::pinned_regions::{self, REGIONS};
+use crate::memory::managed::{self, Order, mirror, shared_blocks};
+use crate::memory::pinned_regions::{self, REACHING, REGIONS};
 use crate::memory::transfer::{INLINE, MAX_INLINE_ANSWER, Transfer};
 use crate::memory::{pending_writes, pinned};
 use crate::process::capture::Capture;
@@ -192,26 +192,33 @@ impl Copier {
     /// # Safety
     /// As there.
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
-        let stream = self.stream.id;
-        if let Some(range) = REGIONS.range(self.stream.session(), src as usize, len) {
+        let (session, stream) = (self.stream.session(), self.stream.id);
+        if REACHING.wait(src as u64) && mirror::is_here(src as u64) {
+            return self.on_device(dst, src as u64, len);
+        }
+        while let Some(range) = REGIONS.range(session, src as usize, len) {
             let read_in_place = || pinned::read_in_place(self.driver, self.stream.context, src as u64);
             let from =
                 pending_writes::source(self.driver, &self.stream, range, src as usize, len, read_in_place)?;
             // The record is cheaper for few bytes, but only if nothing pending may still write them.
-            if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
-                let steady = pinned_regions::steady();
-                if REGIONS.range(self.stream.session(), src as usize, len).is_none() {
-                    drop(steady);
+            if self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy() {
+                break;
+            }
+            let steady = pinned_regions::steady(session);
+            if REGIONS.range(session, src as usize, len).is_none() {
+                drop(steady);
+                if Self::has_become_a_mirror(src as u64) {
                     return self.on_device(dst, src as u64, len);
                 }
-                let unheld = pending_writes::is_unheld(&self.stream);
-                let seq = self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
-                if unheld {
-                    self.stream.unheld.raise(seq);
-                }
-                drop(steady);
-                return self.finish();
+                continue;
             }
+            let unheld = pending_writes::is_unheld(&self.stream);
+            let seq = self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
+            if unheld {
+                self.stream.unheld.raise(seq);
+            }
+            drop(steady);
+            return self.finish();
         }
         self.before_reading(src as u64)?;
         if REGIONS.find(src as usize).is_none() {
@@ -224,6 +231,14 @@ impl Copier {
             self.stream.host_sees_last_work();
         }
         self.copied(dst)
+    }
+
+    /// Called when pinned memory cannot be used in place any more. Waits until that is decided, and returns
+    /// whether kernels use it now.
+    #[cold]
+    fn has_become_a_mirror(address: u64) -> bool {
+        REACHING.wait(address);
+        mirror::is_here(address)
     }
 
     /// Device to host.
@@ -264,12 +279,19 @@ impl Copier {
     /// As there.
     pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         let stream = self.stream.id;
+        let session = self.stream.session();
         let in_place = self.mode == Mode::Async || len > MAX_INLINE_ANSWER;
-        if in_place && REGIONS.range(self.stream.session(), dst as usize, len).is_some() {
-            let steady = pinned_regions::steady();
-            let Some(range) = REGIONS.range(self.stream.session(), dst as usize, len) else {
+        if in_place && REACHING.wait(dst as u64) && mirror::is_here(dst as u64) {
+            return self.on_device(dst as u64, src, len);
+        }
+        while in_place && REGIONS.range(session, dst as usize, len).is_some() {
+            let steady = pinned_regions::steady(session);
+            let Some(range) = REGIONS.range(session, dst as usize, len) else {
                 drop(steady);
-                return self.on_device(dst as u64, src, len);
+                if Self::has_become_a_mirror(dst as u64) {
+                    return self.on_device(dst as u64, src, len);
+                }
+                continue;
             };
             let seq = self.stream.work(&MemcpyDtoH { stream, src, dst: HostOut(range) })?;
             pending_writes::writes(&self.stream, seq, dst as usize, len);

@@ -413,7 +413,7 @@ impl Copier {
         }
         let memory = |side: &Side| {
             let span = side.span(&e).ok_or(Status::INVALID_VALUE)?;
-            address::check(self.driver, side.address, span)?;
+            address::check_near(self.driver, self.server(), side.address, span)?;
             Ok::<_, Status>(End::Device(side.pitched()))
         };
         let packed = |memory: &Pitched| Side {

@@ -90,10 +90,40 @@ impl Connection {
 struct Open {
     /// At least one.
     all: Vec<Single>,
-    /// How many there may be. It is less while a thread opens others, and once there can be no more.
-    most: usize,
+    /// Whether others can be opened.
+    more: More,
     /// How long it is not opened again if it fails.
     pause: Duration,
+}
+
+/// Whether a pair of servers gets more connections.
+enum More {
+    /// The next large copy opens them. If that fails, none is opened for this time.
+    Wanted(Duration),
+    /// A thread opens them. The same.
+    Opening(Duration),
+    /// One was refused, and none is opened before this time. If that fails, too, the pause is twice this.
+    Refused(Instant, Duration),
+}
+
+impl More {
+    /// Whether others are to be opened now. If so, the caller does that.
+    fn begin(&mut self, now: Instant) -> bool {
+        let pause = match *self {
+            More::Wanted(pause) => pause,
+            More::Refused(again, pause) if now >= again => (pause * 2).min(LAST_PAUSE),
+            _ => return false,
+        };
+        *self = More::Opening(pause);
+        true
+    }
+
+    /// That is over. `refused`: there are fewer than were wanted.
+    fn end(&mut self, refused: bool, now: Instant) {
+        if let More::Opening(pause) = *self {
+            *self = if refused { More::Refused(now + pause, pause) } else { More::Wanted(FIRST_PAUSE) };
+        }
+    }
 }
 
 /// A connection of the two workers.
@@ -105,7 +135,7 @@ struct Single {
 
 impl Open {
     fn new(direct: u32, pause: Duration) -> Open {
-        Open { all: vec![Single { direct, last: 0 }], most: KNOBS.connections, pause }
+        Open { all: vec![Single { direct, last: 0 }], more: More::Wanted(FIRST_PAUSE), pause }
     }
 
     /// Closes all.
@@ -196,36 +226,43 @@ fn ensure(shared: &Shared, connection: &mut Connection, from: &'static Server, t
     }
 }
 
-/// Opens as many connections as there may be, in a thread. Copies use those that there are.
+/// Opens as many connections as there may be, in a thread, unless that was refused a short while ago. Copies
+/// use those that there are.
 fn widen(shared: &Shared, open: &mut Open, from: &'static Server, to: &'static Server) {
+    if !open.more.begin(Instant::now()) {
+        return;
+    }
     let (first, had) = (open.all[0].direct, open.all.len());
-    let wanted = std::mem::replace(&mut open.most, had);
     let shared = Arc::clone(shared);
     let add_all = move || {
-        for _ in had..wanted {
-            if MORE.fetch_add(1, Ordering::Relaxed) >= MOST_MORE {
-                MORE.fetch_sub(1, Ordering::Relaxed);
-                return;
-            }
-            let opened = self::open(from, to);
-            let mut connection = lock(&shared);
-            match (&mut *connection, opened) {
-                (Connection::Open(open), Ok(direct)) if open.all[0].direct == first => {
-                    open.all.push(Single { direct, last: 0 });
-                    open.most = open.all.len();
-                }
-                // The others have failed meanwhile, or this one is not possible.
-                (_, opened) => {
-                    drop(connection);
-                    MORE.fetch_sub(1, Ordering::Relaxed);
-                    opened.into_iter().for_each(|direct| close(direct, from, to));
-                    return;
-                }
-            }
+        let refused = (had..KNOBS.connections).any(|_| !add(&shared, first, from, to));
+        if let Connection::Open(open) = &mut *lock(&shared)
+            && open.all[0].direct == first
+        {
+            open.more.end(refused, Instant::now());
         }
     };
-    // Without the thread, copies use those that there are.
-    let _ = std::thread::Builder::new().name("rgpu-direct".into()).spawn(add_all);
+    if std::thread::Builder::new().name("rgpu-direct".into()).spawn(add_all).is_err() {
+        open.more.end(true, Instant::now());
+    }
+}
+
+/// Opens another connection beside the `first`. Returns false if that is not possible, or if the others have
+/// failed meanwhile.
+fn add(shared: &Shared, first: u32, from: &Server, to: &Server) -> bool {
+    if MORE.fetch_add(1, Ordering::Relaxed) < MOST_MORE
+        && let Ok(direct) = open(from, to)
+    {
+        if let Connection::Open(open) = &mut *lock(shared)
+            && open.all[0].direct == first
+        {
+            open.all.push(Single { direct, last: 0 });
+            return true;
+        }
+        close(direct, from, to);
+    }
+    MORE.fetch_sub(1, Ordering::Relaxed);
+    false
 }
 
 /// A number for a connection, from or to any server, that no other one of this process has.
@@ -282,7 +319,7 @@ pub(crate) fn carry(
         && ![written, read].into_iter().any(managed::is_here)
         && [dst, src].into_iter().all(|end| are_apart(&end.place, split.extent));
     let carried = if by_themselves {
-        let count = (split.bytes() / BYTES_EACH).clamp(1, open.most);
+        let count = (split.bytes() / BYTES_EACH).clamp(1, KNOBS.connections);
         if count > open.all.len() {
             widen(&shared, open, src.context.server, dst.context.server);
         }
@@ -474,6 +511,24 @@ impl Knobs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn connections_that_were_refused_are_opened_after_a_pause() {
+        let mut now = Instant::now();
+        let mut more = More::Wanted(FIRST_PAUSE);
+        assert!(more.begin(now) && !more.begin(now), "one thread does it");
+        let mut pause = FIRST_PAUSE;
+        for _ in 0..10 {
+            more.end(true, now);
+            assert!(!more.begin(now + pause - Duration::from_nanos(1)));
+            now += pause;
+            assert!(more.begin(now));
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+        assert_eq!(pause, LAST_PAUSE);
+        more.end(false, now);
+        assert!(more.begin(now), "one that is lost is opened at once");
+    }
 
     #[test]
     fn pieces_are_whole_rows_unless_rows_are_longer() {

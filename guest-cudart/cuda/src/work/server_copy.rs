@@ -48,15 +48,24 @@ static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
 /// A context's stream for such work. It waits for nothing.
 pub(crate) fn stream_of(context: &'static Context) -> Result<Arc<Stream>> {
-    let mut streams = lock(&STREAMS);
-    streams.retain(|stream| !stream.is_finished());
-    if let Some(stream) = streams.iter().find(|stream| std::ptr::eq(stream.context, context)) {
-        return Ok(stream.clone());
+    let found = |streams: &mut Vec<Arc<Stream>>| {
+        streams.retain(|stream| !stream.is_finished());
+        streams.iter().find(|stream| std::ptr::eq(stream.context, context)).cloned()
+    };
+    if let Some(stream) = found(&mut lock(&STREAMS)) {
+        return Ok(stream);
     }
+    // Without the lock: the server may have no room for these records.
     fences::before_stream(context.server)?;
-    let stream = stream_table::unnamed(context)?;
-    streams.push(stream.clone());
-    Ok(stream)
+    let made = stream_table::unnamed(context)?;
+    let mut streams = lock(&STREAMS);
+    if let Some(other) = found(&mut streams) {
+        drop(streams);
+        stream_table::end(made);
+        return Ok(other);
+    }
+    streams.push(made.clone());
+    Ok(made)
 }
 
 /// The copies to a server's memory that the program was told are done, or natively would be: the streams of
@@ -208,25 +217,13 @@ pub(crate) fn by_default_streams<T>(
     for legacy in others() {
         // Nothing is put on the stream for a lost server.
         legacy.session().check()?;
-        join(legacy, stream)?;
+        server_waits::join(legacy, stream)?;
     }
     let done = put()?;
     for legacy in others() {
-        join(stream, legacy)?;
+        server_waits::join(stream, legacy)?;
     }
     Ok(done)
-}
-
-/// Makes a stream wait for all work so far on another stream, of any server.
-fn join(from: &Arc<Stream>, to: &Stream) -> Result {
-    if from.is_known_idle() {
-        return Ok(());
-    }
-    if std::ptr::eq(from.session(), to.session()) {
-        fences::join(from, to)
-    } else {
-        server_waits::hold(to, from, from.mark()?)
-    }
 }
 
 /// The slots of one copy, returned when dropped.

@@ -162,7 +162,10 @@ pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u6
     };
     let (mirror, _) = mirror(context, base, size)?;
     let state = &mut *lock(&STATE);
-    if let Err(status) = state.compare_instead(driver, base, size) {
+    // While the server was asked, the piece may have been freed, and another one shared.
+    let may = state.mirrors.regions.contains_key(&base) && state.mirrors.may_share(base, size);
+    let compared = if may { state.compare_instead(driver, base, size) } else { Err(Status::NOT_SUPPORTED) };
+    if let Err(status) = compared {
         state.unmirror(context, mirror);
         return Err(status);
     }

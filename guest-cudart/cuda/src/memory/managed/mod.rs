@@ -509,11 +509,14 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     memory.reset();
 }
 
-/// Frees the managed memory of a context that is being destroyed. Calls `gone` with the pool and the size of
+/// Frees the managed memory of a context that is being destroyed, except what streams of other contexts are
+/// to free. Calls `gone` with the pool and the size of
 /// each allocation.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: impl Fn(usize, u64)) {
-    for device in &driver.devices {
-        let addresses = lock(&device.managed).addresses_where(|tag| std::ptr::eq(tag.context, context));
+    // A device of another server, which may not answer, has none of its memory.
+    for device in driver.devices.iter().filter(|device| std::ptr::eq(device.server, context.server)) {
+        let is_its = |tag: &Tag| std::ptr::eq(tag.context, context) && !tag.freed;
+        let addresses = lock(&device.managed).addresses_where(is_its);
         for address in addresses {
             let found = lock(&device.managed).find(address).map(|(_, found)| (found.tag, found.size));
             if let Some((tag, size)) = found.filter(|(tag, _)| !tag.freed) {

@@ -220,7 +220,15 @@ impl State {
         let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
         self.together = rest;
         let mut gone: Vec<Together> = gone;
-        let taken = gone.iter_mut().try_for_each(|together| self.take_away(driver, together));
+        let mut taken = Ok(());
+        for together in &mut gone {
+            // All of them, whatever happens to one: nobody else takes them away. What a lost server does not
+            // get, no kernel of the others uses.
+            let away = self.take_away(driver, together);
+            if !together.context.is_given_up() {
+                taken = taken.and(away);
+            }
+        }
         // After they are gone, because a thread that reads 0 lets the program continue without taking the
         // lock.
         self.count_given();
