@@ -129,7 +129,7 @@ static void errors(cudaStream_t stream) {
     RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
 }
 
-// A reset frees what a pool's allocations were, and the pool counts them no more.
+// After a reset, the device's pool gives out memory again. (NVIDIA's driver still counts what was allocated before; rgpu does not.)
 static void reset() {
     cudaMemPool_t pool;
     int *p, *freed;
@@ -140,7 +140,6 @@ static void reset() {
     TRUE_THAT(attribute(pool, cudaMemPoolAttrUsedMemCurrent) >= BYTES);
     RETURNS(cudaSuccess, cudaDeviceReset());
     RETURNS(cudaSuccess, cudaDeviceGetDefaultMemPool(&pool, 0));
-    IS(0, attribute(pool, cudaMemPoolAttrUsedMemCurrent));
     RETURNS(cudaSuccess, cudaMallocAsync(&p, BYTES, cudaStreamPerThread));
     fill<<<8, 128, 0, cudaStreamPerThread>>>(p, N, 7);
     int last = 0;
@@ -148,7 +147,6 @@ static void reset() {
     RETURNS(cudaSuccess, cudaFreeAsync(p, cudaStreamPerThread));
     RETURNS(cudaSuccess, cudaStreamSynchronize(cudaStreamPerThread));
     IS(7 + N - 1, last);
-    IS(0, attribute(pool, cudaMemPoolAttrUsedMemCurrent));
 }
 
 int main(int argc, char **argv) {
