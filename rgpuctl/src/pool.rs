@@ -245,17 +245,17 @@ enum Until {
     NextRound,
     /// By this process: it cannot be asked from here, or does not answer as it should.
     Ever,
-    /// The same, because its rules do not give this client such a lease, however long it waits.
-    RulesChange,
+    /// The same, because its rules do not give this client a lease of so many GPUs, however long it waits.
+    RulesChange(usize),
 }
 
 impl LeftOut {
-    /// For a server that did not grant a lease. `busy`: it may grant one later.
-    fn new(error: &ConnectError, busy: bool) -> LeftOut {
+    /// For a server that did not grant a lease of `asked` GPUs. `busy`: it may grant one later.
+    fn new(error: &ConnectError, asked: usize, busy: bool) -> LeftOut {
         let until = match error {
             _ if busy => Until::NextRound,
             ConnectError::NoServer { .. } => Until::NextRound,
-            ConnectError::Refused { answer: Refusal::Denied, .. } => Until::RulesChange,
+            ConnectError::Refused { answer: Refusal::Denied, .. } => Until::RulesChange(asked),
             _ => Until::Ever,
         };
         LeftOut { why: with_causes(error), until }
@@ -284,7 +284,10 @@ fn could_lease(
     wanted: &Wanted,
 ) -> Option<(usize, String)> {
     match left_out {
-        Some(LeftOut { why, until: Until::RulesChange }) => return Some((0, why.clone())),
+        // It may give fewer, as it would have been asked for if it had fewer that are free.
+        Some(LeftOut { why, until: Until::RulesChange(asked) }) => {
+            return Some((asked.saturating_sub(1), why.clone()));
+        }
         Some(_) => return None,
         // One that has just been started names its GPUs once a worker has seen them.
         None if gpus.is_empty() => return None,
@@ -369,7 +372,9 @@ pub fn lease(
                     let busy = matches!(error, ConnectError::Refused { answer: Refusal::NoResources, .. });
                     tries += 1;
                     if !busy || tries >= TRIES {
-                        left_out[place] = Some(LeftOut::new(&error, busy));
+                        let asked = chosen.iter().find(|(server, _)| *server == place);
+                        let asked = asked.map_or(0, |(_, gpus)| gpus.len());
+                        left_out[place] = Some(LeftOut::new(&error, asked, busy));
                         tries = 0;
                     }
                     continue;
@@ -650,7 +655,11 @@ mod tests {
         let away: Server = format!("tcp:{unused}").parse().unwrap();
         let starting = server_of(Vec::new(), || Does::Refuses);
         let full = server(gpu(0, 0, 80), || Does::Refuses);
+        // Its rules do not give so many at once: fewer, perhaps.
+        let four = server_of((0..4).map(|number| gpu(number, 0, 80)).collect(), || Does::Forbids);
+        let two = server_of((0..2).map(|number| gpu(number, 0, 80)).collect(), || Does::Refuses);
         for (servers, wanted, gpus) in [
+            (vec![four, two], wanted(false, 0, ""), 4),
             (vec![busy.clone()], wanted(true, 80, "h100"), 2),
             (vec![busy.clone(), away.clone()], wanted(false, 0, "h200"), 1),
             (vec![away], wanted(false, 0, ""), 1),

@@ -172,7 +172,7 @@ impl State {
         // A promise to more than one lease must hold for all of them.
         let total = limits.total.device_memory;
         let has_room = |gpu: &&&Known| {
-            // Without a wish, what the rules give, or all that there is.
+            // Without a wish, what the rules give, as far as it is there. 0: they give no amount.
             let there = total.min(gpu.memory.unwrap_or(u64::MAX));
             let memory = if wish.memory > 0 { wish.memory } else { there };
             let promised = |of| self.leases.promised(gpu.number, of).saturating_add(memory);

@@ -101,8 +101,10 @@ struct Known {
     away: bool,
     /// Its unfinished order, and since when.
     order: Option<(u32, MemoryOrder, u64)>,
-    /// Bytes that were away when it last moved some for that order, and when that was.
+    /// Bytes that were away when it last moved some for that order, and when that was, or when it began.
     moved: (u64, u64),
+    /// Whether it has begun to carry that order out.
+    begun: bool,
     /// Whether it has taken too long to leave.
     slow: bool,
     /// When it may be ordered again to leave or return, and the next pause.
@@ -297,7 +299,9 @@ impl Residency {
             Some((_, MemoryOrder::Return, _)) => bytes_away < known.moved.0,
             _ => false,
         };
-        if has_moved {
+        let is_begun = known.order.is_some_and(|(number, ..)| view.begun == number);
+        let begins = is_begun && !std::mem::replace(&mut known.begun, true);
+        if has_moved || begins {
             known.moved = (bytes_away, now);
         }
         if std::mem::replace(&mut known.total, total) < total {
@@ -537,7 +541,7 @@ impl Residency {
         let known = self.sessions.get_mut(&view.worker).filter(|known| known.order.is_none());
         if let Some(known) = known {
             known.order = Some((number, order, now));
-            known.moved = (sum(&view.away), now);
+            (known.moved, known.begun) = ((sum(&view.away), now), false);
             decided.orders.push((view.worker, number, order, file));
         }
     }

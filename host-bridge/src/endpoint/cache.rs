@@ -134,7 +134,9 @@ impl Blocks {
         let looks = state.asked.len() < MOST_ASKED && state.unanswered < MOST_ASKED;
         // All of it may have come over another connection. Then the answer is of no use.
         if looks && may_come((seq, piece)) {
-            state.asked.insert(key, Asked { len, left: len, found: None });
+            // What was gathered of it has come, and what is behind it may be referred to.
+            let came = state.gathered.get(&key).map_or(0, |gathered| gathered.bytes.len() - gathered.left);
+            state.asked.insert(key, Asked { len, left: len.saturating_sub(came as u64), found: None });
         }
         state.unanswered += 1;
         state.tasks.push_back(if looks { Task::Find(key, hash) } else { Task::Skip(key) });
@@ -147,10 +149,15 @@ impl Blocks {
     pub(super) fn take(&self, header: &DataHeader) -> Option<Box<[u8]>> {
         let DataHeader { seq, offset, piece, len } = *header;
         let key = key_at(seq, piece, offset);
-        let state = self.lock();
+        let mut state = self.lock();
         let found = state.asked.get(&key)?.found.as_ref()?;
         let at = usize::try_from(offset - key.2).ok()?;
-        found.get(at..at.checked_add(len as usize)?).map(Box::from)
+        let bytes = found.get(at..at.checked_add(len as usize)?).map(Box::from)?;
+        // Not all bytes of the block will come.
+        if let Some(gathered) = state.gathered.remove(&key) {
+            state.gathered_bytes -= gathered.bytes.len() as u64 + BESIDE;
+        }
+        Some(bytes)
     }
 
     /// Bytes of a piece come now, one way or the other.
@@ -493,6 +500,21 @@ pub(crate) mod tests {
             assert_eq!(work(&blocks, &cache)[0].known, 1, "block {seq}");
             blocks.passed(&header(seq, 1000, bytes.len() - 1000));
         }
+    }
+
+    #[test]
+    fn nothing_is_left_of_a_block_of_which_the_first_bytes_came_and_the_rest_is_known() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        let bytes = vec![3; 10_000];
+        cache.keep(&bytes);
+        blocks.passed(&header(1, 0, 1000));
+        blocks.gather((1, 0), 10_000, 0, &bytes[..1000]);
+        ask(&blocks, 1, 0, &bytes).unwrap();
+        assert_eq!(work(&blocks, &cache)[0].known, 1);
+        let rest = header(1, 1000, 9000);
+        assert_eq!(blocks.take(&rest).as_deref(), Some(&bytes[1000..]));
+        blocks.passed(&rest);
+        assert!(is_empty(&blocks));
     }
 
     #[test]

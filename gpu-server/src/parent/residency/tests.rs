@@ -254,6 +254,17 @@ fn a_worker_that_begins_to_leave_and_moves_nothing_is_not_waited_for() {
 }
 
 #[test]
+fn a_worker_that_begins_late_to_leave_is_counted_on_from_then() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [idle(1, "a", 60), View { rested: Some(2), ..idle(2, "a", 60) }, newcomer(3, "b", 60)];
+    let budget = on(0, 120);
+    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1]);
+    views[0].begun = 1;
+    assert_eq!(leaving(&residency.step(25 * SECOND, &budget, &views)), [] as [u32; 0]);
+    assert_eq!(leaving(&residency.step(36 * SECOND, &budget, &views)), [2]);
+}
+
+#[test]
 fn room_is_not_kept_for_a_worker_that_only_says_that_it_returns() {
     let waits = |bytes, needs| View {
         on: Bytes::new(),

@@ -84,12 +84,12 @@ api! {
         }
         if let Some(found) = graph_memory::at(dptr, 1) {
             capture::unsafe_call()?;
-            stream_ordered::settle(found.users(), context)?;
+            stream_ordered::settle_users(found.users().collect())?;
             return graph_memory::freed(dptr, None)?.then_some(()).ok_or(Status::INVALID_VALUE);
         }
         if virtual_memory::is_here(dptr) {
             capture::unsafe_call()?;
-            stream_ordered::settle(pool_export::users(driver, dptr)?, context)?;
+            stream_ordered::settle_users(pool_export::users(driver, dptr)?)?;
             return pool_export::free(driver, dptr);
         }
         let device = device_memory::device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;

@@ -40,6 +40,11 @@ pub(crate) fn alloc(
         return dptr.put(0);
     }
     stream_ordered::collect(driver, stream.context.server);
+    if let Some(device) = driver.devices.get(pool.device as usize)
+        && !std::ptr::eq(device.server, stream.context.server)
+    {
+        stream_ordered::collect(driver, device.server);
+    }
     if let Some(capture) = stream.capture() {
         if pool.managed.is_some() || pool.host.is_some() {
             return refuse_form!("an allocation of a pool that is not in device memory in a graph");

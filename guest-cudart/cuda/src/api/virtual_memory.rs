@@ -9,7 +9,6 @@ use crate::abi::result::Result;
 use crate::abi::types::{AccessDesc, AllocationProp, MemLocation};
 use crate::memory::virtual_memory::{self, DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
 use crate::memory::{device_memory, host_memory, shared_descriptor, stream_ordered};
-use crate::process::context;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, driver};
 use client::Status;
@@ -95,10 +94,7 @@ api! {
         let users = virtual_memory::read().users(driver, ptr, size)?;
         // Work that uses it must finish first, as in the driver: the memory must not disappear under it.
         // Other threads' calls go on meanwhile; the work may wait for what they do.
-        match context::current().ok().filter(|current| users.iter().any(|user| std::ptr::eq(*user, *current))) {
-            Some(current) => stream_ordered::settle(users, current)?,
-            None => stream_ordered::quiesce(users)?,
-        }
+        stream_ordered::settle_users(users)?;
         virtual_memory::unmap(ptr, size)
     }
 

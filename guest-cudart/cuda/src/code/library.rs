@@ -250,7 +250,10 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
             .retain(|(c, _)| !std::ptr::eq(*c, context));
     }
     for library in LIBRARIES.all() {
-        let mut instances = lock(&library.instances);
+        // A thread that loads it there would note a module that is gone.
+        let is_loading = |instances: &mut Instances| instances.is_loading(context);
+        let instances = library.loaded.wait_while(lock(&library.instances), is_loading);
+        let mut instances = instances.unwrap_or_else(PoisonError::into_inner);
         instances.home = instances.home.filter(|home| !std::ptr::eq(*home, context));
         for (_, module) in instances.all.extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
             module.forget();

@@ -279,6 +279,15 @@ pub(crate) fn settle(
     if current.is_busy() { synchronize(current) } else { Ok(()) }
 }
 
+/// Waits for all work of contexts that use some memory. Only errors of the current one are returned, if it is
+/// among them: work of others must not keep the memory from being freed.
+pub(crate) fn settle_users(users: Vec<&'static Context>) -> Result {
+    match context::current().ok().filter(|current| users.iter().any(|user| std::ptr::eq(*user, *current))) {
+        Some(current) => settle(users, current),
+        None => quiesce(users),
+    }
+}
+
 /// Waits for all work of contexts whose servers are not lost. Their errors are left to the calls that concern
 /// them.
 pub(crate) fn quiesce(contexts: impl IntoIterator<Item = &'static Context>) -> Result {

@@ -731,7 +731,8 @@ pub(crate) fn create(driver: &Driver, device: u32, size: u64) -> Result<usize> {
 /// Maps all of such memory at reserved addresses, for its own device.
 pub(crate) fn map(driver: &Driver, address: u64, size: u64, handle: usize, device: u32) -> Result {
     map_at(driver, (address, size), 0, handle, Some((address, size)))?;
-    set_access(driver, address, size, device, 3)
+    // The first error is the one to report.
+    set_access(driver, address, size, device, 3).inspect_err(|_| _ = unmap(address, size))
 }
 
 pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<usize> {

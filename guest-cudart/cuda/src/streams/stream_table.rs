@@ -346,7 +346,12 @@ pub(crate) fn make(context: &'static Context, flags: u32, priority: i32) -> Resu
 /// An unused stream id.
 pub(crate) fn fresh(context: &Context) -> Result<StreamId> {
     reap(context.server);
-    let id = StreamId(ids::STREAMS.take().ok_or(Status::OUT_OF_MEMORY)?);
+    let id = ids::STREAMS.take().or_else(|| {
+        // All servers' streams have numbers of their own, and those of others may have ended.
+        driver().ok()?.servers.iter().for_each(|server| reap(server));
+        ids::STREAMS.take()
+    });
+    let id = StreamId(id.ok_or(Status::OUT_OF_MEMORY)?);
     if let Some(word) = context.session().progress().stream(id) {
         word.store(0, Ordering::Release);
     }

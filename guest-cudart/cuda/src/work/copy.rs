@@ -105,8 +105,8 @@ impl Copier {
         match self.mode {
             Mode::Sync if self.own => Ok(()),
             Mode::Sync => pending_writes::settle_in_order(&self.stream),
-            // Registered memory that the host cannot read in place.
-            Mode::Async if REGIONS.find(src as usize).is_some() => self.stream.synchronize(),
+            // Registered memory that the host cannot read in place, or that kernels are about to reach.
+            Mode::Async if REGIONS.any(src as usize).is_some() => self.stream.synchronize(),
             Mode::Async => Ok(()),
         }
     }
@@ -219,6 +219,10 @@ impl Copier {
             }
             drop(steady);
             return self.finish();
+        }
+        let elsewhere = REGIONS.any(src as usize).is_some() && REGIONS.find(src as usize).is_none();
+        if elsewhere && Self::has_become_a_mirror(src as u64) {
+            return self.on_device(dst, src as u64, len);
         }
         self.before_reading(src as u64)?;
         if REGIONS.find(src as usize).is_none() {

@@ -30,6 +30,8 @@ const PART: u128 = 4;
 const ENOUGH: u64 = 256 << 10;
 /// As long as it is not known, it is found out with no more than this.
 const PROBE: u64 = 1 << 20;
+/// What arrived within less time arrived at once, as far as can be told.
+const AT_ONCE: Duration = Duration::from_micros(50);
 
 /// See the module's text.
 #[derive(Debug)]
@@ -57,6 +59,8 @@ struct Probe {
     /// [`Pace::received`] then.
     before: u64,
     bytes: u64,
+    /// When the first of them arrived, and [`Pace::received`] with those.
+    first: Option<(Instant, u64)>,
 }
 
 impl Pace {
@@ -130,7 +134,7 @@ impl Pace {
             self.before = self.received;
         }
         if self.rate == 0 {
-            let begin = || Probe { begun: *now, before: self.received, bytes: 0 };
+            let begin = || Probe { begun: *now, before: self.received, bytes: 0, first: None };
             self.probe.get_or_insert_with(begin).bytes += len;
         }
     }
@@ -147,12 +151,20 @@ impl Pace {
     ) -> bool {
         self.received += len;
         let now = LazyCell::new(now);
-        if let Some(Probe { begun, before, bytes }) = self.probe
-            && self.received - before >= bytes.min(PROBE)
-        {
-            self.probe = None;
-            if self.received - before >= ENOUGH {
-                self.rate = rate(self.received - before, now.saturating_duration_since(begun));
+        if let Some(probe) = &mut self.probe {
+            let (first, had) = *probe.first.get_or_insert_with(|| (*now, self.received));
+            let Probe { begun, before, bytes, .. } = *probe;
+            let (all, behind) = (self.received - before, self.received - had);
+            if all >= bytes.min(PROBE) {
+                self.probe = None;
+                if all >= ENOUGH {
+                    self.rate = rate(all, now.saturating_duration_since(begun));
+                }
+                // What came behind the first of it made no round trip meanwhile.
+                let time = now.saturating_duration_since(first);
+                if all >= ENOUGH && behind >= ENOUGH && time >= AT_ONCE {
+                    self.rate = self.rate.max(rate(behind, time));
+                }
             }
         }
         let Some(time) = self.link.arrives(&(seq, piece, at), crossed, || *now) else { return false };
@@ -256,6 +268,16 @@ mod tests {
             pace.arrives(1, 0, chunk * ENOUGH, (ENOUGH, ENOUGH), || begin + Duration::from_micros(300));
         }
         assert!(pace.is_fast() && !pace.is_being_told(), "{pace:?}");
+        // A fast link is one also if it is long.
+        for (apart, fast) in [(100, true), (1000, false)] {
+            let mut pace = Pace::new(LEAST, MOST);
+            (0..4).for_each(|chunk| pace.leaves(at(chunk), ENOUGH, || begin));
+            for chunk in 0..4 {
+                let time = Duration::from_micros(10_000 + chunk * apart);
+                pace.arrives(1, 0, chunk * ENOUGH, (ENOUGH, ENOUGH), || begin + time);
+            }
+            assert_eq!((pace.is_fast(), pace.is_slow()), (fast, !fast), "{pace:?}");
+        }
         // One after the other, with pauses: little is known of what it takes alone.
         let mut pace = Pace::new(LEAST, MOST);
         for chunk in 0..20 {
