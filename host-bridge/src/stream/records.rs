@@ -1,9 +1,9 @@
 //! Records of TLS 1.3 after the handshake, in one direction each.
 //!
-//! rustls makes the handshake, derives the keys ([`super::handshake`]) and opens records; *ring*, which rustls
-//! uses for that, seals them here, in memory that is used again. Here are also the 5-byte headers, the
-//! counting of records, and what may come besides data: the peer's farewell, and its new keys. Each direction
-//! has its own state, so a thread that sends and one that receives share no lock.
+//! rustls makes the handshake, derives the keys ([`super::handshake`]) and opens records; *ring*, which
+//! rustls uses for that, seals them here, in memory that is used again. Here are also the 5-byte headers,
+//! the counting of records, and what may come besides data: the peer's farewell, and its new keys. Each
+//! direction has its own state, so a thread that sends and one that receives share no lock.
 
 use std::io;
 use std::ops::Range;

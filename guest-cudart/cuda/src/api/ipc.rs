@@ -58,8 +58,8 @@ struct All {
     by_address: BTreeMap<u64, Name>,
 }
 
-/// Not locked while a server is asked, or while anything is waited for: other threads open and close memory of
-/// other servers.
+/// Not locked while a server is asked, or while anything is waited for: other threads open and close
+/// memory of other servers.
 static OPENED: Mutex<All> = Mutex::new(All { by_name: BTreeMap::new(), by_address: BTreeMap::new() });
 
 impl All {

@@ -71,7 +71,8 @@ api! {
         let name = name.ok_or(Status::INVALID_VALUE)?;
         pool_export::collect(driver, server);
         virtual_memory::share(driver)?;
-        // One thread at a time. The table of all pools' memory is not locked while the pool's server is asked.
+        // One thread at a time. The table of all pools' memory is not locked while the pool's server is
+        // asked.
         let access = lock(&pool.access);
         // Memory that is imported twice has one address, and freeing it once removes it.
         let is_it = |(_, known): &(&u64, &Imported)| known.name == name && known.leaving.is_none();

@@ -37,8 +37,8 @@ pub(crate) fn steady(session: &Session) -> RwLockReadGuard<'static, ()> {
     STEADY[session.index() % MAX_SERVERS].read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes the piece at `base` away from copies that would use it in place. When this returns, those that do are
-/// on their streams.
+/// Takes the piece at `base` away from copies that would use it in place. When this returns, those that do
+/// are on their streams.
 pub(crate) fn take_away(driver: &Driver, base: usize) {
     REGIONS.set_elsewhere(base, true);
     for server in driver.servers.iter().filter(|server| REGIONS.is_known_to(server.session, base)) {

@@ -157,8 +157,8 @@ pub(crate) fn collect(driver: &Driver, server: &Server) {
     }
 }
 
-/// Closes the imported allocations of a context that is being destroyed, and those that its streams, which are
-/// done, were to free.
+/// Closes the imported allocations of a context that is being destroyed, and those that its streams, which
+/// are done, were to free.
 pub(crate) fn forget(driver: &Driver, context: &'static Context) {
     let is_lost = context.session().check().is_err();
     close_where(driver, |imported| {

@@ -239,8 +239,8 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
 /// Frees the memory of a context that is being destroyed. What streams of other contexts are to free comes
 /// back when they reach that.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
-    // Its own streams are done, also with memory of others. What a lost server's streams would have waited for
-    // may not be.
+    // Its own streams are done, also with memory of others. What a lost server's streams would have waited
+    // for may not be.
     let is_lost = context.session().check().is_err();
     let home = |l: &Leaving| driver.devices.get(l.device as usize).map(|device| device.server);
     release_where(driver, |l| {

@@ -102,8 +102,8 @@ impl Mapping {
 #[derive(Clone, Copy)]
 struct Reservation {
     size: u64,
-    /// The only server that they are reserved with. `None`: with all, since memory of any device may be mapped
-    /// there.
+    /// The only server that they are reserved with. `None`: with all, since memory of any device may be
+    /// mapped there.
     only: Option<&'static Server>,
 }
 
@@ -716,7 +716,8 @@ pub(crate) fn close(driver: &Driver, address: u64) -> Result {
     free_claimed(driver, start, size)
 }
 
-/// Reserves addresses for at least `size` bytes of memory of a server. Returns the first address and the size.
+/// Reserves addresses for at least `size` bytes of memory of a server. Returns the first address and the
+/// size.
 pub(crate) fn reserve(driver: &Driver, server: &'static Server, size: u64) -> Result<(u64, u64)> {
     let size = size.checked_next_multiple_of(Space::granule(driver)).ok_or(Status::OUT_OF_MEMORY)?;
     let reservation = Reservation { size, only: Some(server) };
