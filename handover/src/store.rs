@@ -318,16 +318,24 @@ impl Prepared {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixDatagram;
+
     use super::*;
+
+    /// A store, its service manager's socket, and the folder that has it.
+    fn store_of_a_manager() -> (Store, UnixDatagram, tempfile::TempDir) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let hears = UnixDatagram::bind(&path).unwrap();
+        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
+        (store, hears, folder)
+    }
 
     #[test]
     fn a_service_manager_gets_no_more_names_than_it_can_pass_on() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
-        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        let (store, hears, _folder) = store_of_a_manager();
         hears.set_nonblocking(true).unwrap();
         let heard = || hears.recv(&mut [0; 1000]).is_ok();
-        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
         let (file, _) = std::io::pipe().unwrap();
         let name = |number: usize| format!("{number:0199}");
         let keeps = |number| {
@@ -347,12 +355,9 @@ mod tests {
 
     #[test]
     fn descriptors_that_can_be_spared_leave_room_for_others() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
-        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        let (store, hears, _folder) = store_of_a_manager();
         hears.set_nonblocking(true).unwrap();
         let heard = || hears.recv(&mut [0; 1000]).is_ok();
-        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
         let (file, _) = std::io::pipe().unwrap();
         let passed = |number: &usize| {
             store.keep_if_room(&format!("{number:0199}"), &file).unwrap();
@@ -365,10 +370,7 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_a_service_manager_that_does_not_read_and_it_gets_everything_in_order() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
-        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
-        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
+        let (store, hears, _folder) = store_of_a_manager();
         let (file, _) = std::io::pipe().unwrap();
         // More than its socket has room for.
         let names: Vec<String> = (0..1000).map(|number| format!("a-{number}")).collect();
@@ -392,11 +394,8 @@ mod tests {
 
     #[test]
     fn a_service_manager_that_does_not_read_gets_fewer_descriptors_but_each_one_is_taken_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
-        let hears = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        let (store, hears, _folder) = store_of_a_manager();
         hears.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        let store = Store { manager: Manager::new(path.as_os_str()).ok(), ..Store::default() };
         let (file, _) = std::io::pipe().unwrap();
         for number in 0..10_000 {
             store.keep(&format!("a-{number}"), &file).unwrap();

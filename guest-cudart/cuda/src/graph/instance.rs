@@ -719,9 +719,9 @@ impl Exec {
         Ok(was)
     }
 
-    /// Takes over the work of a graph's nodes. On failure, returns the reason, and the graph's nodes that the
-    /// program is told: the one that does not match, and the one that it depends on if that is what does not
-    /// match.
+    /// Takes over the work of a graph's nodes. On failure, returns the reason and up to two nodes of that
+    /// graph for the program: the node that does not match, and, if the mismatch is an edge, the node that
+    /// the edge comes from.
     pub fn update(
         &self,
         driver: &'static Driver,

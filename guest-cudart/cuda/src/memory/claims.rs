@@ -27,8 +27,8 @@ impl Claims {
         Claims { all: Mutex::new(Vec::new()), count: AtomicUsize::new(0), ended: Condvar::new() }
     }
 
-    /// Claims `size` bytes (not 0) at an address. Waits while any of them are another's. The caller has no
-    /// other claim of these, and no lock that one who has needs.
+    /// Claims `size` bytes (not 0) at an address. Waits while another thread has a claim on any of them. So
+    /// the caller must hold neither an overlapping claim nor a lock that such a thread may need.
     pub fn take(&'static self, start: u64, size: u64) -> Claim {
         let range = start..start.saturating_add(size);
         let overlaps = |other: &Range<u64>| other.start < range.end && range.start < other.end;

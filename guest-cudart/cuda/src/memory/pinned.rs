@@ -124,8 +124,8 @@ pub(crate) fn reach_at(driver: &'static Driver, context: &'static Context, point
 }
 
 fn reach_piece(driver: &'static Driver, launching: &'static Context, base: usize) {
-    /// Of the threads that ask a server. In this order: who waits for a piece that another server is asked
-    /// about holds up nobody.
+    /// One thread at a time asks a server. The claim is taken first: a thread that waits for it, because
+    /// another server is being asked about that piece, must not hold a turn that others need.
     static TURNS: [Mutex<()>; MAX_SERVERS] = [const { Mutex::new(()) }; MAX_SERVERS];
     let Some((_, size)) = unreached_at(launching.server, base as u64) else { return };
     let _reaching = REACHING.take(base as u64, size as u64);
