@@ -872,6 +872,28 @@ static void large_boxes(unsigned *source, unsigned *target, int *wrong[2], unsig
     }
 }
 
+// Prints what tells where wrong words came from: the first one, the seed that it would have at this place, the
+// place that it would have with the right seed, and whether they are still wrong a moment later.
+static void describe_wrong_words(const unsigned *data, size_t n, unsigned seed, cudaStream_t stream) {
+    std::vector<unsigned> words(n);
+    for (const char *when : {"now", "0.2 s later"}) {
+        CHECK(cudaMemcpyAsync(words.data(), data, n * sizeof(unsigned), cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        size_t wrong = 0, first = 0, last = 0;
+        for (size_t i = 0; i < n; i++) {
+            if (words[i] == seed + unsigned(i) * 2654435761u) continue;
+            if (!wrong++) first = i;
+            last = i;
+        }
+        unsigned value = words[first];
+        // The factor's inverse modulo 2^32.
+        unsigned place = (value - seed) * 0xe8b2f51u;
+        fprintf(stderr, "%s: %zu of %zu words are wrong, from %zu to %zu; the first is %#x, of seed %u (instead of %u), or of word %u\n",
+                when, wrong, n, first, last, value, value - unsigned(first) * 2654435761u, seed, place);
+        usleep(200000);
+    }
+}
+
 // Copies in both directions at once, made and checked by kernels: of their bytes the host needs none. The number of bytes is printed. `forever`: of these sizes, again and again, until the test ends the program.
 static int direct(const std::vector<size_t> &forever) {
     const size_t most = size_t(64) << 20;
@@ -913,6 +935,7 @@ static int direct(const std::vector<size_t> &forever) {
                 count_wrong<<<blocks, threads, 0, streams[i]>>>(target[i], n, seed + 1 - i, wrong[i]);
                 CHECK(cudaMemcpyAsync(&count, wrong[i], sizeof count, cudaMemcpyDeviceToHost, streams[i]));
                 CHECK(cudaStreamSynchronize(streams[i]));
+                if (count) describe_wrong_words(target[i], n, seed + 1 - i, streams[i]);
                 expect_value("wrong words of a copy between servers", 0, count);
             }
             copied += bytes;

@@ -93,7 +93,15 @@ impl LastSeq {
     /// Whether it has reached a position. Always false for a position in another session.
     #[inline]
     pub fn has_reached(&self, seq: Seq) -> bool {
-        self.get().is_some_and(|last| last.0 >= seq.0 && last.is_of_session_of(seq))
+        self.if_reached(seq).is_some()
+    }
+
+    /// The last one, if it has reached a position. Looks once: asked by [`get`](Self::get) and then by
+    /// [`has_reached`](Self::has_reached), another thread may have raised it in between, and the answers are
+    /// of two positions.
+    #[inline]
+    pub fn if_reached(&self, seq: Seq) -> Option<Seq> {
+        self.get().filter(|last| last.0 >= seq.0 && last.is_of_session_of(seq))
     }
 
     /// Whether it has reached another one, which belongs to the same session.
@@ -118,6 +126,8 @@ mod tests {
         assert!(
             last.has_reached(Seq::new(1, 6)) && last.has_reached(second) && !last.has_reached(Seq::new(1, 8))
         );
+        assert_eq!(last.if_reached(Seq::new(1, 6)), Some(second));
+        assert_eq!((last.if_reached(Seq::new(1, 8)), last.if_reached(first)), (None, None));
         assert!(!last.has_reached(first), "a higher session's record says nothing about a lower one's");
         let other = LastSeq::new();
         assert!(last.has_reached_all_of(&other) && !other.has_reached_all_of(&last));

@@ -275,13 +275,11 @@ impl Stream {
 
     /// Appends a publishing record after all work so far. Returns its `seq`.
     pub fn mark(&self) -> Result<Seq> {
-        let due = self.due();
-        if let Some(last) = self.last_mark.get()
-            && due.is_none_or(|due| self.last_mark.has_reached(due))
-        {
-            return Ok(last);
-        }
-        self.publish(&StreamMark { stream: self.id })
+        let last = match self.due() {
+            Some(due) => self.last_mark.if_reached(due),
+            None => self.last_mark.get(),
+        };
+        last.map_or_else(|| self.publish(&StreamMark { stream: self.id }), Ok)
     }
 
     /// Whether everything on the stream is done. Takes a round trip only if the program was already told that
@@ -490,6 +488,26 @@ mod tests {
         // A cycle through other streams does no harm.
         a.waits_for(seq(20), &c, seq(19));
         assert!(!a.may_be_behind(&b, seq(30)));
+    }
+
+    #[test]
+    fn a_mark_comes_behind_its_threads_work_whatever_another_thread_puts_on_the_stream() {
+        // Another thread's mark has to come between two instructions of this one's, so many times.
+        for _ in 0..100 {
+            let [stream, ..] = streams([NON_BLOCKING; 3]);
+            let work = || {
+                for _ in 0..500 {
+                    let work = stream.work(&StreamMark { stream: stream.id }).unwrap();
+                    let mark = stream.mark().unwrap();
+                    assert!(!work.may_be_after(mark), "{work:?} is not before {mark:?}");
+                }
+            };
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(work);
+                }
+            });
+        }
     }
 
     #[test]

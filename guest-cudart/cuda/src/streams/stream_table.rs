@@ -263,8 +263,7 @@ fn mark_of_legacy(context: &'static Context, others: &[Arc<Stream>]) -> Result<O
         }
         return Ok(None);
     }
-    let last = legacy.last_mark.get().filter(|_| legacy.last_mark.has_reached(own));
-    last.map_or_else(|| legacy.mark(), Ok).map(Some)
+    legacy.last_mark.if_reached(own).map_or_else(|| legacy.mark(), Ok).map(Some)
 }
 
 /// Whether everything on a stream is done, as [`Stream::is_done`]. No stream waits for another because the
