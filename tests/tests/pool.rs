@@ -193,6 +193,24 @@ fn synchronous_copies_come_before_what_other_devices_do_afterwards() -> Result<(
 }
 
 #[test]
+fn threads_share_streams_on_two_devices() -> Result<()> {
+    const PROGRAM: &str = "shared_streams";
+    for direct in [true, false] {
+        let rigs =
+            if direct { connected("pool-shared-direct", &support::TRANSPORTS)? } else { two("pool-shared")? };
+        for transport in support::TRANSPORTS {
+            let two_servers = servers(&rigs, [transport; 2]);
+            let two_devices = [format!("{}/0,1", address(&rigs[1], transport))];
+            for servers in [&two_servers[..], &two_devices[..]] {
+                let outcome = programs::run(&mut with_servers(servers, PROGRAM)?, programs::LIMIT)?;
+                outcome.verdict(PROGRAM).with_context(|| format!("{servers:?}, {direct}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other() -> Result<()> {
     const PROGRAM: &str = "held_across";
     for direct in [true, false] {
