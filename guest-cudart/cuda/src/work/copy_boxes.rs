@@ -188,7 +188,7 @@ impl Copier {
             }
             self.stream.synchronize()?;
         } else {
-            self.before_reading(src.address)?;
+            self.before_reading(REGIONS.any(src.address as usize).is_some())?;
         }
         for part in parts(&e, transfer::chunk(session, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
