@@ -4,6 +4,7 @@
 #include "common.h"
 
 #include <atomic>
+#include <thread>
 #include <vector>
 
 __global__ void triple(int *data, int n) {
@@ -15,11 +16,13 @@ struct Work {
     int *from, *to;
     int n, value;
     std::atomic<int> calls{0};
+    std::atomic<bool> may_begin{true};
 };
 
 // Writes what the next node copies to the device.
 static void CUDART_CB produce(void *argument) {
     Work *work = (Work *)argument;
+    while (!work->may_begin) std::this_thread::yield();
     for (int i = 0; i < work->n; i++) work->from[i] = work->value + i;
     work->calls++;
 }
@@ -77,6 +80,15 @@ int main(int argc, char **argv) {
     REQUIRE(work.calls == 2 * rounds, "host functions came to %d, not %d", work.calls.load(), 2 * rounds);
     REQUIRE(to[n - 1] == 3 * (1 + 10 * (rounds - 1) + n - 1), "the last element is %d", to[n - 1]);
 
+    // A host function that waits for what this thread does after the launches.
+    work.may_begin = false;
+    for (int i = 0; i < 2; i++) CHECK(cudaGraphLaunch(exec, stream));
+    REQUIRE(work.calls == 2 * rounds, "a host function did not wait");
+    work.may_begin = true;
+    CHECK(cudaStreamSynchronize(stream));
+    REQUIRE(work.calls == 2 * rounds + 4, "host functions came to %d after a wait", work.calls.load());
+    REQUIRE(to[n - 1] == 3 * (1 + 10 * (rounds + 1) + n - 1), "the last element is %d after a wait", to[n - 1]);
+
     // The same with another piece of work, set in the instance alone.
     Work other;
     other.from = from.data();
@@ -89,7 +101,7 @@ int main(int argc, char **argv) {
     CHECK(cudaGraphExecHostNodeSetParams(exec, use, &changed));
     CHECK(cudaGraphLaunch(exec, stream));
     CHECK(cudaStreamSynchronize(stream));
-    REQUIRE(other.calls == 2 && work.calls == 2 * rounds, "the other work was called %d times", other.calls.load());
+    REQUIRE(other.calls == 2 && work.calls == 2 * rounds + 4, "the other work was called %d times", other.calls.load());
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
 
@@ -115,5 +127,5 @@ int main(int argc, char **argv) {
     REQUIRE(third.calls == 2 * rounds, "captured host functions came to %d", third.calls.load());
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
-    return pass("%d launches, host functions in order", 2 * rounds + 1);
+    return pass("%d launches, host functions in order", 2 * rounds + 3);
 }

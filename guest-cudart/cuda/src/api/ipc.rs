@@ -67,7 +67,7 @@ impl All {
         Arc::clone(self.by_name.entry(name).or_default())
     }
 
-    /// Forgets memory that is not open and that no other thread is about to open.
+    /// Forgets memory that is not open and that no other thread is about to open or close.
     fn forget_closed(&mut self, name: &Name) {
         let is_unused = |opened: &Arc<Opened>| Arc::strong_count(opened) == 1 && lock(&opened.at).is_none();
         if self.by_name.get(name).is_some_and(is_unused) {
@@ -96,12 +96,25 @@ fn open(driver: &'static Driver, context: &'static Context, name: Name) -> Resul
     Ok(address)
 }
 
-fn close(driver: &Driver, context: &'static Context, address: u64) -> Result<Name> {
+fn close(driver: &Driver, context: &'static Context, address: u64) -> Result {
     let (name, opened) = {
-        let mut all = lock(&OPENED);
+        let all = lock(&OPENED);
         let name = *all.by_address.get(&address).ok_or(Status::INVALID_VALUE)?;
-        (name, all.of(name))
+        (name, all.by_name.get(&name).cloned().ok_or(Status::INVALID_VALUE)?)
     };
+    let closed = close_opened(driver, context, (name, &opened), address);
+    drop(opened);
+    // Also if another thread was faster: it left the entry, which this one was about to use.
+    lock(&OPENED).forget_closed(&name);
+    closed
+}
+
+fn close_opened(
+    driver: &Driver,
+    context: &'static Context,
+    (name, opened): (Name, &Opened),
+    address: u64,
+) -> Result {
     let mut at = lock(&opened.at);
     // Another thread may have closed it meanwhile.
     let Some((_, times)) = at.as_mut().filter(|(found, _)| *found == address) else {
@@ -109,7 +122,7 @@ fn close(driver: &Driver, context: &'static Context, address: u64) -> Result<Nam
     };
     if *times > 1 {
         *times -= 1;
-        return Ok(name);
+        return Ok(());
     }
     stream_ordered::settle(virtual_memory::users_of_opened(driver, address)?, context)?;
     // Before its address may be another's.
@@ -119,7 +132,7 @@ fn close(driver: &Driver, context: &'static Context, address: u64) -> Result<Nam
         return Err(status);
     }
     *at = None;
-    Ok(name)
+    Ok(())
 }
 
 /// Lets kernels of a context use opened memory that another device has, as if the context had enabled peer
@@ -189,15 +202,29 @@ api! {
 
     fn cuIpcCloseMemHandle(dptr: u64) {
         let (driver, context) = context::ready()?;
-        let name = close(driver, context, dptr)?;
-        lock(&OPENED).forget_closed(&name);
-        Ok(())
+        close(driver, context, dptr)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::driver::Server;
+    use client::handle::ContextId;
+
+    #[test]
+    fn memory_that_two_threads_close_at_once_leaves_no_entry() {
+        let server = Server::unused();
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        let (name, address) = (Name { token: [7; 16], offset: 0, size: 4096 }, 0x5eed_0000);
+        // Where one thread has closed it, and this one has found it before.
+        lock(&OPENED).of(name);
+        lock(&OPENED).by_address.insert(address, name);
+        assert_eq!(close(Driver::for_tests(&[server]), context, address), Err(Status::INVALID_VALUE));
+        let mut all = lock(&OPENED);
+        all.by_address.remove(&address);
+        assert!(!all.by_name.contains_key(&name));
+    }
 
     #[test]
     fn a_handle_round_trips() {

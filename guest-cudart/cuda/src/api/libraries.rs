@@ -9,10 +9,10 @@ use crate::api::modules::put_variable;
 use crate::code::function::func;
 use crate::code::image::{self, read_file};
 use crate::code::jit_options::Jit;
-use crate::code::library::{self, KERNELS, LIBRARIES};
+use crate::code::library::{self, LIBRARIES};
 use crate::process::context;
 use crate::process::driver::driver;
-use client::{Status, lock};
+use client::Status;
 
 api! {
     unsafe fn cuLibraryLoadData(
@@ -47,22 +47,7 @@ api! {
 
     fn cuLibraryUnload(handle: usize) {
         driver()?;
-        let library = LIBRARIES.remove(handle).ok_or(Status::INVALID_HANDLE)?;
-        for kernel in lock(&library.kernels).drain().map(|(_, kernel)| kernel) {
-            KERNELS.remove(kernel.handle);
-        }
-        let modules = std::mem::take(&mut lock(&library.instances).all);
-        let mut unloaded = Ok(());
-        for (context, module) in modules {
-            // One of its kernels may be running.
-            context.quiesce();
-            let done = module.unload();
-            // What a lost server had must not keep the others' modules.
-            if !context.is_given_up() {
-                unloaded = unloaded.and(done);
-            }
-        }
-        unloaded
+        LIBRARIES.remove(handle).ok_or(Status::INVALID_HANDLE)?.unload()
     }
 
     fn cuLibraryGetKernel(to: Out<usize>, handle: usize, name: Text) {

@@ -49,6 +49,8 @@ pub(crate) struct Instances {
     /// The context whose managed variables the program knows. In another context they would be separate
     /// variables that the host never sees, so the library isn't loaded there.
     home: Option<&'static Context>,
+    /// Whether the program has unloaded it. Threads may still be loading it.
+    unloaded: bool,
 }
 
 impl Instances {
@@ -93,6 +95,9 @@ impl Library {
             let is_loading = |instances: &mut Instances| instances.is_loading(context);
             let instances = self.loaded.wait_while(lock(&self.instances), is_loading);
             let mut instances = instances.unwrap_or_else(PoisonError::into_inner);
+            if instances.unloaded {
+                return Err(Status::INVALID_HANDLE);
+            }
             if let Some(module) = instances.module(context) {
                 return Ok(module);
             }
@@ -101,13 +106,51 @@ impl Library {
             }
             instances.loading.push(context);
         }
-        let loaded = module::load(context, &self.image, jit);
+        self.note(context, module::load(context, &self.image, jit))
+    }
+
+    /// Notes the result of a load, and returns it.
+    fn note(&self, context: &'static Context, loaded: Result<Arc<Module>>) -> Result<Arc<Module>> {
         let mut instances = lock(&self.instances);
         instances.loading.retain(|other| !std::ptr::eq(*other, context));
-        instances.all.extend(loaded.iter().map(|module| (context, module.clone())));
+        let unloaded = instances.unloaded;
+        if !unloaded {
+            instances.all.extend(loaded.iter().map(|module| (context, module.clone())));
+        }
         drop(instances);
         self.loaded.notify_all();
-        loaded
+        if !unloaded {
+            return loaded;
+        }
+        if let Ok(module) = loaded {
+            // After the session is lost there is no module.
+            let _ = module.unload();
+        }
+        Err(Status::INVALID_HANDLE)
+    }
+
+    /// Unloads it from all contexts, for whoever has taken it out of [`LIBRARIES`].
+    pub fn unload(&self) -> Result {
+        for kernel in lock(&self.kernels).drain().map(|(_, kernel)| kernel) {
+            KERNELS.remove(kernel.handle);
+        }
+        let modules = {
+            let mut instances = lock(&self.instances);
+            // A thread that is loading it unloads it again.
+            instances.unloaded = true;
+            std::mem::take(&mut instances.all)
+        };
+        let mut unloaded = Ok(());
+        for (context, module) in modules {
+            // One of its kernels may be running.
+            context.quiesce();
+            let done = module.unload();
+            // What a lost server had must not keep the others' modules.
+            if !context.is_given_up() {
+                unloaded = unloaded.and(done);
+            }
+        }
+        unloaded
     }
 
     /// Notes that the program learns the address of a managed variable in one of the library's modules.
@@ -366,20 +409,41 @@ mod tests {
 
     use super::*;
     use crate::process::driver::Server;
-    use client::handle::ContextId;
+    use client::handle::{ContextId, ModuleId};
 
-    #[test]
-    fn a_server_that_does_not_answer_while_it_loads_a_library_stops_no_other() {
-        let [silent, other] = [(); 2].map(|()| Server::unused());
-        let [first, second] = [silent, other].map(|server| Context::new(ContextId(0), server, 0, 0, false));
-        let library = Arc::new(Library {
+    fn unlisted() -> Arc<Library> {
+        Arc::new(Library {
             handle: 0,
             image: b"no image".to_vec(),
             jit: Jit::default(),
             instances: Mutex::default(),
             loaded: Condvar::new(),
             kernels: Mutex::default(),
-        });
+        })
+    }
+
+    #[test]
+    fn a_library_that_is_unloaded_while_it_is_loaded_leaves_no_module() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let library = unlisted();
+        lock(&library.instances).loading.push(context);
+        assert_eq!(library.unload(), Ok(()));
+        let before = context.session().last_seq();
+        let loaded = library.note(context, Ok(Module::new(ModuleId(1), context, Vec::new(), None)));
+        assert_eq!(loaded.map(drop), Err(Status::INVALID_HANDLE));
+        assert_ne!(context.session().last_seq(), before, "the server is told");
+        let instances = lock(&library.instances);
+        assert!(instances.all.is_empty() && !instances.is_loading(context));
+        drop(instances);
+        // It is not loaded again: the server never answers.
+        assert_eq!(library.in_context(context).map(drop), Err(Status::INVALID_HANDLE));
+    }
+
+    #[test]
+    fn a_server_that_does_not_answer_while_it_loads_a_library_stops_no_other() {
+        let [silent, other] = [(); 2].map(|()| Server::unused());
+        let [first, second] = [silent, other].map(|server| Context::new(ContextId(0), server, 0, 0, false));
+        let library = unlisted();
         let before = silent.session.last_seq();
         let loading = library.clone();
         let loads = std::thread::spawn(move || loading.in_context(first).map(drop));

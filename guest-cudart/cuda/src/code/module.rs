@@ -155,7 +155,7 @@ pub(crate) fn load(context: &'static Context, image: &[u8], jit: &Jit) -> Result
 }
 
 impl Module {
-    fn new(
+    pub(super) fn new(
         id: ModuleId,
         context: &'static Context,
         functions: Vec<Arc<Function>>,

@@ -2,7 +2,8 @@
 //!
 //! Pageable memory is written when the stream reaches the copy: the device writes pinned memory of the
 //! instance, and a host function of this library copies the bytes from there. It is read when the graph is
-//! launched, after everything before that may write it has finished.
+//! launched, after everything before that may write it has finished; behind a function of the program, which
+//! may wait for what the launching thread does next, it is read when the stream reaches the copy.
 
 use std::sync::{Arc, Mutex};
 
@@ -31,11 +32,11 @@ pub(crate) struct Bounce {
 }
 
 impl Bounce {
-    fn new(stream: &Stream, size: usize) -> Result<Arc<Bounce>> {
+    /// `None` if there is no memory.
+    fn new(stream: &Stream, size: usize) -> Option<Arc<Bounce>> {
         let tag = HostTag { context: stream.context, flags: 0, buffer: unique_id() };
-        let made = REGIONS.alloc(stream.session(), size, None, tag);
-        let address = made.map_err(|_| Status::OUT_OF_MEMORY)?;
-        Ok(Arc::new(Bounce { address, last: Mutex::default() }))
+        let address = REGIONS.alloc(stream.session(), size, None, tag).ok()?;
+        Some(Arc::new(Bounce { address, last: Mutex::default() }))
     }
 
     /// Records that a launch uses it until its stream passes a mark.
@@ -107,22 +108,32 @@ unsafe fn run_copy(
         // SAFETY: guaranteed by the caller.
         return unsafe { copy_boxes::run(&copier, copy) };
     };
-    if !pageable.to_host {
-        // Read when the graph is launched.
-        let (at, len) = pageable.span();
+    let (at, len) = pageable.span();
+    // Pinned memory that cannot be named in place has rules of its own.
+    let can_read_later = stream.context.server.reads_late && REGIONS.any(at).is_none();
+    let bounces = pageable.to_host || can_read_later && pending_writes::is_behind_calls(stream);
+    if bounces && bounce.is_none() {
+        *bounce = Bounce::new(stream, pageable.len());
+    }
+    let Some(bounce) = bounce.clone().filter(|_| bounces) else {
+        if pageable.to_host {
+            return Err(Status::OUT_OF_MEMORY);
+        }
         pending_writes::settle(driver, stream, at, len)?;
         // SAFETY: guaranteed by the caller.
         return unsafe { copy_boxes::run(&copier, copy) };
-    }
-    let bounce = match bounce {
-        Some(bounce) => bounce.clone(),
-        None => bounce.insert(Bounce::new(stream, pageable.len())?).clone(),
     };
+    let packed = bounce.address;
     // SAFETY: the pinned memory has as many bytes, stays until the instance's last launch is done, and is
     // used by nothing else here in the stream's order; the rest as the caller says.
     unsafe {
-        copy_boxes::run(&copier, &copy_boxes::to_packed(copy, bounce.address))?;
-        call(driver, stream, move || pageable.unpack(bounce.address as *const u8))
+        if pageable.to_host {
+            copy_boxes::run(&copier, &copy_boxes::to_packed(copy, packed))?;
+            call(driver, stream, move || pageable.unpack(bounce.address as *const u8))
+        } else {
+            call(driver, stream, move || pageable.pack(bounce.address as *mut u8))?;
+            copy_boxes::run(&copier, &copy_boxes::from_packed(copy, packed))
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 //! Each device has a table of its own, which is locked while the device's server is asked: a server that does
 //! not answer stops only graphs with memory of its own devices.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -146,7 +147,25 @@ fn pool_of(device: u32) -> MutexGuard<'static, Pool> {
 
 /// The memory of all graphs on the devices of a launch, locked while it is enqueued. By device: whoever locks
 /// several takes them in this order.
-pub(crate) type Launching = BTreeMap<u32, MutexGuard<'static, Pool>>;
+pub(crate) struct Launching(BTreeMap<u32, MutexGuard<'static, Pool>>);
+
+thread_local! {
+    /// Whether the thread has a [`Launching`].
+    static LAUNCHES: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Launching {
+    fn on(devices: &BTreeSet<u32>) -> Launching {
+        LAUNCHES.set(true);
+        Launching(devices.iter().map(|device| (*device, pool_of(*device))).collect())
+    }
+}
+
+impl Drop for Launching {
+    fn drop(&mut self) {
+        LAUNCHES.set(false);
+    }
+}
 
 impl Segment {
     /// Reserves addresses for at least `size` bytes, without memory.
@@ -329,10 +348,10 @@ pub(crate) fn back(
     let devices: BTreeSet<u32> = segments.iter().map(|segment| segment.device).collect();
     let (mut taken, mut moved) = (BTreeSet::new(), false);
     let mut back_all = || -> Result<Launching> {
-        let mut pools: Launching = devices.iter().map(|device| (*device, pool_of(*device))).collect();
+        let mut pools = Launching::on(&devices);
         taken.clear();
         for segment in segments {
-            let pool = pools.get_mut(&segment.device).ok_or(Status::UNKNOWN)?;
+            let pool = pools.0.get_mut(&segment.device).ok_or(Status::UNKNOWN)?;
             moved |= pool.back(driver, segment, stream, &mut taken)?;
         }
         Ok(pools)
@@ -346,7 +365,7 @@ pub(crate) fn back(
         backed => backed?,
     };
     for id in taken {
-        let found = pools.values().find_map(|pool| pool.chunks.get(&id));
+        let found = pools.0.values().find_map(|pool| pool.chunks.get(&id));
         found.map_or(Ok(()), |chunk| chunk.used.hold(stream))?;
     }
     Ok((pools, moved))
@@ -363,7 +382,7 @@ pub(crate) fn launched(
     let mark = stream.mark()?;
     let mut gone = Vec::new();
     for (memory, live) in memory {
-        if let Some(pool) = pools.get_mut(&memory.device()) {
+        if let Some(pool) = pools.0.get_mut(&memory.device()) {
             gone.extend(pool.hold(memory, *live, Some((stream, mark))));
         }
     }
@@ -431,9 +450,13 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context) {
     gone.iter().for_each(|(_, memory)| memory.set_live(false));
 }
 
-/// Frees what no graph of a device uses. Returns false if there was nothing.
+/// Frees what no graph of a device uses. Returns false if there was nothing, or if this thread is launching a
+/// graph and the table is locked.
 pub(crate) fn trim(driver: &Driver, device: u32) -> bool {
-    pool_of(device).trim(driver, &BTreeSet::new())
+    // A step of a launch may find no memory. This table may be one that the launch has locked itself, or one
+    // of another launch, which in turn waits for this one's.
+    let pool = if LAUNCHES.get() { POOLS[device as usize].try_lock().ok() } else { Some(pool_of(device)) };
+    pool.is_some_and(|mut pool| pool.trim(driver, &BTreeSet::new()))
 }
 
 /// Device memory held by graphs, in bytes: used, maximum used, reserved, maximum reserved.
@@ -459,6 +482,9 @@ pub(crate) fn reset_high(device: u32, reserved: bool) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Barrier, mpsc};
+    use std::time::Duration;
+
     use super::*;
     use client::channel::MAX_CONTEXTS;
     use client::handle::{ContextId, StreamId};
@@ -488,6 +514,31 @@ mod tests {
         assert!(uses.is_over());
         uses.add(&stream, mark);
         assert!(uses.all.iter().all(|(other, _)| Arc::ptr_eq(other, &stream)));
+    }
+
+    #[test]
+    fn launches_that_find_no_memory_do_not_wait_for_each_others_tables() {
+        let driver = Driver::for_tests(&[Server::unused()]);
+        // No other test has graphs on these devices.
+        let (own, other) = (MAX_DEVICES - 1, MAX_DEVICES - 2);
+        let (says, said) = mpsc::channel();
+        let waits = Arc::new(Barrier::new(2));
+        for [held, needed] in [[own, other], [other, own]] {
+            let (says, waits) = (says.clone(), waits.clone());
+            std::thread::spawn(move || {
+                let launching = Launching::on(&BTreeSet::from([held]));
+                waits.wait();
+                let trimmed = [held, needed].map(|device| trim(driver, device));
+                // Both tables are locked until now.
+                waits.wait();
+                drop(launching);
+                says.send((trimmed, trim(driver, held))).unwrap();
+            });
+        }
+        for _ in 0..2 {
+            let said = said.recv_timeout(Duration::from_secs(60)).expect("they wait for each other");
+            assert_eq!(said, ([false; 2], false));
+        }
     }
 
     #[test]

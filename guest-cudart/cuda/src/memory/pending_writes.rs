@@ -151,8 +151,7 @@ pub(crate) fn is_unheld(stream: &Stream) -> bool {
 /// Called before the source of a synchronous copy is read during the call. Waits for the stream if a host
 /// function, or a wait for a word, may still be before the copy.
 pub(crate) fn settle_in_order(stream: &Stream) -> Result {
-    let mut ahead = calls_and_holds();
-    ahead.retain(|(other, seq)| stream.may_be_behind(other, *seq));
+    let ahead = ahead_of(stream);
     if ahead.is_empty() {
         return Ok(());
     }
@@ -162,6 +161,17 @@ pub(crate) fn settle_in_order(stream: &Stream) -> Result {
         let _ = other.mark();
     }
     stream.synchronize()
+}
+
+/// Whether a host function, or a wait for a word, may still be before a stream's next work.
+pub(crate) fn is_behind_calls(stream: &Stream) -> bool {
+    !ahead_of(stream).is_empty()
+}
+
+fn ahead_of(stream: &Stream) -> Vec<(Arc<Stream>, Seq)> {
+    let mut ahead = calls_and_holds();
+    ahead.retain(|(other, seq)| stream.may_be_behind(other, *seq));
+    ahead
 }
 
 /// Waits until no copy that is under way uses `len` bytes of pinned memory in place.

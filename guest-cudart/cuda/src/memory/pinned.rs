@@ -224,6 +224,11 @@ pub(crate) fn offer(driver: &Driver, context: &'static Context, base: usize, siz
 /// Prepares for the piece at `base` to be freed or unregistered. `keep`: its memory stays the program's.
 pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
     with_unreached(|unreached| unreached.remove(&base));
+    // Nobody begins to make it reachable any more. Whoever has begun, for a launch that need not use it,
+    // would otherwise find other memory there. The claim ends before the mirror is released: that waits for
+    // launches that are being enqueued, and one of them may wait for the claim.
+    let size = REGIONS.any(base).map_or(1, |(_, size, _)| size);
+    drop(REACHING.take(base as u64, size as u64));
     mirror::release(driver, base as u64, keep);
     let mapped = lock(&MAPPED).remove(&base);
     for context in mapped.unwrap_or_default() {
@@ -332,5 +337,34 @@ mod tests {
         silent.lose();
         reaches.join().unwrap();
         assert!(REGIONS.find(memory).is_some(), "copies use it in place again");
+    }
+
+    #[test]
+    fn memory_is_not_freed_under_a_thread_that_makes_it_reachable() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        let size = 1 << 16;
+        let memory = Box::leak(vec![0_u8; size].into_boxed_slice()).as_ptr() as usize;
+        let tag = HostTag { context, flags: 0, buffer: unique_id() };
+        REGIONS.register(context.session(), memory, size, tag).unwrap();
+        with_unreached(|unreached| unreached.insert(memory, Unreached { size, servers: bit(server) }));
+        let before = server.session.last_seq();
+        let reaches = std::thread::spawn(move || reach_at(driver, context, memory as u64));
+        while server.session.last_seq() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (frees, freed) = mpsc::channel();
+        std::thread::spawn(move || {
+            unmap(driver, memory, true);
+            frees.send(()).unwrap();
+        });
+        while unreached_at(server, memory as u64).is_some() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(freed.recv_timeout(Duration::from_millis(50)).is_err(), "the server is still asked");
+        server.lose();
+        freed.recv_timeout(Duration::from_secs(60)).unwrap();
+        reaches.join().unwrap();
     }
 }

@@ -93,6 +93,7 @@ struct Ending {
     marks: Vec<(Arc<Stream>, Seq)>,
 }
 
+/// Nothing is waited for while this is locked.
 static ENDING: Mutex<Vec<Ending>> = Mutex::new(Vec::new());
 
 /// Destroys an object that the program can no longer name, as soon as all work so far of its context is done.
@@ -112,15 +113,16 @@ pub(crate) fn end(context: &'static Context, object: Object) -> Result {
 
 /// Tells a server of its destroyed objects that no work uses any more.
 pub(crate) fn reap(server: &Server) {
-    lock(&ENDING).retain_mut(|ending| {
+    let _telling = lock(&server.telling);
+    let is_over = |ending: &mut Ending| {
         ending.marks.retain(|(stream, mark)| !stream.has_passed(*mark));
-        let is_over = std::ptr::eq(ending.context.server, server) && ending.marks.is_empty();
-        if is_over {
-            // After the session is lost there is nothing to destroy.
-            let _ = ending.object.destroy(ending.context);
-        }
-        !is_over
-    });
+        std::ptr::eq(ending.context.server, server) && ending.marks.is_empty()
+    };
+    let over: Vec<_> = lock(&ENDING).extract_if(.., is_over).collect();
+    for Ending { context, object, .. } in over {
+        // After the session is lost there is nothing to destroy.
+        let _ = object.destroy(context);
+    }
 }
 
 /// Drops a context's objects. `with_server`: the server destroys its own with the context; otherwise this
@@ -133,7 +135,11 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
     all.extend(objects.surfaces.extract_if(gone).map(|((_, surface), _)| Object::Surface(surface)));
     drop(objects);
     let of_it = |ending: &mut Ending| std::ptr::eq(ending.context, context);
-    all.extend(lock(&ENDING).extract_if(.., of_it).map(|ending| ending.object));
+    {
+        // The server has been told of those that are not there any more.
+        let _telling = lock(&context.server.telling);
+        all.extend(lock(&ENDING).extract_if(.., of_it).map(|ending| ending.object));
+    }
     if !with_server {
         // After the session is lost there are none.
         for object in all {
@@ -209,4 +215,38 @@ pub(crate) fn resource(driver: &Driver, context: &'static Context, desc: &Resour
         _ => return Err(Status::INVALID_VALUE),
     }
     Ok(resource)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use client::handle::ContextId;
+
+    #[test]
+    fn a_server_without_room_for_the_end_of_a_texture_stops_no_other() {
+        let [full, other] = [(); 2].map(|()| Server::unused());
+        let [context, beside] =
+            [0, 1].map(|n| Context::new(ContextId(n), [full, other][n as usize], n, 0, false));
+        lock(&ENDING).push(Ending { context, object: Object::Texture(1), marks: Vec::new() });
+        let fills = full.fill();
+        let tells = std::thread::spawn(|| reap(full));
+        let (says, said) = mpsc::channel();
+        std::thread::spawn(move || {
+            // Until that server is being told.
+            while lock(&ENDING).iter().any(|ending| std::ptr::eq(ending.context, context)) {
+                std::thread::yield_now();
+            }
+            says.send(end(beside, Object::Texture(1))).unwrap();
+        });
+        // If this waited for room, so would the test: there never is any.
+        let said = said.recv_timeout(Duration::from_secs(60)).expect("the destroyed textures are locked");
+        assert_eq!(said, Ok(()));
+        full.lose();
+        for thread in [fills, tells] {
+            thread.join().unwrap();
+        }
+    }
 }

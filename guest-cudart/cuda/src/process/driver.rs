@@ -50,6 +50,9 @@ pub(crate) struct Server {
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
     /// The copies that work on streams not ordered behind theirs has to wait for.
     pub fences: Fences,
+    /// Held while it is told of destroyed streams and textures whose work is done. It may have no room for
+    /// that, so whoever uses other servers must not need this.
+    pub telling: Mutex<()>,
     /// The program's first use of it.
     pub used: Once,
 }
@@ -247,6 +250,7 @@ impl Asked {
             device_count: info.device_count,
             globals: RwLock::default(),
             fences: Fences::new(),
+            telling: Mutex::new(()),
             used: Once::new(),
         }));
         if info.device_count == 0 {
@@ -301,8 +305,15 @@ impl Server {
             device_count,
             globals,
             fences: Fences::new(),
+            telling: Mutex::new(()),
             used: Once::new(),
         }))
+    }
+
+    /// Leaves no room for commands to such a server. The thread ends when the session is lost.
+    #[cfg(test)]
+    pub fn fill(&'static self) -> std::thread::JoinHandle<()> {
+        unused::fill(self.session)
     }
 
     /// Loses the session of such a server.
@@ -470,10 +481,13 @@ pub(crate) struct Tag {
 mod unused {
     use std::os::fd::RawFd;
     use std::path::Path;
+    use std::thread::JoinHandle;
     use std::time::Duration;
 
     use super::{Answer, MemShrink, OnceCell, Shrink};
     use client::channel::{Geometry, Header};
+    use client::handle::StreamId;
+    use client::ops::stream::StreamMark;
     use client::port::mapping::Mapping;
     use client::port::{Pinned, Port, PortError};
     use client::session::{Purpose, Session};
@@ -537,6 +551,16 @@ mod unused {
         let geometry = Geometry::with_arena(1 << 20);
         let mapping = Mapping::pinned(None, geometry.size, None).expect("memory for a channel");
         Session::over(Box::new(Nowhere(mapping)), geometry, Purpose::Compute).expect("a session")
+    }
+
+    pub fn fill(session: &'static Session) -> JoinHandle<()> {
+        let mark = StreamMark { stream: StreamId(0) };
+        let fills = std::thread::spawn(move || while session.append(&mark).is_ok() {});
+        // Nobody takes records out, and a mark has 32 bytes.
+        while session.appended() + 32 <= Geometry::RING_SIZE as u64 {
+            std::thread::yield_now();
+        }
+        fills
     }
 
     pub fn lose(session: &Session) {

@@ -69,7 +69,8 @@ pub(crate) fn lend(context: &'static Context) -> Result<(&'static Driver, &'stat
 
 pub(crate) static STREAMS: Slab<Stream> = Slab::new(2);
 
-pub(crate) static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
+/// Nothing is waited for while this is locked: threads that use other servers need it.
+static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
 /// The per-thread default streams of one thread, one for each context that it has used.
 pub(crate) struct Own(Vec<Arc<Stream>>);
@@ -314,13 +315,9 @@ pub(crate) fn is_watched(stream: &Stream) -> bool {
 /// Destroys the streams of a green context that is being destroyed.
 pub(crate) fn end_all_of(green: &Arc<Green>) {
     let mut gone = of_context(green.context, Some(green));
-    lock(&ENDING).retain(|stream| {
-        let of_it = stream.green().is_some_and(|other| Arc::ptr_eq(green, other));
-        if of_it {
-            gone.push(stream.clone());
-        }
-        !of_it
-    });
+    gone.extend(take_ending(green.context.server, |stream| {
+        stream.green().is_some_and(|other| Arc::ptr_eq(green, other))
+    }));
     for stream in gone {
         capture_rules::destroyed(&stream);
         fences::forget(&stream, None);
@@ -371,34 +368,34 @@ pub(crate) fn end(stream: Arc<Stream>) {
     }
 }
 
-/// Tells a server of its destroyed streams whose work is done. Another server may have no room for that.
+/// Tells a server of its destroyed streams whose work is done.
 pub(crate) fn reap(server: &Server) {
-    let mut ending = lock(&ENDING);
-    ending.retain(|stream| {
+    let _telling = lock(&server.telling);
+    let is_over = |stream: &mut Arc<Stream>| {
         let passed = || stream.last_mark.get().is_some_and(|mark| stream.has_passed(mark));
-        let is_its = std::ptr::eq(stream.context.server, server);
-        if !is_its || !stream.is_known_idle() && !passed() {
-            return true;
-        }
-        fences::forget(stream, None);
+        std::ptr::eq(stream.context.server, server) && (stream.is_known_idle() || passed())
+    };
+    let over: Vec<_> = lock(&ENDING).extract_if(.., is_over).collect();
+    for stream in over {
+        fences::forget(&stream, None);
         if stream.session().append(&StreamDestroy { stream: stream.id }).is_ok() {
             stream.finished.store(true, Ordering::Release);
             ids::STREAMS.give_back(stream.id.0);
         }
-        false
-    });
+    }
+}
+
+/// Takes destroyed streams of a server, of which it is to learn in another way. It has been told of those
+/// that are not there any more.
+fn take_ending(server: &Server, which: impl Fn(&Stream) -> bool) -> Vec<Arc<Stream>> {
+    let _telling = lock(&server.telling);
+    lock(&ENDING).extract_if(.., |stream| which(stream)).collect()
 }
 
 /// Destroys a context's streams. `with_context`: the server destroys its own with the context.
 pub(crate) fn forget(context: &'static Context, mut with_context: Option<&mut WithContext>) {
     let mut gone = STREAMS.remove_where(|stream| std::ptr::eq(stream.context, context));
-    lock(&ENDING).retain(|stream| {
-        let other = !std::ptr::eq(stream.context, context);
-        if !other {
-            gone.push(stream.clone());
-        }
-        other
-    });
+    gone.extend(take_ending(context.server, |stream| std::ptr::eq(stream.context, context)));
     lock(&OWNED).retain(|weak| match weak.upgrade() {
         Some(stream) if std::ptr::eq(stream.context, context) => {
             gone.push(stream);
@@ -471,10 +468,46 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
     use super::*;
-    use crate::process::driver::Server;
     use client::channel::MAX_CONTEXTS;
     use client::handle::ContextId;
+    use client::ops::stream::StreamMark;
+
+    #[test]
+    fn a_server_without_room_for_the_end_of_a_stream_stops_no_other() {
+        let [full, other] = [(); 2].map(|()| Server::unused());
+        let on = |server| {
+            let context = Context::new(ContextId(0), server, 0, 0, false);
+            Arc::new(Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, 0, false))
+        };
+        let (destroyed, beside) = (on(full), on(other));
+        beside.work(&StreamMark { stream: beside.id }).unwrap();
+        lock(&ENDING).push(destroyed.clone());
+        let fills = full.fill();
+        let tells = std::thread::spawn(|| reap(full));
+        let (says, said) = mpsc::channel();
+        std::thread::spawn(move || {
+            // Until that server is being told.
+            while lock(&ENDING).iter().any(|stream| Arc::ptr_eq(stream, &destroyed)) {
+                std::thread::yield_now();
+            }
+            let context = beside.context;
+            end(beside);
+            let is_seen = is_stopped(destroyed.context) && all_of(context).len() == 2;
+            take_ending(other, |_| true);
+            says.send((is_seen, destroyed.finished.load(Ordering::Acquire))).unwrap();
+        });
+        // If this waited for room, so would the test: there never is any.
+        let said = said.recv_timeout(Duration::from_secs(60)).expect("the destroyed streams are locked");
+        assert_eq!(said, (true, false));
+        full.lose();
+        for thread in [fills, tells] {
+            thread.join().unwrap();
+        }
+    }
 
     #[test]
     fn streams_of_threads_that_have_ended_leave_no_entries() {

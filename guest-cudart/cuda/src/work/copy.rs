@@ -100,13 +100,13 @@ impl Copier {
     }
 
     /// Called before the source of a copy to the device is read in this process: earlier work on the stream
-    /// that may write it must be done.
-    pub fn before_reading(&self, src: u64) -> Result {
+    /// that may write it must be done. `pinned`: whether it is pinned memory, which the host cannot read in
+    /// place, or which kernels are about to reach.
+    pub fn before_reading(&self, pinned: bool) -> Result {
         match self.mode {
             Mode::Sync if self.own => Ok(()),
             Mode::Sync => pending_writes::settle_in_order(&self.stream),
-            // Registered memory that the host cannot read in place, or that kernels are about to reach.
-            Mode::Async if REGIONS.any(src as usize).is_some() => self.stream.synchronize(),
+            Mode::Async if pinned => self.stream.synchronize(),
             Mode::Async => Ok(()),
         }
     }
@@ -193,9 +193,7 @@ impl Copier {
     /// As there.
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let (session, stream) = (self.stream.session(), self.stream.id);
-        if REACHING.wait(src as u64) && mirror::is_here(src as u64) {
-            return self.on_device(dst, src as u64, len);
-        }
+        REACHING.wait(src as u64);
         while let Some(range) = REGIONS.range(session, src as usize, len) {
             let read_in_place = || pinned::read_in_place(self.driver, self.stream.context, src as u64);
             let from =
@@ -206,10 +204,9 @@ impl Copier {
             }
             let steady = pinned_regions::steady(session);
             if REGIONS.range(session, src as usize, len).is_none() {
+                // Kernels are about to reach it.
                 drop(steady);
-                if Self::has_become_a_mirror(src as u64) {
-                    return self.on_device(dst, src as u64, len);
-                }
+                REACHING.wait(src as u64);
                 continue;
             }
             let unheld = pending_writes::is_unheld(&self.stream);
@@ -220,12 +217,13 @@ impl Copier {
             drop(steady);
             return self.finish();
         }
-        let elsewhere = REGIONS.any(src as usize).is_some() && REGIONS.find(src as usize).is_none();
-        if elsewhere && Self::has_become_a_mirror(src as u64) {
+        let pinned = REGIONS.any(src as usize).is_some();
+        let in_place = pinned && REGIONS.find(src as usize).is_some();
+        if pinned && !in_place && Self::has_become_a_mirror(src as u64) {
             return self.on_device(dst, src as u64, len);
         }
-        self.before_reading(src as u64)?;
-        if REGIONS.find(src as usize).is_none() {
+        self.before_reading(pinned)?;
+        if !in_place {
             activity::copies_pageable();
         }
         // SAFETY: guaranteed by the caller.
@@ -469,4 +467,41 @@ impl Copier {
 /// Whether a range is pinned memory.
 pub(crate) fn is_pinned(address: u64, len: usize) -> bool {
     REGIONS.find(address as usize).is_some_and(|(base, size, _)| len <= size - (address as usize - base))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::pinned_regions::HostTag;
+    use crate::process::ids::unique_id;
+    use crate::process::stream::NON_BLOCKING;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::{ContextId, StreamId};
+    use client::ops::stream::StreamMark;
+
+    #[test]
+    fn pinned_memory_that_kernels_are_about_to_reach_is_read_behind_earlier_work() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, 0, false));
+        let memory = Box::leak(vec![0_u8; 4096].into_boxed_slice()).as_ptr() as usize;
+        let tag = HostTag { context, flags: 0, buffer: unique_id() };
+        REGIONS.register(context.session(), memory, 4096, tag).unwrap();
+        REGIONS.set_elsewhere(memory, true);
+        // Such as a copy to that memory.
+        stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let before = server.session.last_seq();
+        let copies = std::thread::spawn(move || {
+            let copier = Copier::on(driver, stream, Mode::Async, false);
+            // SAFETY: readable, and never freed.
+            unsafe { copier.send(1 << 40, memory as *const u8, 64) }
+        });
+        // The copy if it does not wait, and otherwise what it waits for: the server never gets there.
+        while server.session.last_seq() == before {
+            std::thread::yield_now();
+        }
+        server.lose();
+        assert!(copies.join().unwrap().is_err(), "it was read before");
+    }
 }

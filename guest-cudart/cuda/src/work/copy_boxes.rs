@@ -188,7 +188,7 @@ impl Copier {
             }
             self.stream.synchronize()?;
         } else {
-            self.before_reading(src.address)?;
+            self.before_reading(REGIONS.any(src.address as usize).is_some())?;
         }
         for part in parts(&e, transfer::chunk(session, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
@@ -752,6 +752,18 @@ impl Pageable {
             unsafe { move_bytes(packed.add(n * width), self.side.row(z, y) as *mut u8, width) };
         }
     }
+
+    /// Copies bytes from their places, and packs them.
+    ///
+    /// # Safety
+    /// As for [`unpack`](Self::unpack).
+    pub unsafe fn pack(&self, packed: *mut u8) {
+        let width = self.extent.width as usize;
+        for (n, (z, y)) in rows(&self.extent).enumerate() {
+            // SAFETY: guaranteed by the caller.
+            unsafe { move_bytes(self.side.row(z, y) as *const u8, packed.add(n * width), width) };
+        }
+    }
 }
 
 /// The pageable side of a [resolved](resolve) copy, if exactly one side is host memory.
@@ -771,6 +783,12 @@ pub(crate) fn pageable(driver: &Driver, stream: &Stream, c: &Memcpy3D) -> Result
 pub(crate) fn to_packed(c: &Memcpy3D, packed: usize) -> Memcpy3D {
     let dst = Memcpy3D { dstXInBytes: 0, dstY: 0, dstZ: 0, ..*c };
     Memcpy3D { dstHost: packed, dstPitch: c.WidthInBytes, dstHeight: c.Height, ..dst }
+}
+
+/// The same copy with the packed bytes at `packed` as its source.
+pub(crate) fn from_packed(c: &Memcpy3D, packed: usize) -> Memcpy3D {
+    let src = Memcpy3D { srcXInBytes: 0, srcY: 0, srcZ: 0, ..*c };
+    Memcpy3D { srcHost: packed, srcPitch: c.WidthInBytes, srcHeight: c.Height, ..src }
 }
 
 /// Copies from host memory to host memory immediately.

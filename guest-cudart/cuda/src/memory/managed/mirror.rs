@@ -231,7 +231,6 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
     let state = &mut *lock(&STATE);
     let Some(Region { size, users, .. }) = state.mirrors.regions.remove(&base) else { return };
-    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     if keep && let Err(status) = state.fetch_all(driver, base, size) {
         lost(base, status);
     }
@@ -244,6 +243,8 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     state.drop_compared(base, |_| true);
     state.counted();
     users.into_iter().for_each(|(context, mirror)| state.unmirror(context, mirror));
+    // Until now, another thread that releases it waits for the lock: it frees the pages when this is over.
+    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
 }
 
 /// Makes a context's server mirror the pages of a piece, unless it already does. Returns where the mirror
@@ -534,5 +535,36 @@ impl State {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use client::handle::ContextId;
+
+    #[test]
+    fn memory_whose_last_bytes_are_being_fetched_is_still_mirrored() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        let bytes = Box::leak(vec![0_u64; PAGE / 8].into_boxed_slice());
+        let (base, size) = (bytes.as_ptr() as u64, PAGE as u64);
+        {
+            let state = &mut *lock(&STATE);
+            state.add_compared([Compared::known(base, context, base, &[0; PAGE])]);
+            state.mirrors.regions.insert(base, Region { size, users: vec![(context, base)], shared: true });
+            PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+        }
+        let before = server.session.last_seq();
+        let releases = std::thread::spawn(move || release(driver, base, true));
+        while server.session.last_seq() == before {
+            std::thread::yield_now();
+        }
+        // The server never answers. Whoever releases the memory now waits for the lock.
+        assert!(any() && STATE.try_lock().is_err());
+        server.lose();
+        releases.join().unwrap();
+        assert!(!is_here(base));
     }
 }

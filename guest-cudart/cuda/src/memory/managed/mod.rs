@@ -452,12 +452,8 @@ pub(crate) fn alloc(
 
 fn prepare(driver: &'static Driver, context: &'static Context, address: u64, size: u64) -> Result {
     let pages = pages(driver)?;
+    zero(context, address, size)?;
     let mut state = lock(&STATE);
-    let stream = state.mover(context)?;
-    let width = size / 4;
-    let zero = Memset { stream: stream.id, dst: address, pitch: 0, value: 0, element: 4, width, height: 1 };
-    stream.work(&zero)?;
-    stream.synchronize()?;
     pages.open_range(address as usize, size as usize).map_err(|_| Status::OUT_OF_MEMORY)?;
     let all = address..address + size;
     let blocks = Blocks::new(address, size, BLOCK, true);
@@ -467,6 +463,16 @@ fn prepare(driver: &'static Driver, context: &'static Context, address: u64, siz
         Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: false },
     );
     Ok(())
+}
+
+/// Zeroes memory that the program does not have yet. So the state need not be locked while the server, which
+/// may not answer, does that.
+fn zero(context: &'static Context, address: u64, size: u64) -> Result {
+    let stream = lock(&STATE).mover(context)?;
+    let width = size / 4;
+    let zero = Memset { stream: stream.id, dst: address, pitch: 0, value: 0, element: 4, width, height: 1 };
+    stream.work(&zero)?;
+    stream.synchronize()
 }
 
 /// Frees an allocation that nothing uses. Returns false if there is none at this address.
@@ -597,5 +603,37 @@ pub(crate) fn forget_variable(address: u64, size: u64) {
             state.remove(base);
             pages.unmap(base as usize, len as usize);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::process::driver::Server;
+    use client::handle::ContextId;
+
+    #[test]
+    fn a_server_that_does_not_answer_while_memory_is_allocated_stops_no_other() {
+        let server = Server::unused();
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        lock(&STATE).mover(context).unwrap();
+        let before = server.session.last_seq();
+        let zeroes = std::thread::spawn(move || zero(context, 1 << 40, PAGE as u64));
+        while server.session.last_seq() == before {
+            std::thread::yield_now();
+        }
+        let (says, said) = mpsc::channel();
+        std::thread::spawn(move || {
+            drop(lock(&STATE));
+            says.send(()).unwrap();
+        });
+        // If this waited for the answer, so would the test: it never comes.
+        said.recv_timeout(Duration::from_secs(60)).expect("the state is locked");
+        server.lose();
+        assert!(zeroes.join().unwrap().is_err());
+        lock(&STATE).movers.retain(|(other, _)| !std::ptr::eq(*other, context));
     }
 }
