@@ -423,6 +423,11 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         self.take(machine, timeout).map(drop)
     }
 
+    fn rest(&mut self) {
+        self.control.rest();
+        self.data.iter().for_each(|connection| connection.socket().rest());
+    }
+
     fn reconnect(
         &mut self,
         machine: &mut Machine<'_>,
