@@ -23,8 +23,9 @@ use protocol::device::Answer as Refusal;
 
 /// The pool's file if none is named.
 const POOL: &str = "/etc/rgpu/pool.toml";
-/// How long to wait before asking again when GPUs are taken.
-const AGAIN: Duration = Duration::from_secs(1);
+/// How long to wait before asking again when GPUs are taken: the first time, and at most. A hundred jobs may
+/// wait for the one thread of a server that answers all of them.
+const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
 /// How often to choose again at once if another client was faster, before other servers are asked.
 const TRIES: u32 = 5;
 
@@ -323,6 +324,11 @@ fn such(count: usize, wanted: &Wanted) -> String {
     format!("{count} GPU{}{what}", if count == 1 { "" } else { "s" })
 }
 
+/// The pause after this one.
+fn longer(pause: Duration) -> Duration {
+    (2 * pause).min(AGAIN.1)
+}
+
 /// Leases the wanted number of GPUs, for this many seconds. The order of the servers and of their GPUs has no
 /// meaning.
 ///
@@ -343,7 +349,7 @@ pub fn lease(
     }
     let deadline = Instant::now() + Duration::from_secs(wanted.wait);
     let mut left_out: Vec<Option<LeftOut>> = members.iter().map(|_| None).collect();
-    let mut tries = 0;
+    let (mut tries, mut pause) = (0, AGAIN.0);
     loop {
         let inventories = asker.ask_all(members, &Question::Inventory {});
         let mut said = Vec::new();
@@ -405,7 +411,8 @@ pub fn lease(
         }
         tries = 0;
         left_out.iter_mut().for_each(|left_out| drop(left_out.take_if(|out| out.until == Until::NextRound)));
-        std::thread::sleep(AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+        std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+        pause = longer(pause);
     }
 }
 
@@ -566,6 +573,13 @@ mod tests {
             }
         });
         Server { address, devices: Vec::new(), lease: None }
+    }
+
+    #[test]
+    fn servers_are_asked_less_and_less_often_and_still_each_few_seconds() {
+        let pauses = std::iter::successors(Some(AGAIN.0), |pause| Some(longer(*pause)));
+        let seconds: Vec<u64> = pauses.take(6).map(|pause| pause.as_secs()).collect();
+        assert_eq!(seconds, [1, 2, 4, 5, 5, 5]);
     }
 
     #[test]

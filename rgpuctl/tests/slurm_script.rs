@@ -105,14 +105,20 @@ fn a_job_whose_gpus_are_not_free_goes_back_into_the_queue() {
 }
 
 #[test]
-fn a_job_that_cannot_be_held_is_not_said_to_be_held() {
+fn a_job_that_slurm_does_not_put_back_is_said_to_have_started() {
     // As Slurm refuses for jobs that are not batch jobs.
-    let scontrol = format!("case $1 in show) {SHOWN} ;; requeuehold) exit 1 ;; esac");
+    let scontrol = format!("case $1 in show) {SHOWN} ;; requeue*) exit 1 ;; esac");
     let squeue = ("squeue", "echo 57 57");
-    let node = Node::new(&[("rgpuctl", &refuses(4)), ("scontrol", &scontrol), squeue]);
-    node.run(Some("prolog_slurmd"));
-    let calls = node.calls();
-    assert!(calls.contains("cannot be held") && !calls.contains("AdminComment"), "{calls}");
+    for (status, log, words) in
+        [(4, "cannot be held", "never started"), (125, "cannot go back into the queue", "started")]
+    {
+        let node = Node::new(&[("rgpuctl", &refuses(status)), ("scontrol", &scontrol), squeue]);
+        node.run(Some("prolog_slurmd"));
+        let calls = node.calls();
+        assert!(calls.contains(log) && !calls.contains("AdminComment"), "{calls}");
+        let why = fs::read_to_string(node.state().join("57.n1.why")).unwrap();
+        assert_eq!(why, format!("{words}\n1 GPU (h200): no\n"));
+    }
 }
 
 #[test]

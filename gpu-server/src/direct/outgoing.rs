@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use host_bridge::endpoint::Mapped;
-use host_bridge::stream::Stream;
+use host_bridge::stream::{QUIET, Stream};
 use host_bridge::verbs::{Domain, Pieces};
 use protocol::Status;
 use protocol::link::DirectHeader;
@@ -259,6 +259,18 @@ impl Jobs {
         }
     }
 
+    /// Waits for the next job. `None`: there will be no more. `moved`: the connection has carried something
+    /// since its memory was last given back, which is done once it is quiet.
+    fn next(&self, stream: &Stream, moved: &mut bool) -> Option<Job> {
+        if std::mem::take(moved) {
+            match self.due.recv_timeout(QUIET) {
+                Err(RecvTimeoutError::Timeout) => stream.rest(),
+                result => return result.ok(),
+            }
+        }
+        self.due.recv().ok()
+    }
+
     /// A job's piece. `None`: it comes too late, or this job ends with another one.
     pub(super) fn judge(&mut self, job: Job) -> Option<Piece> {
         let (number, piece) = match job {
@@ -280,7 +292,9 @@ impl Jobs {
 
 /// Sends what arrives in the queue, and calls `after` after each. Returns when the connection is lost.
 pub(super) fn send(stream: &Stream, mut jobs: Jobs, bytes: &Common, after: impl Fn()) -> io::Result<()> {
-    while let Ok(job) = jobs.due.recv() {
+    let mut moved = false;
+    while let Some(job) = jobs.next(stream, &mut moved) {
+        moved = true;
         if let Some((header, piece)) = jobs.judge(job) {
             stream.write_all(header.as_bytes())?;
             if let Some((source, len)) = piece {

@@ -3,6 +3,7 @@
 //! ```text
 //!   listeners ──▶ one thread, "rgpu-greet" ─┬─ Unix, or tcp without TLS ── Hello ──────────▶ handshake::serve
 //!                                           ├─ TLS with any other name ─── Hello, under TLS ─▶ handshake::serve
+//!                                           ├─ TLS with a token ────────── Hello ──────────▶ "rgpu-join"
 //!                                           └─ TLS with a session's name ── unread ──────────▶ the session's worker
 //! ```
 //!
@@ -13,6 +14,9 @@
 //!
 //! Connections on which nothing has come at all are counted for themselves: a client opens those of its next
 //! session before it can say which that is, and they must not take the place of one that shakes hands.
+//!
+//! A token is redeemed by a thread of its own, "rgpu-join", because a disk writes the list of clients. At
+//! most [`MAX_JOINS`] wait for that.
 //!
 //! `fuzzing` has peers that may do anything.
 
@@ -27,6 +31,7 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -39,6 +44,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use protocol::link::{BadGreeting, Hello, MAX_QUESTION, greeting, purpose};
 use protocol::version::OURS;
 use rustls::ServerConnection;
+use rustls::pki_types::CertificateDer;
 use rustls::server::Acceptor;
 use zerocopy::FromBytes;
 
@@ -63,6 +69,8 @@ const MAX_CLIENT_HELLO: usize = 8 << 10;
 /// with its certificates, and that message. Without it, a peer that sends empty records and new keys forever
 /// would be served forever, as the library allows any number of both in turn.
 const MAX_UNDER_TLS: usize = (64 << 10) + MAX_SAID;
+/// Maximum number of clients whose tokens wait to be redeemed.
+const MAX_JOINS: usize = 128;
 /// The first byte of a TLS connection.
 const TLS: u8 = 22;
 
@@ -561,8 +569,28 @@ fn judge(said: &[u8]) -> Option<Step> {
     }
 }
 
+/// A client with a token.
+struct Join {
+    connection: Arc<Control>,
+    peer: String,
+    hello: Hello,
+    certificates: Vec<CertificateDer<'static>>,
+}
+
+impl Join {
+    /// Redeems the token, unless the client has gone, and tells the client.
+    fn serve(self, server: &Server) {
+        let Join { connection, peer, hello, certificates } = self;
+        let Some(trust) = server.trust.as_ref().filter(|_| !connection.is_closed()) else { return };
+        let who = trust.join(&certificates, &hello.secret);
+        handshake::serve(server, connection, &peer, &hello, Vec::new(), who);
+    }
+}
+
 struct Greeter {
     server: Arc<Server>,
+    /// To the thread that redeems tokens. It ends with this value.
+    joins: SyncSender<Join>,
     epoll: Epoll,
     listeners: Vec<Listener>,
     /// By number, in order of arrival.
@@ -587,7 +615,11 @@ impl Greeter {
             epoll.add(listener.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, number))?;
         }
         let next = listeners.len() as u64;
-        Ok(Greeter { server, epoll, listeners, silent: BTreeMap::new(), groups: HashMap::new(), next })
+        let (joins, waiting) = sync_channel::<Join>(MAX_JOINS);
+        let own = Arc::clone(&server);
+        let redeem = move || waiting.iter().for_each(|join| join.serve(&own));
+        std::thread::Builder::new().name("rgpu-join".into()).spawn(redeem)?;
+        Ok(Greeter { server, joins, epoll, listeners, silent: BTreeMap::new(), groups: HashMap::new(), next })
     }
 
     fn run(mut self) {
@@ -751,23 +783,39 @@ impl Greeter {
             Step::Said(Err(BadGreeting::Magic(_))) => {}
             Step::Said(Ok(said)) => {
                 let (hello, question) = *said;
-                let who = self.principal(&arrival, &hello);
+                if hello.purpose == purpose::JOIN && matches!(arrival.phase, Phase::Tls(..)) {
+                    return self.redeem(arrival, hello);
+                }
+                let who = self.principal(&arrival);
                 let connection = Arc::new(arrival.into_control());
                 handshake::serve(&self.server, connection, &peer, &hello, question, who);
             }
         }
     }
 
+    /// Has the token of a client redeemed.
+    fn redeem(&self, arrival: Arrival, hello: Hello) {
+        let certificates = match &arrival.phase {
+            Phase::Tls(tls, ..) => tls.peer_certificates().unwrap_or_default(),
+            _ => &[],
+        };
+        let certificates = certificates.iter().map(|certificate| certificate.clone().into_owned()).collect();
+        let peer = arrival.peer.clone();
+        let join = Join { peer, hello, certificates, connection: Arc::new(arrival.into_control()) };
+        let Err(TrySendError::Full(join) | TrySendError::Disconnected(join)) = self.joins.try_send(join)
+        else {
+            return;
+        };
+        let refused = Refused(Reason::ServerFull, "too many clients are joining: try again".into());
+        self.server.refuse(&join.connection, None, &join.peer, "", "", &refused);
+    }
+
     /// The verified client, or why there is none.
-    fn principal(&self, arrival: &Arrival, hello: &Hello) -> Result<Principal, String> {
+    fn principal(&self, arrival: &Arrival) -> Result<Principal, String> {
         match (&arrival.socket, &arrival.phase, &self.server.trust) {
             (Socket::Unix(socket), ..) => Ok(Principal::of_socket(socket)),
             (_, Phase::Tls(tls, ..), Some(trust)) => {
-                let certificates = tls.peer_certificates().unwrap_or_default();
-                match hello.purpose {
-                    purpose::JOIN => trust.join(certificates, &hello.secret),
-                    _ => trust.principal(certificates),
-                }
+                trust.principal(tls.peer_certificates().unwrap_or_default())
             }
             _ if self.server.options.insecure => Ok(Principal::of_address(&arrival.peer)),
             _ => Err("the server accepts no connection without TLS: join it with rgpuctl join and a token of rgpuctl enroll, and leave --insecure out; or start it with --insecure".into()),
@@ -777,6 +825,12 @@ impl Greeter {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
+    use protocol::device::Answer;
+    use protocol::link::Welcome;
+    use zerocopy::{FromZeros, IntoBytes};
+
     use super::*;
 
     #[test]
@@ -785,6 +839,104 @@ mod tests {
         for (wildcard, reached) in [("0.0.0.0", [true, false]), ("::", [true; 2]), ("*", [true; 2])] {
             assert_eq!([v4, v6].map(|address| is_within(wildcard, address)), reached, "{wildcard}");
         }
+    }
+
+    /// A client's TLS with a greeter, up to its first message.
+    struct Client {
+        stream: UnixStream,
+        tls: rustls::ClientConnection,
+        number: u64,
+    }
+
+    impl Client {
+        fn new(greeter: &mut Greeter, identity: &identity::Identity) -> Client {
+            let (stream, theirs) = UnixStream::pair().unwrap();
+            stream.set_nonblocking(true).unwrap();
+            let server = greeter.server.trust.as_ref().unwrap().fingerprint();
+            let config = identity::tls::client_pinning(identity, &[server]).unwrap();
+            let tls = rustls::ClientConnection::new(config, "localhost".try_into().unwrap()).unwrap();
+            let (number, until) = (greeter.next, Instant::now() + Duration::from_secs(3600));
+            let (source, peer) = (Source::V4([10, 0, 0, 1]), "10.0.0.1:9".to_owned());
+            let socket = Socket::Tcp(std::os::fd::OwnedFd::from(theirs).into());
+            greeter.admit(Arrival { socket, source, peer, until, phase: Phase::First });
+            let mut client = Client { stream, tls, number };
+            while client.tls.is_handshaking() {
+                client.turn(greeter);
+            }
+            client
+        }
+
+        /// Sends what there is, has the greeter take it, and takes what it has answered.
+        fn turn(&mut self, greeter: &mut Greeter) {
+            while self.tls.wants_write() {
+                self.tls.write_tls(&mut self.stream).unwrap();
+            }
+            greeter.advance(self.number);
+            while self.tls.read_tls(&mut self.stream).is_ok_and(|n| n > 0) {
+                self.tls.process_new_packets().unwrap();
+            }
+        }
+
+        fn say(&mut self, greeter: &mut Greeter, purpose: u32, secret: identity::Secret) {
+            let hello = Hello {
+                magic: protocol::link::MAGIC,
+                version: OURS.version(),
+                fingerprint: OURS.fingerprint(),
+                purpose,
+                secret: secret.0,
+                ..Hello::new_zeroed()
+            };
+            self.tls.writer().write_all(hello.as_bytes()).unwrap();
+            self.turn(greeter);
+        }
+
+        /// Waits for the server's welcome, and gives its status.
+        fn hear(&mut self) -> u32 {
+            self.stream.set_nonblocking(false).unwrap();
+            self.stream.set_read_timeout(Some(test_kit::PATIENCE)).unwrap();
+            let (mut welcome, mut got) = (Welcome::new_zeroed(), 0);
+            while got < size_of::<Welcome>() {
+                match self.tls.reader().read(&mut welcome.as_mut_bytes()[got..]) {
+                    Ok(n) => got += n,
+                    Err(e) => {
+                        assert_eq!(e.kind(), io::ErrorKind::WouldBlock);
+                        assert!(self.tls.read_tls(&mut self.stream).unwrap() > 0, "closed without an answer");
+                        self.tls.process_new_packets().unwrap();
+                    }
+                }
+            }
+            welcome.status
+        }
+    }
+
+    #[test]
+    fn who_connects_does_not_wait_for_the_disk_that_writes_who_has_joined() {
+        let folder = tempfile::tempdir().unwrap();
+        let flags = ["--listen=tcp:127.0.0.1:1", "--identity", folder.path().to_str().unwrap()];
+        let server = Server::new(Serve::from_flags(&flags), &mut Inherited::default()).unwrap();
+        let mut greeter = Greeter::new(Arc::new(server), Vec::new()).unwrap();
+        let server = Arc::clone(&greeter.server);
+        let trust = server.trust.as_ref().unwrap();
+        let secret = trust.enroll("host", Duration::from_secs(3600)).unwrap();
+        let identity = identity::Identity::generate().unwrap();
+        let mut client = Client::new(&mut greeter, &identity);
+        trust.change(|_| {
+            // Until this is over, nothing else changes who the clients are.
+            client.say(&mut greeter, purpose::JOIN, secret);
+            let mut other = Client::new(&mut greeter, &identity);
+            other.say(&mut greeter, purpose::CONTROL, identity::Secret([0; 32]));
+            assert_eq!(other.hear(), Reason::UnknownClient.answer() as u32);
+            // Those that wait are not ever more.
+            let join = |_| {
+                let mut client = Client::new(&mut greeter, &identity);
+                client.say(&mut greeter, purpose::JOIN, secret);
+                client
+            };
+            let mut more: Vec<Client> = (0..=MAX_JOINS).map(join).collect();
+            assert_eq!(more.last_mut().unwrap().hear(), Reason::ServerFull.answer() as u32);
+        });
+        assert_eq!(client.hear(), Answer::Ok as u32);
+        assert_eq!(trust.principals().find(&identity.fingerprint()), Some("host"));
     }
 
     #[test]

@@ -18,11 +18,14 @@ use crate::driver::cuda::nvml::processes::{self, Use};
 
 /// The delay before a query.
 const PAUSE: Duration = Duration::from_secs(1);
+/// The same after an error that is not expected. NVML may never answer here.
+const AFTER_ERROR: Duration = Duration::from_secs(60);
 
 /// Starts the thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let server = Arc::clone(server);
     let measure = move || {
+        let (mut pause, mut failed) = (PAUSE, None);
         loop {
             let numbers = {
                 let mut state = server.lock();
@@ -30,7 +33,7 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
                     state = server.changed.wait(state).unwrap_or_else(|e| e.into_inner());
                 }
                 drop(state);
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(pause);
                 state = server.lock();
                 state.measure = false;
                 if state.serving.as_ref().is_none_or(|(backend, _)| backend != "cuda") {
@@ -38,19 +41,7 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
                 }
                 state.well(&server.options).unwrap_or_else(|| state.devices(&server.options))
             };
-            match processes::uses(&numbers) {
-                Ok(uses) => server.lock().measured(&uses),
-                // A device may be lost before its health is known: the others are measured again.
-                Err(status @ (status::GPU_IS_LOST | status::NOT_FOUND)) => {
-                    tracing::debug!("NVML does not report the processes' memory (nvmlReturn_t {status})");
-                }
-                Err(status) => {
-                    tracing::warn!(
-                        "NVML does not report the processes' memory on a device (nvmlReturn_t {status}): contexts and code do not count against limits"
-                    );
-                    return;
-                }
-            }
+            pause = note(&server, processes::uses(&numbers), &mut failed);
         }
     };
     std::thread::Builder::new()
@@ -58,6 +49,31 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
         .spawn(measure)
         .context("starting to measure memory")?;
     Ok(())
+}
+
+/// Notes what NVML answers. Returns the delay before the next query. `failed`: the last error that was
+/// logged, until NVML has answered.
+fn note(server: &Server, answer: Result<Vec<Use>, u32>, failed: &mut Option<u32>) -> Duration {
+    match answer {
+        Ok(uses) => {
+            *failed = None;
+            server.lock().measured(&uses);
+            PAUSE
+        }
+        // A device may be lost before its health is known: the others are measured again.
+        Err(status @ (status::GPU_IS_LOST | status::NOT_FOUND)) => {
+            tracing::debug!("NVML does not report the processes' memory (nvmlReturn_t {status})");
+            PAUSE
+        }
+        Err(status) => {
+            if failed.replace(status) != Some(status) {
+                tracing::warn!(
+                    "NVML does not report the processes' memory on a device (nvmlReturn_t {status}): until it does, contexts and code do not count against limits as they are now"
+                );
+            }
+            AFTER_ERROR
+        }
+    }
 }
 
 impl State {
@@ -91,7 +107,29 @@ mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::super::workers::{Managed, Stage};
     use super::*;
+    use crate::config::Serve;
     use crate::limits::Limits;
+    use handover::Inherited;
+
+    #[test]
+    fn an_error_of_nvmls_ends_no_measuring_and_is_logged_once() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        server.lock().sessions.insert(7, session_of_limits(Limits::default()));
+        let mut failed = None;
+        let used = |bytes| Ok(vec![Use { pid: 7, device: 1, bytes }]);
+        let (unknown, uninitialized) = (999, 1);
+        for (answer, pause, remembers, held) in [
+            (used(400), PAUSE, None, 400),
+            (Err(unknown), AFTER_ERROR, Some(unknown), 400),
+            (Err(unknown), AFTER_ERROR, Some(unknown), 400),
+            (Err(status::GPU_IS_LOST), PAUSE, Some(unknown), 400),
+            (Err(uninitialized), AFTER_ERROR, Some(uninitialized), 400),
+            (used(500), PAUSE, None, 500),
+        ] {
+            assert_eq!((note(&server, answer, &mut failed), failed), (pause, remembers));
+            assert_eq!(server.lock().sessions[&7].account.held(1), held);
+        }
+    }
 
     #[test]
     fn a_workers_earlier_memory_use_counts_from_the_sessions_start() {

@@ -43,9 +43,12 @@ const BEGINS_WITHIN: u64 = 1_000_000_000;
 const LEAVES_WITHIN: u64 = 120_000_000_000;
 
 /// A session that carries out an order, and has moved nothing for this long, is not counted on meanwhile: nor
-/// is room kept for what it will want when it has returned. Others give up after three times as long
-/// ([`crate::room::WITHIN`]).
+/// is room kept for what it will want when it has returned.
 const MOVES_WITHIN: u64 = 10_000_000_000;
+/// What is free stays reserved for this long for a session that waits for such a one to leave: it may be
+/// moving a single large piece, of which nothing shows before all is moved. After that, whoever waits gives
+/// up ([`crate::room::WITHIN`]).
+const GIVES_UP: u64 = crate::room::WITHIN.as_nanos() as u64;
 
 /// Bytes on devices, by their numbers.
 pub(super) type Bytes = BTreeMap<u32, u64>;
@@ -164,7 +167,7 @@ pub(super) struct Residency {
     sessions: HashMap<u32, Known>,
     /// Free memory reserved for those in line, in their order.
     reserved: Vec<(u32, Bytes)>,
-    /// How often sessions have carried out orders.
+    /// How often sessions have moved something for an order, or have carried it out.
     moves: u64,
 }
 
@@ -220,7 +223,8 @@ impl Residency {
         self.sessions.get(&worker)?.order.map(|(_, order, _)| order)
     }
 
-    /// How often sessions have carried out orders.
+    /// How often sessions have moved something for an order, or have carried it out. Whoever waits for room
+    /// goes on waiting while this grows.
     pub(super) fn moves(&self) -> u64 {
         self.moves
     }
@@ -304,6 +308,9 @@ impl Residency {
         if has_moved || begins {
             known.moved = (bytes_away, now);
         }
+        // Not for longer: a worker that lies may move a little each time.
+        let in_time = known.order.is_some_and(|(.., at)| now.saturating_sub(at) <= LEAVES_WITHIN);
+        self.moves += u64::from(has_moved && in_time);
         if std::mem::replace(&mut known.total, total) < total {
             (known.passed_until, known.pass, known.offered) = (0, AGAIN, None);
         }
@@ -391,7 +398,7 @@ impl Residency {
         }
         // What is already leaving may be enough.
         let mut coming = Bytes::new();
-        for other in views.iter().filter(|other| self.leaves(now, other)) {
+        for other in views.iter().filter(|other| self.leaves(now, other, MOVES_WITHIN)) {
             add(&mut coming, &other.movable);
             take(&mut coming, &other.away);
         }
@@ -431,6 +438,9 @@ impl Residency {
             {
                 decided.no_store.push(view.worker);
             }
+        } else if missing(&short, &self.stuck(now, views, &room.owed)).is_empty() {
+            // Nobody leaves for it meanwhile, and nobody takes what is free for it.
+            self.reserve(view.worker, &wanted, room);
         } else if missing(&short, &kept).is_empty()
             && let Some(known) = self.sessions.get_mut(&view.worker)
             && !std::mem::replace(&mut known.held_back, true)
@@ -447,20 +457,31 @@ impl Residency {
     /// What sessions that have partly left will release in the next moments.
     fn given_up(&self, now: u64, views: &[View]) -> Bytes {
         let mut bytes = Bytes::new();
-        for view in views.iter().filter(|view| self.leaves(now, view) && sum(&view.away) > 0) {
+        let leaves = |view: &&View| self.leaves(now, view, MOVES_WITHIN) && sum(&view.away) > 0;
+        for view in views.iter().filter(leaves) {
             add(&mut bytes, &view.movable);
             take(&mut bytes, &view.away);
         }
         bytes
     }
 
-    /// Whether a session's memory is leaving, as far as it can be counted on.
-    fn leaves(&self, now: u64, view: &View) -> bool {
+    /// What sessions have to release that are leaving, and have moved nothing for so long that they are not
+    /// counted on. `owed`: what others return into, perhaps of theirs.
+    fn stuck(&self, now: u64, views: &[View], owed: &Bytes) -> Bytes {
+        let mut bytes = Bytes::new();
+        let stuck = |view: &&View| self.leaves(now, view, GIVES_UP) && !self.leaves(now, view, MOVES_WITHIN);
+        views.iter().filter(stuck).for_each(|view| add(&mut bytes, &left(view)));
+        take(&mut bytes, owed);
+        bytes
+    }
+
+    /// Whether a session's memory is leaving, and it has moved some `within` this time, or has just begun to.
+    fn leaves(&self, now: u64, view: &View, within: u64) -> bool {
         let Some(known) = self.sessions.get(&view.worker) else { return false };
         known.order.is_some_and(|(number, order, at)| {
             let since = |time: u64| now.saturating_sub(time);
             let on_its_way = if view.begun == number {
-                since(known.moved.1) <= MOVES_WITHIN && since(at) <= LEAVES_WITHIN
+                since(known.moved.1) <= within && since(at) <= LEAVES_WITHIN
             } else {
                 since(at) <= BEGINS_WITHIN
             };

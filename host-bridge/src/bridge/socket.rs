@@ -77,6 +77,11 @@ impl Socket {
         let _ = shutdown(self.0.as_fd().as_raw_fd(), Shutdown::Write);
     }
 
+    /// Gives memory [back](Stream::rest).
+    pub(super) fn rest(&self) {
+        self.0.rest();
+    }
+
     /// Ends both directions at once, even if others hold the descriptor.
     pub(super) fn shut_down(&self) {
         self.0.shut_down();

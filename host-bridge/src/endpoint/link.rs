@@ -147,6 +147,11 @@ impl Link {
         state.park(Instant::now())
     }
 
+    /// Nothing was sent for a while: gives memory of the connections [back](Stream::rest).
+    pub(super) fn rest(&self) {
+        self.lock().connections.iter().for_each(|stream| stream.rest());
+    }
+
     /// Whether it is down.
     pub(super) fn is_down(&self) -> bool {
         self.lock().down.is_some()

@@ -27,6 +27,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, send};
 use protocol::link::FrameHeader;
 use rustls::pki_types::ServerName;
@@ -40,6 +41,8 @@ use crate::framing::check_len;
 
 /// Records that are sealed before they are sent.
 const BATCH: usize = 16;
+/// Once a connection has carried nothing for this long, its memory for records is [given back](Stream::rest).
+pub const QUIET: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 1000 });
 
 /// A connected stream socket, with or without TLS. Every thread may use it; one that sends and one that
 /// receives do not wait for each other.
@@ -211,7 +214,7 @@ impl Stream {
         };
         let mut receiving = lock(&tls.receiving);
         let mut got = 0;
-        self.receive_by(tls, &mut receiving, MsgFlags::empty(), |bytes| {
+        self.receive_by(tls, &mut receiving, (MsgFlags::empty(), false), |bytes| {
             // SAFETY: the caller's promise.
             let n = unsafe { gather.copy_in(got, bytes) };
             got += n;
@@ -249,6 +252,19 @@ impl Stream {
         }
     }
 
+    /// Gives back the memory for records, which takes up to 257 KiB in each direction after long data, as far
+    /// as it is not in use. To be called when the connection has carried nothing for [`QUIET`]: what comes
+    /// then allocates anew. A thread that waits for input in [`read_whole`](Self::read_whole) does so itself.
+    pub fn rest(&self) {
+        let Some(tls) = &self.tls else { return };
+        if let Ok(mut sending) = tls.sending.try_lock() {
+            sending.give_back();
+        }
+        if let Ok(mut receiving) = tls.receiving.try_lock() {
+            receiving.give_back();
+        }
+    }
+
     /// Whether bytes have come that the socket no longer tells of: they were received with others.
     pub(crate) fn has_input(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| {
@@ -259,20 +275,20 @@ impl Stream {
 
     /// Receives what there is. 0: the peer closed the connection. Never waits: `WouldBlock`.
     pub(crate) fn read_now(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.read_as(buffer, MsgFlags::MSG_DONTWAIT)
+        self.read_as(buffer, MsgFlags::MSG_DONTWAIT, false)
     }
 
     /// Receives as much as `buffer` takes, waiting for it; less at the connection's end, if a signal comes
-    /// between, and with TLS. 0: the peer closed the connection.
+    /// between, and with TLS. 0: the peer closed the connection. To be used on a socket that blocks.
     pub(crate) fn read_whole(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.read_as(buffer, if self.tls.is_some() { MsgFlags::empty() } else { MsgFlags::MSG_WAITALL })
+        self.read_as(buffer, if self.tls.is_some() { MsgFlags::empty() } else { MsgFlags::MSG_WAITALL }, true)
     }
 
-    fn read_as(&self, buffer: &mut [u8], flags: MsgFlags) -> io::Result<usize> {
+    fn read_as(&self, buffer: &mut [u8], flags: MsgFlags, waits: bool) -> io::Result<usize> {
         let Some(tls) = &self.tls else { return Ok(recv(self.socket.as_raw_fd(), buffer, flags)?) };
         let mut receiving = lock(&tls.receiving);
         let mut got = 0;
-        self.receive_by(tls, &mut receiving, flags, |bytes| {
+        self.receive_by(tls, &mut receiving, (flags, waits), |bytes| {
             let n = bytes.len().min(buffer.len() - got);
             buffer[got..got + n].copy_from_slice(&bytes[..n]);
             got += n;
@@ -380,13 +396,31 @@ impl Stream {
         }
     }
 
-    /// Gives `take` data until it takes no more or there is no more, and receives if there was none. `take`
-    /// gives how much it took. The result is the sum; 0: the peer closed the connection.
+    /// Receives records, on a socket that blocks. While it waits for them, nothing else can give memory back,
+    /// so this does.
+    fn receive_waiting(&self, receiving: &mut Receiving, flags: MsgFlags) -> nix::Result<usize> {
+        let socket = self.socket.as_raw_fd();
+        if receiving.has_grown() {
+            match recv(socket, receiving.room(), flags | MsgFlags::MSG_DONTWAIT) {
+                Err(nix::Error::EAGAIN) => {}
+                result => return result,
+            }
+            let quiet = PollTimeout::try_from(QUIET).unwrap_or(PollTimeout::MAX);
+            if poll(&mut [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)], quiet) == Ok(0) {
+                receiving.give_back();
+            }
+        }
+        recv(socket, receiving.room(), flags)
+    }
+
+    /// Gives `take` data until it takes no more or there is no more, and receives if there was none, perhaps
+    /// [waiting](Self::receive_waiting). `take` gives how much it took. The result is the sum; 0: the peer
+    /// closed the connection.
     fn receive_by(
         &self,
         tls: &Tls,
         receiving: &mut Receiving,
-        flags: MsgFlags,
+        (flags, waits): (MsgFlags, bool),
         mut take: impl FnMut(&[u8]) -> usize,
     ) -> io::Result<usize> {
         let mut got = 0;
@@ -410,13 +444,18 @@ impl Stream {
                 // What was taken is reported first; the same comes again with the next call.
                 _ if got > 0 => return Ok(got),
                 Ok(Opened::Closed) => return Ok(0),
-                Ok(Opened::Nothing) => match recv(self.socket.as_raw_fd(), receiving.room(), flags)? {
-                    0 => {
+                Ok(Opened::Nothing) => {
+                    let came = if waits {
+                        self.receive_waiting(receiving, flags)?
+                    } else {
+                        recv(self.socket.as_raw_fd(), receiving.room(), flags)?
+                    };
+                    if came == 0 {
                         let text = "the connection was cut: it ended without the peer's farewell";
                         return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
                     }
-                    n => receiving.came(n),
-                },
+                    receiving.came(came);
+                }
                 Err(e) => return Err(e),
             }
         }
@@ -426,7 +465,7 @@ impl Stream {
 impl Read for &Stream {
     /// Receives what there is; waits if the socket blocks.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.read_as(buffer, MsgFlags::empty())
+        self.read_as(buffer, MsgFlags::empty(), false)
     }
 }
 

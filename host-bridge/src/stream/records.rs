@@ -129,6 +129,25 @@ impl Receiving {
         }
     }
 
+    /// Whether the peer has filled the first memory, and nothing of that is left. To be called when all data
+    /// was taken.
+    pub(super) fn has_grown(&self) -> bool {
+        self.held.is_empty() && self.buffer.len() > BUFFER.0
+    }
+
+    /// Gives the memory back, unless something is left in it.
+    pub(super) fn give_back(&mut self) {
+        if self.held.is_empty() && self.plain.is_empty() {
+            (self.buffer, self.held, self.plain) = (Vec::new(), 0..0, 0..0);
+        }
+    }
+
+    /// Bytes of memory for what comes.
+    #[cfg(test)]
+    pub(super) fn memory(&self) -> usize {
+        self.buffer.capacity()
+    }
+
     /// Opens the next record. To be called when all data was taken. A record that was not made by the peer
     /// for this place fails, and so does everything behind it.
     pub(super) fn open(&mut self) -> io::Result<Opened> {
@@ -219,8 +238,9 @@ impl Sealer {
 
 /// The sending direction.
 ///
-/// Records are made in one buffer, which is kept. With memory of its own for each, as rustls would take, the
-/// allocator gives pages back to the kernel and faults them in again, which costs more than encryption.
+/// Records are made in one buffer, which is kept until the connection is quiet. With memory of its own for
+/// each, as rustls would take, the allocator gives pages back to the kernel and faults them in again, which
+/// costs more than encryption.
 pub(super) struct Sending {
     sealer: Sealer,
     /// Number of the next record.
@@ -304,6 +324,19 @@ impl Sending {
     /// Seals the farewell.
     pub(super) fn seal_close(&mut self) -> io::Result<()> {
         self.seal_message(ContentType::Alert, &CLOSE_NOTIFY)
+    }
+
+    /// Gives the memory back, unless records wait in it.
+    pub(super) fn give_back(&mut self) {
+        if !self.is_pending() {
+            (self.buffer, self.sealed) = (Vec::new(), 0..0);
+        }
+    }
+
+    /// Bytes of memory for records.
+    #[cfg(test)]
+    pub(super) fn memory(&self) -> usize {
+        self.buffer.capacity()
     }
 
     /// Whether records wait to be sent.

@@ -108,6 +108,49 @@ fn a_stream_that_does_not_block_takes_what_fits_and_keeps_no_record_back() {
 }
 
 #[test]
+fn memory_for_records_is_given_back_once_a_connection_is_quiet() {
+    let (a, b) = pair();
+    let memory = |stream: &Stream| {
+        let tls = stream.tls.as_ref().unwrap();
+        (lock(&tls.sending).memory(), lock(&tls.receiving).memory())
+    };
+    let bytes = pattern(30 << 20);
+    for _ in 0..2 {
+        // As much as the sockets take, so that there is enough to fill the first memory.
+        let mut sent = 0;
+        a.set_nonblocking(true).unwrap();
+        while let Ok(n) = a.send_bytes(&bytes[sent..]) {
+            assert!(n > 0, "the sockets take everything");
+            sent += n;
+        }
+        assert!(a.has_output());
+        a.rest();
+        let full = memory(&a).0;
+        assert!(full >= BATCH * MAX_DATA, "what waits is kept");
+        a.set_nonblocking(false).unwrap();
+        let mut got = vec![0; sent];
+        std::thread::scope(|scope| {
+            scope.spawn(|| a.flush_output().unwrap());
+            b.read_exact(&mut got).unwrap();
+        });
+        assert!(got == bytes[..sent]);
+        assert_eq!(memory(&a).0, full, "more may follow at once");
+        a.rest();
+        assert_eq!(memory(&a).0, 0);
+        // Who waits for input gives back by itself what is more than little.
+        let grown = memory(&b).1;
+        b.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+        let waited = b.read_whole(&mut [0]).unwrap_err();
+        assert_eq!(waited.kind(), io::ErrorKind::WouldBlock);
+        assert!((1..grown).contains(&memory(&b).1), "{grown}");
+        b.set_read_timeout(None).unwrap();
+        // And others do.
+        b.rest();
+        assert_eq!(memory(&b).1, 0);
+    }
+}
+
+#[test]
 fn what_was_received_and_not_taken_is_told() {
     let (a, b) = pair();
     a.write_all(b"one").unwrap();

@@ -327,16 +327,20 @@ fn without_gpus(state: &Path) -> Vec<Finding> {
         let Some(job) = name.strip_suffix(".why").and_then(|name| name.split('.').next()) else { continue };
         let text = fs::read_to_string(entry.path()).unwrap_or_default();
         let why = text.lines().last().unwrap_or("the reason is unknown").to_owned();
-        let never = text.lines().next() == Some("never");
-        let (what, step) = if never {
-            (
-                "can never have its GPUs",
-                format!(
-                    "it is held; change it (scontrol update JobId={job} Gres=…), the servers or their clients.toml, then scontrol release {job}"
-                ),
-            )
-        } else {
-            ("has found no GPUs", "it is in the queue again; rgpuctl inventory shows what is free, and the server's clients.toml what this node may lease (exclusive_leases, leases)".to_owned())
+        let (never, started) = match text.lines().next() {
+            Some("never") => (true, false),
+            Some("started") => (false, true),
+            Some("never started") => (true, true),
+            _ => (false, false),
+        };
+        let what = if never { "can never have its GPUs" } else { "has found no GPUs" };
+        let step = match (never, started) {
+            (true, false) => format!(
+                "it is held; change it (scontrol update JobId={job} Gres=…), the servers or their clients.toml, then scontrol release {job}"
+            ),
+            (true, true) => "Slurm holds only batch jobs without --no-requeue: unless another of its nodes has had it held, its tasks have failed; change the servers, their clients.toml or what it asks for, and start it again".to_owned(),
+            (false, true) => "Slurm puts back only batch jobs without --no-requeue: unless another of its nodes has had it put back, its tasks have failed; start it again once rgpuctl inventory shows enough that is free".to_owned(),
+            (false, false) => "it is in the queue again; rgpuctl inventory shows what is free, and the server's clients.toml what this node may lease (exclusive_leases, leases)".to_owned(),
         };
         found.push((job.parse::<u64>().unwrap_or(0), format!("job {job} {what}: {why}"), step));
     }
@@ -454,6 +458,16 @@ mod tests {
             matches!(&found[0], Note(text, Some(step)) if text == "job 14 can never have its GPUs: 1 GPU (h200) can never be had" && step.contains("scontrol release 14")),
             "{found:?}"
         );
+        // Nor is one that Slurm has let start.
+        for (job, words, is) in [(15, "never started", "can never have"), (16, "started", "has found no")] {
+            let said = format!("{words}\n1 GPU (h200): no\n");
+            fs::write(folder.path().join(format!("{job}.n1.why")), said).unwrap();
+            let found = without_gpus(folder.path());
+            assert!(
+                matches!(&found[0], Note(text, Some(step)) if text.contains(is) && step.contains("its tasks have failed") && !step.contains("it is held") && !step.contains("in the queue again")),
+                "{found:?}"
+            );
+        }
         assert_eq!(without_gpus(Path::new("/nonexistent")), []);
     }
 

@@ -254,6 +254,44 @@ fn a_worker_that_begins_to_leave_and_moves_nothing_is_not_waited_for() {
 }
 
 #[test]
+fn what_is_free_stays_reserved_while_a_large_piece_may_be_leaving() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [idle(1, "a", 60), newcomer(2, "b", 70)];
+    let budget = on(0, 75);
+    let mut step = |seconds, views: &[View]| {
+        let decided = residency.step(seconds * SECOND, &budget, views);
+        (leaving(&decided), residency.reserved(3, 0), residency.moves())
+    };
+    assert_eq!(step(10, &views), (vec![1], 15, 0));
+    views[0].begun = 1;
+    assert_eq!(step(10, &views), (vec![], 15, 0));
+    // It is not counted on any more, but others do not take the 15 that are free.
+    assert_eq!(step(21, &views), (vec![], 15, 0));
+    assert_eq!(step(40, &views), (vec![], 15, 0));
+    // The waiting session has given up by now, unless its worker lies.
+    assert_eq!(step(41, &views), (vec![], 0, 0));
+    // Whoever waits sees that something moves.
+    (views[0].away, views[0].on) = (on(0, 30), on(0, 30));
+    assert_eq!(step(42, &views), (vec![], 45, 1));
+}
+
+#[test]
+fn whoever_waits_sees_what_moves_as_long_as_it_moves_in_time() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [idle(1, "a", 60), newcomer(2, "b", 60)];
+    assert_eq!(leaving(&residency.step(10 * SECOND, &on(0, 60), &views)), [1]);
+    views[0].begun = 1;
+    let mut moves = Vec::new();
+    for piece in 1..=6 {
+        (views[0].away, views[0].on) = (on(0, piece), on(0, 60 - piece));
+        residency.step((10 + 29 * piece) * SECOND, &on(0, 60), &views);
+        moves.push(residency.moves());
+    }
+    // 120 s are over with the fifth.
+    assert_eq!(moves, [1, 2, 3, 4, 4, 4]);
+}
+
+#[test]
 fn a_worker_that_begins_late_to_leave_is_counted_on_from_then() {
     let mut residency = Residency::new(rules(u64::MAX));
     let mut views = [idle(1, "a", 60), View { rested: Some(2), ..idle(2, "a", 60) }, newcomer(3, "b", 60)];

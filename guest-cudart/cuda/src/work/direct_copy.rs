@@ -52,7 +52,7 @@ const MOST_MORE: usize = 24;
 /// Their number now.
 static MORE: AtomicUsize = AtomicUsize::new(0);
 
-/// How long a connection that has failed is not opened again: the first time, and at most.
+/// How long a connection that has failed, or was refused, is not opened again: the first time, and at most.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(60);
 
@@ -72,18 +72,31 @@ enum Connection {
     #[default]
     New,
     Open(Open),
-    /// It has failed, and is not opened again before this time. If that fails, too, the pause is twice this.
+    /// It has failed or was refused, and is not opened again before this time. If that fails, too, the pause
+    /// is twice this.
     Failed(Instant, Duration),
     /// A thread opens it again.
     Opening,
-    /// It doesn't exist.
+    /// It doesn't exist, and is not opened again: a server keeps what it cannot close.
     None,
 }
 
 impl Connection {
-    /// It has failed, and is opened again after this pause.
-    fn failed(pause: Duration) -> Connection {
-        Connection::Failed(Instant::now() + pause, pause)
+    /// What stands for one that could not be opened, or has failed. It is opened again after this pause, if
+    /// the servers can close what they have of it.
+    fn failed(can_close: bool, now: Instant, pause: Duration) -> Connection {
+        if can_close { Connection::Failed(now + pause, pause) } else { Connection::None }
+    }
+
+    /// Whether it is to be opened again now, and the pause if that fails. If so, the caller does that.
+    fn begin_again(&mut self, now: Instant) -> Option<Duration> {
+        match *self {
+            Connection::Failed(again, pause) if now >= again => {
+                *self = Connection::Opening;
+                Some((pause * 2).min(LAST_PAUSE))
+            }
+            _ => None,
+        }
     }
 }
 
@@ -194,35 +207,39 @@ fn connection(from: &Server, to: &Server) -> Shared {
 }
 
 /// Opens a connection unless that was done or tried before. Waits until it is open or not possible. One that
-/// has failed is opened again by a thread, some time later.
+/// has failed or was refused is opened again by a thread, some time later.
 fn ensure(shared: &Shared, connection: &mut Connection, from: &'static Server, to: &'static Server) {
-    match *connection {
-        Connection::New => {
-            *connection = match open(from, to) {
-                Ok(direct) => Connection::Open(Open::new(direct, FIRST_PAUSE)),
-                Err(why) => {
-                    let (from, to) = (from.session.index(), to.session.index());
-                    log::info(format_args!(
-                        "copies from server {from} to server {to} pass through this machine: {why}"
-                    ));
-                    Connection::None
-                }
-            };
-        }
-        Connection::Failed(again, pause) if Instant::now() >= again => {
-            let pause = (pause * 2).min(LAST_PAUSE);
-            let shared = Arc::clone(shared);
-            let reopen = move || {
-                let opened = open(from, to);
-                *lock(&shared) = match opened {
-                    Ok(direct) => Connection::Open(Open::new(direct, pause)),
-                    Err(_) => Connection::failed(pause),
-                };
-            };
-            let started = std::thread::Builder::new().name("rgpu-direct".into()).spawn(reopen);
-            *connection = if started.is_ok() { Connection::Opening } else { Connection::failed(pause) };
-        }
-        _ => {}
+    let numbers = (from.session.index(), to.session.index());
+    if let Connection::New = connection {
+        *connection = match open(from, to) {
+            Ok(direct) => Connection::Open(Open::new(direct, FIRST_PAUSE)),
+            Err(why) => {
+                let (from_number, to_number) = numbers;
+                log::info(format_args!(
+                    "copies from server {from_number} to server {to_number} pass through this machine: {why}"
+                ));
+                Connection::failed(can_close(from, to), Instant::now(), FIRST_PAUSE)
+            }
+        };
+        return;
+    }
+    let Some(pause) = connection.begin_again(Instant::now()) else { return };
+    let own = Arc::clone(shared);
+    let reopen = move || {
+        let opened = open(from, to);
+        *lock(&own) = match opened {
+            Ok(direct) => {
+                let (from_number, to_number) = numbers;
+                log::info(format_args!(
+                    "copies from server {from_number} to server {to_number} pass through this machine no longer"
+                ));
+                Connection::Open(Open::new(direct, pause))
+            }
+            Err(_) => Connection::failed(true, Instant::now(), pause),
+        };
+    };
+    if std::thread::Builder::new().name("rgpu-direct".into()).spawn(reopen).is_err() {
+        *connection = Connection::failed(true, Instant::now(), pause);
     }
 }
 
@@ -275,15 +292,17 @@ fn open(from: &Server, to: &Server) -> std::result::Result<u32, String> {
     let direct = next_number();
     let sending = |status| failed("sending", status);
     let key = from.session.call(&DirectKey {}).map_err(sending)?.key;
-    let offer =
-        to.session.call(&DirectOffer { direct, key }).map_err(|status| failed("receiving", status))?;
-    let opened = from.session.call(&DirectOpen { direct, ticket: offer.ticket }).map_err(sending);
-    match opened {
-        Ok(opened) if opened.refusal.is_empty() => return Ok(direct),
-        Ok(opened) => Err(opened.refusal),
-        Err(why) => Err(why),
-    }
-    .inspect_err(|_| close(direct, from, to))
+    let offer = to.session.call(&DirectOffer { direct, key }).map_err(|status| failed("receiving", status));
+    let opened = offer.and_then(|offer| {
+        let opened = from.session.call(&DirectOpen { direct, ticket: offer.ticket }).map_err(sending)?;
+        if opened.refusal.is_empty() { Ok(direct) } else { Err(opened.refusal) }
+    });
+    opened.inspect_err(|_| close(direct, from, to))
+}
+
+/// Whether both servers can forget a connection.
+fn can_close(from: &Server, to: &Server) -> bool {
+    [from, to].into_iter().all(|server| server.session.knows::<DirectClose>())
 }
 
 /// Makes both servers forget a connection. Nothing waits for that: its number is not used again.
@@ -336,9 +355,8 @@ pub(crate) fn carry(
         ));
         let pause = open.pause;
         open.close(src.context.server, dst.context.server);
-        let can_close = [from, to].into_iter().all(|end| end.session().knows::<DirectClose>());
-        // A server keeps what it cannot close.
-        *connection = if can_close { Connection::failed(pause) } else { Connection::None };
+        let can_close = can_close(src.context.server, dst.context.server);
+        *connection = Connection::failed(can_close, Instant::now(), pause);
         return Ok(false);
     }
     drop(connection);
@@ -511,6 +529,25 @@ impl Knobs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_connection_is_opened_again_ever_later_by_one_thread_at_a_time() {
+        let mut now = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        let mut connection = Connection::failed(true, now, pause);
+        for _ in 0..10 {
+            assert_eq!(connection.begin_again(now + pause - Duration::from_nanos(1)), None);
+            now += pause;
+            pause = (pause * 2).min(LAST_PAUSE);
+            assert_eq!(connection.begin_again(now), Some(pause));
+            assert_eq!(connection.begin_again(now + LAST_PAUSE), None, "a thread opens it");
+            connection = Connection::failed(true, now, pause);
+        }
+        assert_eq!(pause, LAST_PAUSE);
+        // Each attempt would take a place at a server that cannot close it.
+        let mut connection = Connection::failed(false, now, FIRST_PAUSE);
+        assert_eq!(connection.begin_again(now + LAST_PAUSE), None);
+    }
 
     #[test]
     fn connections_that_were_refused_are_opened_after_a_pause() {

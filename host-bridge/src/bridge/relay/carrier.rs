@@ -12,6 +12,7 @@ use super::mailbox::Mailbox;
 use super::schedule::Schedule;
 use crate::bridge::state::SessionState;
 use crate::framing::SendBuffer;
+use crate::stream::QUIET;
 use protocol::polling::PollTime;
 
 /// Moves a session's bytes between its [`Machine`] and the server. It knows connections, and no rules.
@@ -51,6 +52,10 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// [`receive`](Self::receive) does. With a timeout of zero it only looks. Always called after
     /// [`arm`](Self::arm).
     fn wait(&mut self, machine: &mut Machine<'_, S>, timeout: Option<Duration>) -> Result<(), EndReason>;
+
+    /// Called when nothing has moved for [`QUIET`] and nothing is awaited: memory that only data takes may
+    /// go.
+    fn rest(&mut self) {}
 
     /// Called when the connections are lost because of `why`, and no farewell was found, or when the session
     /// is to pause: closes them, [rests](Mailbox::rest), and waits until there are new ones over which the
@@ -152,6 +157,8 @@ fn work<S: Schedule, C: Carrier<S>>(
     mut poll: PollTime,
 ) -> Result<Infallible, EndReason> {
     let mut idle_since: Option<Instant> = None;
+    // Bytes that data connections had moved when the carrier last gave memory back.
+    let mut settled = 0;
     loop {
         let now = Instant::now();
         let mut worked = false;
@@ -187,7 +194,7 @@ fn work<S: Schedule, C: Carrier<S>>(
             continue;
         }
         let asleep = Instant::now();
-        sleep(session, mailbox, machine, carrier, asleep)?;
+        sleep(session, mailbox, machine, carrier, asleep, &mut settled)?;
         poll.slept(asleep.elapsed());
         idle_since = Some(Instant::now());
     }
@@ -213,6 +220,7 @@ fn sleep<S: Schedule, C: Carrier<S>>(
     machine: &mut Machine<'_, S>,
     carrier: &mut C,
     now: Instant,
+    settled: &mut u64,
 ) -> Result<(), EndReason> {
     if keep_alive(machine, carrier, now)? {
         carrier.send(machine)?;
@@ -229,7 +237,15 @@ fn sleep<S: Schedule, C: Carrier<S>>(
     if !late {
         session.counters.sleeps.add(1);
     }
-    carrier.wait(machine, if late { Some(Duration::ZERO) } else { timeout })?;
+    // While nothing is awaited, it wakes once after data, to give memory back.
+    let moved = session.counters.data_bytes_sent.get() + session.counters.data_bytes_received.get();
+    let settles = timeout.is_none() && moved != *settled;
+    let limit = if settles { Some(QUIET) } else { timeout };
+    carrier.wait(machine, if late { Some(Duration::ZERO) } else { limit })?;
+    if settles && now.elapsed() >= QUIET {
+        carrier.rest();
+        *settled = moved;
+    }
     if listen {
         flag.cancel();
     }

@@ -318,6 +318,8 @@ impl<M> Flows<M> {
                 self.knowledge.through(len);
             } else {
                 self.pace.leaves((chunk.seq, chunk.piece, chunk.at), len, now);
+                // After a pause nothing is known of the link any more.
+                self.wait_no_more(waits);
             }
             return Some(chunk);
         }
@@ -335,6 +337,15 @@ impl<M> Flows<M> {
     /// Whether it is better to wait for an answer than to send bytes that the server may have.
     fn waits(&self) -> bool {
         self.knowledge.expects_hits(&self.pace)
+    }
+
+    /// Looks whether the server still answers. True: it does not, and what waited for its answers goes on. To
+    /// be called in each turn.
+    pub(in crate::bridge) fn look(&mut self, now: Instant) -> bool {
+        let waited = self.waits();
+        self.knowledge.look(now, &self.pace);
+        self.wait_no_more(waited);
+        waited && !self.waits()
     }
 
     /// A block whose hash is to be computed and given to [`hashed`](Self::hashed).

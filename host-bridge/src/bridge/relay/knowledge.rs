@@ -12,6 +12,7 @@
 //! the server's answer, or until they have shown that the link is fast.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use protocol::link::CACHE_BLOCK;
@@ -22,9 +23,12 @@ use super::pace::Pace;
 const LEAST: u64 = 32 << 10;
 /// Bytes of blocks that the server is asked about and that have not been sent. A server keeps twice as much.
 const MOST_ASKED: u64 = 32 << 20;
-/// Most questions that the server has not answered. Its disk may take seconds for one, and what is asked
-/// about is sent meanwhile. Some servers end the session at twice as many.
+/// Most questions that the server has not answered. Its disk may take seconds for one, and what it is not
+/// expected to have is sent meanwhile. Some servers end the session at twice as many.
 const MOST_UNANSWERED: usize = 2048;
+/// If the server answers nothing for so long, and nothing arrives, its disk may hang: what waits for answers
+/// is sent until it answers again. Before that, questions may stand behind data that a slow link carries.
+const PATIENCE: Duration = Duration::from_secs(3);
 /// Blocks that may wait to be asked about. A client that names much memory in many commands has more: those
 /// are sent.
 const MOST_QUEUED: u64 = 1 << 16;
@@ -70,11 +74,28 @@ pub(super) struct Knowledge {
     line: u64,
     /// Above 0: the server is expected to have what comes.
     score: i32,
+    /// Answers so far.
+    answers: u64,
+    /// While there are questions: answers so far and bytes that have arrived, as they were when they were
+    /// first found so, and when that was.
+    progress: Option<((u64, u64), Instant)>,
+    /// The server has answered nothing for long.
+    silent: bool,
 }
 
 impl Knowledge {
     pub(super) fn new(cache: CacheUse) -> Knowledge {
-        Knowledge { cache, queue: VecDeque::new(), asked: 0, unanswered: 0, line: 0, score: 1 }
+        Knowledge {
+            cache,
+            queue: VecDeque::new(),
+            asked: 0,
+            unanswered: 0,
+            line: 0,
+            score: 1,
+            answers: 0,
+            progress: None,
+            silent: false,
+        }
     }
 
     /// The blocks of a piece of `len` bytes, none if the server is not asked about it.
@@ -136,12 +157,29 @@ impl Knowledge {
     pub(super) fn told(&mut self, known: bool) {
         // Another process may have asked.
         self.unanswered = self.unanswered.saturating_sub(1);
+        (self.answers, self.silent) = (self.answers + 1, false);
         self.score = if known { (self.score + 1).min(MOST_SCORE) } else { (self.score - 1).max(0) };
+    }
+
+    /// Looks whether the server still answers. To be called again and again.
+    pub(super) fn look(&mut self, now: Instant, pace: &Pace) {
+        if self.unanswered == 0 {
+            (self.progress, self.silent) = (None, false);
+            return;
+        }
+        let made = (self.answers, pace.received());
+        match self.progress {
+            Some((before, since)) if before == made => {
+                self.silent |= now.saturating_duration_since(since) >= PATIENCE;
+            }
+            _ => self.progress = Some((made, now)),
+        }
     }
 
     /// Whether the server's answers are waited for.
     pub(super) fn expects_hits(&self, pace: &Pace) -> bool {
         self.score > 0
+            && !self.silent
             && match self.cache {
                 CacheUse::Never => false,
                 CacheUse::Slow => pace.is_slow() || pace.is_being_told(),

@@ -79,6 +79,11 @@ impl Pace {
         }
     }
 
+    /// Bytes that the server has received.
+    pub(super) fn received(&self) -> u64 {
+        self.received
+    }
+
     /// Bytes that should be on their way at most.
     pub(super) fn window(&self) -> u64 {
         self.window

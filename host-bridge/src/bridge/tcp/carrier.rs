@@ -409,8 +409,9 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         Ok(worked)
     }
 
-    fn receive(&mut self, machine: &mut Machine<'_>, _now: Instant) -> Result<bool, EndReason> {
-        self.take(machine, Some(Duration::ZERO))
+    fn receive(&mut self, machine: &mut Machine<'_>, now: Instant) -> Result<bool, EndReason> {
+        let taken = self.take(machine, Some(Duration::ZERO))?;
+        Ok(machine.schedule().look(now) || taken)
     }
 
     /// Epoll needs no arming.
@@ -420,6 +421,11 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
 
     fn wait(&mut self, machine: &mut Machine<'_>, timeout: Option<Duration>) -> Result<(), EndReason> {
         self.take(machine, timeout).map(drop)
+    }
+
+    fn rest(&mut self) {
+        self.control.rest();
+        self.data.iter().for_each(|connection| connection.socket().rest());
     }
 
     fn reconnect(

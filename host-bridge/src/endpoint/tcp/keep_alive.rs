@@ -1,4 +1,5 @@
 //! While the dispatcher is busy with one command for long, a thread tells the bridge that we are there.
+//! Before it sleeps with the dispatcher, it gives memory of the connections back.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -54,8 +55,12 @@ impl KeepAlive {
         self.changed.notify_all();
     }
 
-    /// Waits until it may be time to tell the bridge that we are there. False: the session is over.
-    pub(super) fn wait(&self, seen: &mut u64) -> bool {
+    /// Waits until it may be time to tell the bridge that we are there. False: the session is over. Calls
+    /// `rest` if the dispatcher has not woken since the last time.
+    pub(super) fn wait(&self, seen: &mut u64, rest: impl FnOnce()) -> bool {
+        if *seen == self.wakes.load(Ordering::Relaxed) {
+            rest();
+        }
         let mut over = self.lock();
         let wakes = self.wakes.load(Ordering::Relaxed);
         if *seen == wakes {
@@ -79,7 +84,7 @@ impl TcpClient {
     /// asked meanwhile.
     pub(super) fn keep_alive(&self) {
         let mut seen = 0;
-        while self.keep_alive.wait(&mut seen) {
+        while self.keep_alive.wait(&mut seen, || self.link.rest()) {
             if self.keep_alive.busy.load(Ordering::SeqCst) {
                 self.say(Say::Filled, |sending| {
                     if sending.last.elapsed() >= ALIVE_EVERY {
