@@ -451,6 +451,13 @@ pub struct Backing {
     pub software_imitate: Imitate,
 }
 
+impl Backing {
+    /// What decides which devices there are besides the backend: `devices` and `software_devices`.
+    pub fn chosen(&self) -> (Vec<u32>, u32) {
+        (self.devices.clone(), self.software_devices)
+    }
+}
+
 /// What executes commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -1,7 +1,7 @@
 //! Follows `docs/quickstart-trial.md`, and the README's "Try it", each in a new Debian 12 with systemd: every
 //! command, in the page's order, as a newcomer would. Prints how long each took. The page compiles everything
 //! and boots a guest, which takes 15 to 20 minutes on two processors; the README runs all tests, too. So this
-//! part runs only on request.
+//! part runs only on request. [`slurm`] follows another page, with the packages that are built already.
 //!
 //! The machine is a container of systemd-nspawn, at this machine's speed. It shares this machine's network
 //! and its settings for reaching package registries. Two things are replaced, because not every machine
@@ -14,8 +14,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use rgpu_tests::machine::setup;
 use rgpu_tests::tree;
+
+#[path = "newcomer/slurm.rs"]
+mod slurm;
 
 /// How long all commands may take on a busy machine.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
@@ -120,8 +125,15 @@ fn run(command: &mut Command) -> Result<String> {
     Ok(text(&output.stdout))
 }
 
-/// A Debian 12 in a folder, with the sources as they are in this tree.
-fn machine(root: &Path) -> Result<()> {
+/// Writes a file below a folder.
+fn write(root: &Path, place: &str, text: &str) -> Result<()> {
+    let path = root.join(place);
+    fs::create_dir_all(path.parent().context("a file has a folder")?)?;
+    fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// A Debian 12 in a folder, which reaches package registries as this machine does.
+fn debian(root: &Path) -> Result<()> {
     if root.exists() {
         fs::remove_dir_all(root).with_context(|| format!("cannot remove {}", root.display()))?;
     }
@@ -129,11 +141,7 @@ fn machine(root: &Path) -> Result<()> {
     let mut debootstrap = Command::new("debootstrap");
     debootstrap.args(["--include=systemd-sysv,dbus,ca-certificates", "bookworm"]).arg(root);
     run(debootstrap.args(setup::mirror()).env("DEBIAN_FRONTEND", "noninteractive").env("LC_ALL", "C"))?;
-    let write = |place: &str, text: &str| {
-        let path = root.join(place);
-        fs::create_dir_all(path.parent().context("a file has a folder")?)?;
-        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
-    };
+    let write = |place: &str, text: &str| write(root, place, text);
 
     // What this machine needs to reach package registries, the new one needs, too.
     let main = setup::mirror().unwrap_or_else(|| "http://deb.debian.org/debian".into());
@@ -164,8 +172,13 @@ fn machine(root: &Path) -> Result<()> {
             write(&place, &format!("{}\n", &certificate[at..]))?;
         }
     }
-    run(Command::new("chroot").arg(root).arg("update-ca-certificates"))?;
+    run(Command::new("chroot").arg(root).arg("update-ca-certificates")).map(drop)
+}
 
+/// A Debian 12 in a folder, with the sources as they are in this tree.
+fn machine(root: &Path) -> Result<()> {
+    debian(root)?;
+    let write = |place: &str, text: &str| write(root, place, text);
     let image = root.with_extension("tar");
     run(Command::new("tar").arg("-C").arg(root).arg("-cf").arg(&image).arg("."))?;
     fs::rename(&image, root.join("opt/debian.tar"))?;
@@ -189,20 +202,44 @@ fn machine(root: &Path) -> Result<()> {
 /// A running machine, which is killed when this is dropped.
 struct Running(Child);
 
+impl Running {
+    /// The machine's first process, once it runs. What sets the machine up is still in this one's namespaces.
+    fn first(&self) -> Option<Pid> {
+        let nspawn = self.0.id();
+        let children = fs::read_to_string(format!("/proc/{nspawn}/task/{nspawn}/children")).ok()?;
+        let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+        let mut inside = children
+            .split_whitespace()
+            .filter(|pid| namespace(pid).is_some_and(|its| Some(its) != namespace("self")));
+        inside.next()?.parse().map(Pid::from_raw).ok()
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
+        // It does not end with systemd-nspawn.
+        if let Some(first) = self.first() {
+            let _ = kill(first, Signal::SIGKILL);
+        }
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-fn boot(root: &Path) -> Result<Running> {
-    // This machine's Rust. It is not the rustup that chooses it, which would look for others.
-    let rust = run(Command::new("rustc").args(["--print", "sysroot"]).current_dir(tree::root()))?;
+/// Boots the machine in this folder.
+fn nspawn(root: &Path) -> Command {
     let mut nspawn = Command::new("systemd-nspawn");
     nspawn.args(["--quiet", "--boot", "--register=no", "--keep-unit", "--console=pipe", "--capability=all"]);
     nspawn.args(["--resolv-conf=off", "--timezone=off", "--system-call-filter=@known"]);
-    nspawn.arg(format!("--bind-ro={}:/opt/rust", rust.trim())).arg("-D").arg(root);
+    nspawn.arg("-D").arg(root);
+    nspawn
+}
+
+fn boot(root: &Path) -> Result<Running> {
+    // This machine's Rust. It is not the rustup that chooses it, which would look for others.
+    let rust = run(Command::new("rustc").args(["--print", "sysroot"]).current_dir(tree::root()))?;
+    let mut nspawn = nspawn(root);
+    nspawn.arg(format!("--bind-ro={}:/opt/rust", rust.trim()));
     if Path::new("/dev/fuse").exists() {
         nspawn.arg("--bind=/dev/fuse");
     }

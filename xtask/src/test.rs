@@ -64,7 +64,7 @@ const MACHINES: &[&str] = &[
 ];
 
 /// Parts that run neither the optimized daemons nor test programs.
-const WITHOUT_BUILDS: &[&str] = &["compatibility", "debug_kernels", "docs", "driver", "newcomer"];
+const WITHOUT_BUILDS: &[&str] = &["compatibility", "debug_kernels", "docs", "driver"];
 
 /// Parts that come before all others.
 const FIRST: &[&str] = &["demo", "unit", "loom", "fuzz", "miri"];
@@ -326,6 +326,8 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
         }
         "newcomer" => {
             debian::packages(&["debootstrap", "systemd-container"], "following the book in a new machine")?;
+            package::make(Build::Release, 1, package::QUICK)?;
+            programs::build()?;
             &["--nocapture"]
         }
         "packages" => {

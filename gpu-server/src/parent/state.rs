@@ -82,6 +82,8 @@ pub(super) struct State {
     pub(super) leases: Leases,
     /// The backend and devices that workers serve, once a worker has been ready.
     pub(super) serving: Option<(String, Vec<String>)>,
+    /// The options behind them ([`Backing::chosen`](crate::config::Backing::chosen)), for the next daemon.
+    pub(super) chosen: (Vec<u32>, u32),
     pub(super) paces: Paces,
     /// Why nothing can be served at all.
     pub(super) fatal: Option<String>,
@@ -142,7 +144,8 @@ impl Server {
         let audit = Audit::open(options.audit_log.as_deref())?;
         let sockets = options.mps.as_deref().map(mps::sockets);
         let confining = Confining::new(&options.sandbox, &options.worker.backing, sockets.as_deref());
-        let (state, changed) = (Mutex::default(), Condvar::new());
+        let chosen = options.worker.backing.chosen();
+        let (state, changed) = (Mutex::new(State { chosen, ..State::default() }), Condvar::new());
         let succession = Succession::new(inherited).context("what the next daemon gets")?;
         let (nudge, bell) = (Nudge::new()?, Bell::take_or_new(inherited, &succession.store)?);
         let (gpus, refusals, waits, asks) = Default::default();

@@ -97,10 +97,13 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
     if let Ok(mut saved) = server.succession.record.read::<SavedDaemon>()
         && (OLDEST..=FORMAT).contains(&saved.format)
     {
-        // The operator may have chosen another backend meanwhile.
-        let chosen = server.options.worker.backing.backend;
+        // The operator may have chosen another backend or other devices meanwhile. Then the first worker says
+        // which there are.
+        let backing = &server.options.worker.backing;
+        let others = saved.chosen.take().is_some_and(|chosen| chosen != backing.chosen());
         saved.serving.take_if(|(backend, _)| {
-            chosen != Backend::Auto && Backend::from_str(backend, false) != Ok(chosen)
+            let another = Backend::from_str(backend, false) != Ok(backing.backend);
+            others || (backing.backend != Backend::Auto && another)
         });
         server.lock().restore(saved);
     }
@@ -484,6 +487,25 @@ mod tests {
         assert_eq!(session.limits.principal, "group:g 00000001");
         assert_eq!(session.program, "a?test");
         assert_eq!(session.opened, [OPENED]);
+    }
+
+    #[test]
+    fn a_daemon_with_other_devices_than_the_one_before_has_its_own() {
+        let server = Server::new(Serve::from_flags(&["--software-devices=2"]), &mut Inherited::default());
+        let server = Arc::new(server.unwrap());
+        let serving = Some(("software".to_owned(), vec!["a GPU".to_owned()]));
+        let restored = |before: (Vec<u32>, u32)| {
+            let mut state = server.lock();
+            (state.serving, state.chosen) = (serving.clone(), before);
+            state.save_daemon(&server.succession, true);
+            state.serving = None;
+            drop(state);
+            take_over(&server, &mut Inherited::default());
+            server.lock().serving.clone()
+        };
+        assert_eq!(restored((Vec::new(), 2)), serving);
+        assert_eq!(restored((Vec::new(), 1)), None);
+        assert_eq!(restored((vec![0], 2)), None);
     }
 
     #[test]

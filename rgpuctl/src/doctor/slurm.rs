@@ -312,7 +312,7 @@ fn socket(path: &Path) -> Option<Finding> {
                 mode & 0o777
             ),
             Some(
-                "add users to its group (rgpu), or systemctl edit vhost-rgpu.socket, set SocketMode=0666 in [Socket], and systemctl restart vhost-rgpu.socket, which ends sessions"
+                "add users to its group (rgpu), here and where slurmctld runs, or systemctl edit vhost-rgpu.socket, set SocketMode=0666 in [Socket], and systemctl restart vhost-rgpu.socket, which ends sessions"
                     .into(),
             ),
         )

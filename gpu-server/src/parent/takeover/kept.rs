@@ -71,6 +71,9 @@ impl Saved {
 pub(super) struct SavedDaemon {
     pub(super) format: u32,
     pub(super) serving: Option<(String, Vec<String>)>,
+    /// The options behind them, if that daemon saved them.
+    #[serde(default)]
+    pub(super) chosen: Option<(Vec<u32>, u32)>,
     /// By device: the problem, since when, whether it is permanent, and the error for programs.
     pub(super) ill: Vec<(u32, String, u64, bool, Option<u32>)>,
     /// Counts of sessions begun and lost, workers crashed, kernels overrun, leases granted.
@@ -215,6 +218,7 @@ impl State {
         let mut saved = SavedDaemon {
             format: FORMAT,
             serving: self.serving.clone(),
+            chosen: Some(self.chosen.clone()),
             ill: ill.collect(),
             counts: [
                 self.sessions_begun,
