@@ -103,6 +103,17 @@ fn more_streams_wait_for_the_program_than_there_are_hardware_queues() -> Result<
     Ok(())
 }
 
+/// A graph whose copies need this process is launched behind a host function that waits for the launching
+/// thread.
+#[test]
+fn a_launch_does_not_wait_for_a_host_function_before_its_copy() -> Result<()> {
+    let mut rig = Rig::with("waits-graph", &["--software-imitate", "waiting-calls"], &[])?;
+    for transport in TRANSPORTS {
+        passes(&rig, transport, "graph_host", &["held"], None)?;
+    }
+    rig.check_healthy()
+}
+
 /// Behind a host function, a program queues more commands than a server holds: it has to wait, and keeps its
 /// session. So does one that queues them behind a kernel that waits for the program, while the thread that
 /// executes commands is blocked in the driver's full queue.

@@ -416,6 +416,27 @@ impl State {
         self.is_recorded = true;
         Ok(())
     }
+
+    /// Puts all steps on a stream.
+    fn enqueue(&mut self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        let State { steps, nodes, .. } = self;
+        for step in steps {
+            match step {
+                Step::Server(graph, places) => {
+                    let op = GraphLaunch { graph: *graph, stream: stream.id };
+                    let seq = stream.work(&op)?;
+                    if places.iter().any(|place| nodes[*place].waits()) {
+                        pending_writes::holds(stream, seq);
+                    }
+                }
+                Step::Alone(place) => {
+                    let node = &mut nodes[*place];
+                    launch_steps::run(driver, stream, &node.work, &mut node.bounce)?;
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// References to the user objects of a graph with these nodes, and to those of the graphs in it. The first
@@ -578,26 +599,12 @@ impl Exec {
         let _order = crate::memory::managed::before_work(driver)?;
         state.queue(stream)?;
         let backed = self.back(driver, &mut state, stream)?;
-        let State { steps, nodes, .. } = &mut *state;
-        for step in steps {
-            match step {
-                Step::Server(graph, places) => {
-                    let op = GraphLaunch { graph: *graph, stream: stream.id };
-                    let seq = stream.work(&op)?;
-                    if places.iter().any(|place| nodes[*place].waits()) {
-                        pending_writes::holds(stream, seq);
-                    }
-                }
-                Step::Alone(place) => {
-                    let node = &mut nodes[*place];
-                    launch_steps::run(driver, stream, &node.work, &mut node.bounce)?;
-                }
-            }
-        }
-        state.record(self.context, stream)?;
+        let enqueued = state.enqueue(driver, stream).and_then(|()| state.record(self.context, stream));
+        // Also if a later step has failed.
         for bounce in state.nodes.iter().filter_map(|node| node.bounce.as_ref()) {
             bounce.used(stream.clone(), stream.mark()?);
         }
+        enqueued?;
         let Some(pool) = backed else { return Ok(()) };
         let freed: Vec<_> =
             state.frees.iter().filter_map(|address| crate::memory::graph_memory::find(*address)).collect();

@@ -2,8 +2,9 @@
 //!
 //! Pageable memory is written when the stream reaches the copy: the device writes pinned memory of the
 //! instance, and a host function of this library copies the bytes from there. It is read when the graph is
-//! launched, after everything before that may write it has finished; behind a function of the program, which
-//! may wait for what the launching thread does next, it is read when the stream reaches the copy.
+//! launched, after everything before that may write it has finished; behind a function of this process, which
+//! may wait for what the launching thread does next, it is read when the stream reaches the copy, if the
+//! server fetches data that late.
 
 use std::sync::{Arc, Mutex};
 
