@@ -11,7 +11,7 @@
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use crate::abi::result::Result;
 use crate::memory::graph_memory::GraphMemory;
@@ -141,8 +141,12 @@ static POOLS: [Mutex<Pool>; MAX_DEVICES as usize] = [const {
 }; MAX_DEVICES as usize];
 
 /// The memory of all graphs on a device.
+fn table_of(device: u32) -> &'static Mutex<Pool> {
+    &POOLS[device as usize % POOLS.len()]
+}
+
 fn pool_of(device: u32) -> MutexGuard<'static, Pool> {
-    lock(&POOLS[device as usize % POOLS.len()])
+    lock(table_of(device))
 }
 
 /// The memory of all graphs on the devices of a launch, locked while it is enqueued. By device: whoever locks
@@ -455,7 +459,15 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context) {
 pub(crate) fn trim(driver: &Driver, device: u32) -> bool {
     // A step of a launch may find no memory. This table may be one that the launch has locked itself, or one
     // of another launch, which in turn waits for this one's.
-    let pool = if LAUNCHES.get() { POOLS[device as usize].try_lock().ok() } else { Some(pool_of(device)) };
+    let pool = if LAUNCHES.get() {
+        match table_of(device).try_lock() {
+            Ok(pool) => Some(pool),
+            Err(TryLockError::Poisoned(pool)) => Some(pool.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    } else {
+        Some(pool_of(device))
+    };
     pool.is_some_and(|mut pool| pool.trim(driver, &BTreeSet::new()))
 }
 

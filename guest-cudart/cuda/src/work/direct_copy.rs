@@ -297,7 +297,12 @@ fn open(from: &Server, to: &Server) -> std::result::Result<u32, String> {
         let opened = from.session.call(&DirectOpen { direct, ticket: offer.ticket }).map_err(sending)?;
         if opened.refusal.is_empty() { Ok(direct) } else { Err(opened.refusal) }
     });
-    opened.inspect_err(|_| close(direct, from, to))
+    opened.inspect_err(|_| {
+        for (server, op) in closes(direct, from, to) {
+            // Waits, because whoever tries again must not find its place taken. A lost session has none.
+            let _ = server.session.call(&op);
+        }
+    })
 }
 
 /// Whether both servers can forget a connection.
@@ -307,12 +312,21 @@ fn can_close(from: &Server, to: &Server) -> bool {
 
 /// Makes both servers forget a connection. Nothing waits for that: its number is not used again.
 fn close(direct: u32, from: &Server, to: &Server) {
-    for (server, outgoing) in [(from, true), (to, false)] {
-        if server.session.knows::<DirectClose>() {
-            // A lost session has no connections.
-            let _ = server.session.submit_ahead(&DirectClose { direct, outgoing });
-        }
+    for (server, op) in closes(direct, from, to) {
+        // A lost session has no connections.
+        let _ = server.session.submit_ahead(&op);
     }
+}
+
+/// What makes each server forget a connection, if it can.
+fn closes<'s>(
+    direct: u32,
+    from: &'s Server,
+    to: &'s Server,
+) -> impl Iterator<Item = (&'s Server, DirectClose)> {
+    let both = [(from, true), (to, false)].into_iter();
+    both.filter(|(server, _)| server.session.knows::<DirectClose>())
+        .map(move |(server, outgoing)| (server, DirectClose { direct, outgoing }))
 }
 
 /// Makes a copy over a direct connection. Returns true when all bytes have arrived. False: the copy must be
