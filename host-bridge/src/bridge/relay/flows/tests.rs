@@ -256,32 +256,41 @@ fn a_session_sends_a_megabyte_of_what_the_server_has_and_then_knows() {
 
 #[test]
 fn what_waits_for_a_server_that_does_not_answer_is_sent_after_a_while() {
-    const LEN: u64 = 100_000;
-    let (begin, mut flows) = (Instant::now(), TestFlows::new(4, 0, CacheUse::Always));
+    const LEN: u64 = 900_000;
+    let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Slow);
+    let sent = |flows: &mut TestFlows, now: Instant| -> Vec<(u64, Carries)> {
+        std::iter::from_fn(|| next(flows, now)).map(|c| (c.seq, c.carries)).collect()
+    };
+    let begin = over_ten_milliseconds(&mut flows);
     let after = |seconds| begin + Duration::from_secs(seconds);
     // In front of the question, on a slow link.
     push(&mut flows, 1, 1, 0, 1000);
-    let before = flows.next_chunk().unwrap();
+    let before = next(&mut flows, begin).unwrap();
     push(&mut flows, 1, 2, 0, LEN);
-    assert_eq!((hash(&mut flows), kinds(&mut flows).len()), (1, 1));
+    assert_eq!((hash(&mut flows), sent(&mut flows, begin).len()), (1, 1));
     assert!(!flows.look(begin) && !flows.look(after(2)));
     flows.arrived_at(&before, 1000, || after(2));
     assert!(!flows.look(after(4)) && !flows.look(after(6)) && !flows.has_chunks());
     assert!(flows.look(after(7)) && !flows.look(after(7)));
-    assert_eq!(kinds(&mut flows), [(2, LEN, NEW)]);
+    assert!(sent(&mut flows, after(7)).iter().all(|sent| *sent == (2, NEW)) && !flows.has_chunks());
     // Nor does what comes then wait.
     push(&mut flows, 1, 3, 0, LEN);
     assert_eq!(hash(&mut flows), 1);
-    assert!(kinds(&mut flows).contains(&(3, LEN, NEW)));
+    assert!(sent(&mut flows, after(7)).contains(&(3, NEW)));
     // It does once the server has answered.
     tell(&mut flows, 2, 0, 1);
     push(&mut flows, 1, 4, 0, LEN);
-    assert_eq!((hash(&mut flows), kinds(&mut flows).len()), (1, 1));
-    assert!(!flows.look(after(100)) && !flows.look(after(102)));
+    assert_eq!((hash(&mut flows), sent(&mut flows, after(7)).len()), (1, 1));
+    assert!(!flows.look(after(8)) && !flows.look(after(10)));
     [3, 4].into_iter().for_each(|seq| tell(&mut flows, seq, 0, 1));
-    assert_eq!(kinds(&mut flows), [(4, LEN, Carries::Nothing)]);
+    assert_eq!(sent(&mut flows, after(10)), [(4, Carries::Nothing)]);
     // Without a question there is no answer to miss.
     assert!(!flows.look(after(200)) && !flows.look(after(300)) && flows.waits());
+    // Tests wait however long it takes.
+    let mut flows = TestFlows::new(4, 0, CacheUse::Always);
+    push(&mut flows, 1, 1, 0, LEN);
+    assert_eq!((hash(&mut flows), kinds(&mut flows).len()), (1, 1));
+    assert!(!flows.look(begin) && !flows.look(after(100)) && flows.waits());
 }
 
 #[test]
