@@ -1,5 +1,8 @@
-// Random work of several threads on streams that they share: kernels, fills, copies of every kind, stream-ordered memory, graphs and host functions on buffers that pass from thread to thread and from stream to stream, ordered by events, or because a
-// thread has waited or was told by a query that the work is done. The host knows what each buffer has to hold: whatever comes too early, too late or from elsewhere shows as other words. With two devices, buffers are copied between them, too.
+// Random work of several threads on streams that they share: kernels, fills, copies of every kind, stream-ordered
+// memory, graphs and host functions on buffers that pass from thread to thread and from stream to stream, ordered by
+// events, or because a thread has waited or was told by a query that the work is done. The host knows what each buffer
+// has to hold: whatever comes too early, too late or from elsewhere shows as other words. With two devices, buffers are
+// copied between them, too.
 #define PROGRAM "shared_streams"
 #include "common.h"
 
@@ -23,7 +26,7 @@ constexpr int THREADS = 4, STREAMS = 3, BUFFERS = 6;
 
 static int devices;
 static unsigned most_words;
-static std::atomic<unsigned> verified{0};
+static std::atomic<unsigned long long> verified{0};
 
 // A stream, which any thread may use while it holds `gate`, and replace while it alone holds it.
 struct Place {
@@ -85,7 +88,7 @@ struct Check {
         std::unique_ptr<Check> check(static_cast<Check *>(data));
         for (size_t i = 0; i < check->expected.size(); i++)
             if (check->found[i] != check->expected[i]) fail("a host function: word %zu of %zu is %#x instead of %#x", i, check->expected.size(), check->found[i], check->expected[i]);
-        verified += unsigned(check->expected.size());
+        verified += check->expected.size();
     }
 };
 
@@ -435,5 +438,5 @@ int main(int argc, char **argv) {
     Worker last(random.next());
     for (int device = 0; device < devices; device++)
         for (Buffer &buffer : buffers[device]) last.check(buffer);
-    return pass("%d threads, %d steps each, %d device%s; %u words compared", THREADS, steps, devices, devices == 1 ? "" : "s", verified.load());
+    return pass("%d threads, %d steps each, %d device%s; %llu words compared", THREADS, steps, devices, devices == 1 ? "" : "s", verified.load());
 }

@@ -68,7 +68,7 @@ fn note(server: &Server, answer: Result<Vec<Use>, u32>, failed: &mut Option<u32>
         Err(status) => {
             if failed.replace(status) != Some(status) {
                 tracing::warn!(
-                    "NVML does not report the processes' memory on a device (nvmlReturn_t {status}): until it does, contexts and code do not count against limits as they are now"
+                    "NVML does not report the processes' memory on a device (nvmlReturn_t {status}): until it does, its last figures for contexts and code count against limits"
                 );
             }
             AFTER_ERROR
