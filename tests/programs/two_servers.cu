@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 #include <strings.h>
+#include <unistd.h>
 
 #include <chrono>
 

@@ -943,8 +943,8 @@ mod tests {
             // The thread may take the first one at any time, and no other.
             let mut more: Vec<Client> = (0..MAX_JOINS + 2).map(join).collect();
             let full = Reason::ServerFull.answer() as u32;
-            let mut is_refused = |nth: usize| more[nth].has_heard() && more[nth].hear() == full;
-            assert!([MAX_JOINS, MAX_JOINS + 1].into_iter().any(|nth| is_refused(nth)));
+            let is_refused = |nth: usize| more[nth].has_heard() && more[nth].hear() == full;
+            assert!([MAX_JOINS, MAX_JOINS + 1].into_iter().any(is_refused));
         });
         assert_eq!(client.hear(), Answer::Ok as u32);
         assert_eq!(trust.principals().find(&identity.fingerprint()), Some("host"));
