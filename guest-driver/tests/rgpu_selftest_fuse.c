@@ -197,16 +197,24 @@ static void *unregister(void *arg)
 	return NULL;
 }
 
-/* A user has 64 regions of a page whose lock is kept, and lets go of all at a time. */
+/*
+ * A user has 64 regions of a page whose lock is kept, and lets go of all at a time.
+ * Writes to /tmp/ready-UID when everything is registered, and keeps the locks once
+ * there is /tmp/keep: the first writes to one such file system may wait for the
+ * pages of another.
+ */
 static void test_unregister_locked_pages(uint64_t uid)
 {
 	struct unregisters what[64];
 	pthread_barrier_t begin;
 	pthread_attr_t small;
 	pthread_t threads[64];
+	int fd, ready;
 	struct held held;
-	int fd;
+	char path[32];
 
+	snprintf(path, sizeof(path), "/tmp/ready-%u", (uid_t)uid);
+	ready = open(path, O_CREAT | O_WRONLY, 0666);
 	mount_file(&held, uid);
 	fd = open_device();
 	connect_channel(fd, 65536);
@@ -217,6 +225,9 @@ static void test_unregister_locked_pages(uint64_t uid)
 		CHECK(register_memory(fd, held.mapped, 1, 0, &what[i].region) == 0);
 		CHECK(pthread_create(&threads[i], &small, unregister, &what[i]) == 0);
 	}
+	CHECK(write(ready, "1", 1) == 1);
+	while (access("/tmp/keep", F_OK) != 0)
+		usleep(1000);
 	hold_locks(&held);
 	pthread_barrier_wait(&begin);
 	for (int i = 0; i < 64; i++)

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use rgpu_tests::driver_bed::{Bed, LONG, fuzz, with_program};
 use rgpu_tests::machine::{Builder, Kernel, Machine, Process};
 use rgpu_tests::mock_device::{ACCESS_PLATFORM, Config, Kind, MockDevice};
@@ -187,9 +187,14 @@ fn one_user_leaves_room_for_requests_of_others() -> Result<()> {
 fn users_who_keep_page_locks_hinder_no_others() -> Result<()> {
     let bed = with_fuse()?;
     bed.device.hold(Kind::Unregister);
-    let processes: Vec<_> = (1001..=1009).map(|uid| keep_page_locks(&bed, uid)).collect::<Result<_>>()?;
+    let processes = keep_page_locks(&bed, 9)?;
     // As many as the queue has room for.
-    bed.device.wait_until("requests arrive", LONG, |d| d.count(Kind::Unregister) == 256)?;
+    let arrived = bed.device.wait_until("requests arrive", LONG, |d| d.count(Kind::Unregister) == 256);
+    arrived.with_context(|| {
+        let came = bed.device.count(Kind::Unregister);
+        let guest = bed.machine.check("ps; cat /proc/[0-9]*/stack; dmesg | tail -n 40", LONG);
+        format!("{came} have; in the guest: {guest:?}")
+    })?;
     bed.device.release();
     // More than a workqueue of the driver runs at a time.
     bed.device.wait_until("all requests arrive", LONG, |d| d.count(Kind::Unregister) == 9 * 64)?;
@@ -204,9 +209,15 @@ fn users_who_keep_page_locks_hinder_no_others() -> Result<()> {
     bed.check_idle()
 }
 
-/// A user unregisters 64 pages of a process that keeps their locks.
-fn keep_page_locks(bed: &Bed, uid: u32) -> Result<Process> {
-    bed.machine.spawn(&format!("exec rgpu_selftest unregister-locked-pages {uid}"))
+/// So many users unregister 64 pages each of a process that keeps their locks. None of them keeps locks
+/// before all have registered their pages, however slow the machine is.
+fn keep_page_locks(bed: &Bed, users: usize) -> Result<Vec<Process>> {
+    let begin =
+        |uid| bed.machine.spawn(&format!("exec rgpu_selftest unregister-locked-pages {}", 1001 + uid));
+    let processes = (0..users).map(begin).collect::<Result<_>>()?;
+    let ready = "$(find /tmp -name 'ready-*' -size +0 | wc -l)";
+    bed.machine.check(&format!("until [ {ready} = {users} ]; do sleep 1; done; touch /tmp/keep"), LONG)?;
+    Ok(processes)
 }
 
 #[test]
@@ -214,7 +225,7 @@ fn a_user_who_keeps_page_locks_hinders_neither_removal_nor_reboot() -> Result<()
     let bed = with_fuse()?;
     let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
     let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), LONG)?;
-    keep_page_locks(&bed, 1001)?;
+    let _processes = keep_page_locks(&bed, 1)?;
     bed.device.wait_until("its requests arrive", LONG, |d| d.count(Kind::Unregister) == 64)?;
     bed.machine.check(&format!("echo {name} > {driver}/unbind && echo {name} > {driver}/bind"), LONG)?;
     bed.selftest("register")?;
