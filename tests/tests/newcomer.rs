@@ -49,21 +49,26 @@ WantedBy=multi-user.target
 /// What podman cannot do in a container of this machine: cgroups and networks of its own.
 const PODMAN: &str = "[containers]\ncgroups = \"disabled\"\nnetns = \"host\"\n";
 
+/// A block of a page: its language, and its lines.
+type Block<'a> = (&'a str, Vec<&'a str>);
+
+fn blocks(page: &str) -> Vec<Block<'_>> {
+    let mut found: Vec<Block> = Vec::new();
+    let mut inside = false;
+    for line in page.lines() {
+        match line.strip_prefix("```") {
+            Some(language) if !inside => found.push((language, Vec::new())),
+            None if inside => found.last_mut().into_iter().for_each(|block| block.1.push(line)),
+            _ => {}
+        }
+        inside ^= line.starts_with("```");
+    }
+    found
+}
+
 /// The lines of the page's blocks in this language.
-fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
-    let mut inside = None;
-    let lines = page.lines().filter(|line| match (inside, line.strip_prefix("```")) {
-        (None, Some(name)) => {
-            inside = Some(name == language);
-            false
-        }
-        (Some(_), Some(_)) => {
-            inside = None;
-            false
-        }
-        (wanted, None) => wanted == Some(true),
-    });
-    lines.collect()
+fn lines_in<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
+    blocks(page).into_iter().filter(|block| block.0 == language).flat_map(|block| block.1).collect()
 }
 
 /// The part of a page below this heading, up to the next one.
@@ -263,7 +268,7 @@ fn mark(line: &str) -> Option<(&str, f64)> {
 /// Runs the commands of a page in a new machine of this name.
 fn follow(name: &str, page: &str) -> Result<()> {
     ensure!(nix::unistd::geteuid().is_root(), "this test takes root: it boots a machine");
-    let commands = commands(&blocks(page, "sh"));
+    let commands = commands(&lines_in(page, "sh"));
     ensure!(!commands.is_empty(), "the page has no commands");
     let root = tree::target().join(name);
     machine(&root)?;
@@ -303,7 +308,7 @@ fn follow(name: &str, page: &str) -> Result<()> {
         }
     }
     // What the page shows was printed.
-    for line in blocks(page, "text") {
+    for line in lines_in(page, "text") {
         for part in line.split('…').map(str::trim) {
             ensure!(transcript.contains(part), "the page shows {part:?}, which was not printed");
         }
@@ -331,8 +336,8 @@ fn the_readmes_commands_work_on_a_fresh_machine() -> Result<()> {
 #[test]
 fn commands_are_taken_from_a_page_as_a_shell_would() {
     let page = "text\n```sh\na\nb \\\n  c\n\ncat > f <<END\nd\n\nEND\ne\n```\n```text\nf\n```\n";
-    assert_eq!(commands(&blocks(page, "sh")), ["a", "b \\\n  c", "cat > f <<END\nd\n\nEND", "e"]);
-    assert_eq!(blocks(page, "text"), ["f"]);
+    assert_eq!(commands(&lines_in(page, "sh")), ["a", "b \\\n  c", "cat > f <<END\nd\n\nEND", "e"]);
+    assert_eq!(lines_in(page, "text"), ["f"]);
     assert_eq!(section("# a\n\n## b\nc\n## d\ne\n", "b"), Some("c"));
     assert_eq!(section("# a\n\n## b\nc\n", "c"), None);
     assert_eq!(row("a | b \\\n  c"), "a \\| b");

@@ -151,7 +151,12 @@ fn connected(name: &str, transports: &[Transport]) -> Result<[Rig; 2]> {
     connected_with(name, transports, &[])
 }
 
-/// The same, with further arguments.
+/// The same over all transports, or else two servers that may not connect.
+fn connected_if(direct: bool, name: &str) -> Result<[Rig; 2]> {
+    if direct { connected(&format!("{name}-direct"), &support::TRANSPORTS) } else { two(name) }
+}
+
+/// Like [`connected`], with further arguments.
 fn connected_with(name: &str, transports: &[Transport], more: &[&str]) -> Result<[Rig; 2]> {
     let mut first = Rig::start(&format!("{name}-1"))?;
     let arguments = |rig: &Rig| -> Vec<String> {
@@ -200,8 +205,7 @@ fn synchronous_copies_come_before_what_other_devices_do_afterwards() -> Result<(
 fn threads_share_streams_on_two_devices() -> Result<()> {
     const PROGRAM: &str = "shared_streams";
     for direct in [true, false] {
-        let rigs =
-            if direct { connected("pool-shared-direct", &support::TRANSPORTS)? } else { two("pool-shared")? };
+        let rigs = connected_if(direct, "pool-shared")?;
         for transport in support::TRANSPORTS {
             let two_servers = servers(&rigs, [transport; 2]);
             let two_devices = [format!("{}/0,1", address(&rigs[1], transport))];
@@ -218,8 +222,7 @@ fn threads_share_streams_on_two_devices() -> Result<()> {
 fn copies_between_servers_and_what_comes_behind_them_do_not_wait_for_each_other() -> Result<()> {
     const PROGRAM: &str = "held_across";
     for direct in [true, false] {
-        let rigs =
-            if direct { connected("pool-held-direct", &support::TRANSPORTS)? } else { two("pool-held")? };
+        let rigs = connected_if(direct, "pool-held")?;
         for transport in support::TRANSPORTS {
             let servers = servers(&rigs, [transport; 2]);
             // The first two of its devices are of one server.
@@ -364,8 +367,7 @@ fn programs_that_move_their_memory_for_each_other_on_two_servers_both_go_on() ->
 fn less_usual_calls_work_across_servers() -> Result<()> {
     const PROGRAM: &str = "two_servers_forms";
     for direct in [false, true] {
-        let rigs =
-            if direct { connected("pool-forms-direct", &support::TRANSPORTS)? } else { two("pool-forms")? };
+        let rigs = connected_if(direct, "pool-forms")?;
         for transports in [[Transport::Local; 2], [Transport::Tcp, Transport::Local], [Transport::Tcp; 2]] {
             let outcome =
                 programs::run(&mut with_servers(&servers(&rigs, transports), PROGRAM)?, programs::LIMIT)?;

@@ -223,8 +223,8 @@ impl Residency {
         self.sessions.get(&worker)?.order.map(|(_, order, _)| order)
     }
 
-    /// How often sessions have moved something for an order, or have carried it out. Whoever waits for room
-    /// goes on waiting while this grows.
+    /// How often sessions have moved something for an order, or have carried it out. A session that waits for
+    /// room does not give up as long as this number rises.
     pub(super) fn moves(&self) -> u64 {
         self.moves
     }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::tree;
 
-use super::{Running, commands, debian, nspawn, page, run, section, write};
+use super::{Running, blocks, commands, debian, nspawn, page, run, section, write};
 
 const CONTROLLER: &[&str] = &["head"];
 const SERVERS: &[&str] = &["gpu1", "gpu2"];
@@ -53,23 +53,6 @@ const PATIENCE: Duration = Duration::from_secs(900);
 
 /// What the page's `…` stands for.
 const NODE: &str = "CPUs=2 RealMemory=500";
-
-/// A block of the page: its language, and its lines.
-type Block<'a> = (&'a str, Vec<&'a str>);
-
-fn blocks(text: &str) -> Vec<Block<'_>> {
-    let mut found: Vec<Block> = Vec::new();
-    let mut inside = false;
-    for line in text.lines() {
-        match line.strip_prefix("```") {
-            Some(language) if !inside => found.push((language, Vec::new())),
-            None if inside => found.last_mut().into_iter().for_each(|block| block.1.push(line)),
-            _ => {}
-        }
-        inside ^= line.starts_with("```");
-    }
-    found
-}
 
 /// The files that a block shows: the name in a comment, and the lines below it.
 fn files<'a>(lines: &[&'a str]) -> Vec<(&'a str, Vec<&'a str>)> {

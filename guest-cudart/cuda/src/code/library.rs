@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use crate::abi::result::Result;
 use crate::code::function::{FUNCTIONS, Function, func};
@@ -90,11 +90,16 @@ impl Library {
         self.load(context, &self.jit)
     }
 
+    /// The instances, once no thread is loading one into a context.
+    fn when_loaded(&self, context: &Context) -> MutexGuard<'_, Instances> {
+        let is_loading = |instances: &mut Instances| instances.is_loading(context);
+        let waited = self.loaded.wait_while(lock(&self.instances), is_loading);
+        waited.unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn load(&self, context: &'static Context, jit: &Jit) -> Result<Arc<Module>> {
         {
-            let is_loading = |instances: &mut Instances| instances.is_loading(context);
-            let instances = self.loaded.wait_while(lock(&self.instances), is_loading);
-            let mut instances = instances.unwrap_or_else(PoisonError::into_inner);
+            let mut instances = self.when_loaded(context);
             if instances.unloaded {
                 return Err(Status::INVALID_HANDLE);
             }
@@ -294,9 +299,7 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
     }
     for library in LIBRARIES.all() {
         // A thread that loads it there would note a module that is gone.
-        let is_loading = |instances: &mut Instances| instances.is_loading(context);
-        let instances = library.loaded.wait_while(lock(&library.instances), is_loading);
-        let mut instances = instances.unwrap_or_else(PoisonError::into_inner);
+        let mut instances = library.when_loaded(context);
         instances.home = instances.home.filter(|home| !std::ptr::eq(*home, context));
         for (_, module) in instances.all.extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
             module.forget();

@@ -304,22 +304,29 @@ mod tests {
     use super::*;
     use client::handle::ContextId;
 
+    const SIZE: usize = 1 << 16;
+
+    /// Registers new memory, which stays.
+    fn register(context: &'static Context) -> usize {
+        let memory = Box::leak(vec![0_u8; SIZE].into_boxed_slice()).as_ptr() as usize;
+        let tag = HostTag { context, flags: 0, buffer: unique_id() };
+        REGIONS.register(context.session(), memory, SIZE, tag).unwrap();
+        memory
+    }
+
+    /// As `offer` does, which also has all copies of the process wait from then on.
+    fn make_unreached(memory: usize, server: &Server) {
+        with_unreached(|unreached| unreached.insert(memory, Unreached { size: SIZE, servers: bit(server) }));
+    }
+
     #[test]
     fn a_server_that_does_not_answer_while_memory_becomes_reachable_stops_no_copies_of_other_memory() {
         let [silent, other] = [(); 2].map(|()| Server::unused());
         let driver = Driver::for_tests(&[silent, other]);
         let [context, beside] =
             [0, 1].map(|n| Context::new(ContextId(n), [silent, other][n as usize], n, 0, false));
-        let size = 1 << 16;
-        let register = |context| {
-            let memory = Box::leak(vec![0_u8; size].into_boxed_slice()).as_ptr() as usize;
-            let tag = HostTag { context, flags: 0, buffer: unique_id() };
-            REGIONS.register(context.session(), memory, size, tag).unwrap();
-            memory
-        };
         let [memory, others] = [context, beside].map(register);
-        // As `offer` does, which also has all copies of the process wait from then on.
-        with_unreached(|unreached| unreached.insert(memory, Unreached { size, servers: bit(silent) }));
+        make_unreached(memory, silent);
         let before = silent.session.last_seq();
         let reaches = std::thread::spawn(move || reach_at(driver, context, memory as u64));
         while silent.session.last_seq() == before {
@@ -344,11 +351,8 @@ mod tests {
         let server = Server::unused();
         let driver = Driver::for_tests(&[server]);
         let context = Context::new(ContextId(0), server, 0, 0, false);
-        let size = 1 << 16;
-        let memory = Box::leak(vec![0_u8; size].into_boxed_slice()).as_ptr() as usize;
-        let tag = HostTag { context, flags: 0, buffer: unique_id() };
-        REGIONS.register(context.session(), memory, size, tag).unwrap();
-        with_unreached(|unreached| unreached.insert(memory, Unreached { size, servers: bit(server) }));
+        let memory = register(context);
+        make_unreached(memory, server);
         let before = server.session.last_seq();
         let reaches = std::thread::spawn(move || reach_at(driver, context, memory as u64));
         while server.session.last_seq() == before {

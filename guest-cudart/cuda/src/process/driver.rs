@@ -50,8 +50,8 @@ pub(crate) struct Server {
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
     /// The copies that work on streams not ordered behind theirs has to wait for.
     pub fences: Fences,
-    /// Held while it is told of destroyed streams and textures whose work is done. It may have no room for
-    /// that, so whoever uses other servers must not need this.
+    /// Locked while the server is told which destroyed streams and textures are done. The ring may be full
+    /// and block that for long, so calls that use only other servers must not take this lock.
     pub telling: Mutex<()>,
     /// The program's first use of it.
     pub used: Once,

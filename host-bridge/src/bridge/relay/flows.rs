@@ -339,8 +339,8 @@ impl<M> Flows<M> {
         self.knowledge.expects_hits(&self.pace)
     }
 
-    /// Looks whether the server still answers. True: it does not, and what waited for its answers goes on. To
-    /// be called in each turn.
+    /// Checks in each turn whether the server still answers. If it does not, this returns true, and data that
+    /// was waiting for its answers is sent.
     pub(in crate::bridge) fn look(&mut self, now: Instant) -> bool {
         let waited = self.waits();
         self.knowledge.look(now, &self.pace);

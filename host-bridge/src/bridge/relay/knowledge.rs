@@ -161,7 +161,7 @@ impl Knowledge {
         self.score = if known { (self.score + 1).min(MOST_SCORE) } else { (self.score - 1).max(0) };
     }
 
-    /// Looks whether the server still answers. To be called again and again.
+    /// Checks whether the server still answers. The relay calls this in each turn.
     pub(super) fn look(&mut self, now: Instant, pace: &Pace) {
         // Tests count what is sent, on machines that may be busy for seconds.
         if self.unanswered == 0 || self.cache == CacheUse::Always {
