@@ -7,6 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -324,9 +325,15 @@ fn such(count: usize, wanted: &Wanted) -> String {
     format!("{count} GPU{}{what}", if count == 1 { "" } else { "s" })
 }
 
-/// The pause after this one.
-fn longer(pause: Duration) -> Duration {
-    (2 * pause).min(AGAIN.1)
+/// How long to wait each time before asking again. Prologs of many nodes begin at the same moment, and must
+/// not ask at the same moments ever after: so each pause is shorter by a random part, by half of it at most.
+fn pauses() -> impl Iterator<Item = Duration> {
+    let whole = std::iter::successors(Some(AGAIN.0), |pause| Some((2 * *pause).min(AGAIN.1)));
+    whole.map(|pause| {
+        // Each of these is keyed at random.
+        let random = RandomState::new().build_hasher().finish();
+        pause.mul_f64(0.5 + 0.5 * (random as f64 / u64::MAX as f64))
+    })
 }
 
 /// Leases the wanted number of GPUs, for this many seconds. The order of the servers and of their GPUs has no
@@ -349,7 +356,7 @@ pub fn lease(
     }
     let deadline = Instant::now() + Duration::from_secs(wanted.wait);
     let mut left_out: Vec<Option<LeftOut>> = members.iter().map(|_| None).collect();
-    let (mut tries, mut pause) = (0, AGAIN.0);
+    let (mut tries, mut pauses) = (0, pauses());
     loop {
         let inventories = asker.ask_all(members, &Question::Inventory {});
         let mut said = Vec::new();
@@ -411,8 +418,8 @@ pub fn lease(
         }
         tries = 0;
         left_out.iter_mut().for_each(|left_out| drop(left_out.take_if(|out| out.until == Until::NextRound)));
+        let pause = pauses.next().unwrap_or(AGAIN.1);
         std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
-        pause = longer(pause);
     }
 }
 
@@ -577,9 +584,18 @@ mod tests {
 
     #[test]
     fn servers_are_asked_less_and_less_often_and_still_each_few_seconds() {
-        let pauses = std::iter::successors(Some(AGAIN.0), |pause| Some(longer(*pause)));
-        let seconds: Vec<u64> = pauses.take(6).map(|pause| pause.as_secs()).collect();
-        assert_eq!(seconds, [1, 2, 4, 5, 5, 5]);
+        for (pause, seconds) in pauses().zip([1, 2, 4, 5, 5, 5]) {
+            let whole = Duration::from_secs(seconds);
+            assert!(whole / 2 <= pause && pause <= whole, "{pause:?} of {whole:?}");
+        }
+    }
+
+    #[test]
+    fn those_who_begin_at_the_same_moment_do_not_go_on_to_ask_at_the_same_moments() {
+        for times in 1..4 {
+            let asked: BTreeSet<Duration> = (0..100).map(|_| pauses().take(times).sum()).collect();
+            assert!(asked.len() > 90, "100 ask at {} moments after {times} pauses", asked.len());
+        }
     }
 
     #[test]
