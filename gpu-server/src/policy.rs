@@ -22,13 +22,13 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::path::Path;
 
-use clap::{Args, CommandFactory, value_parser};
+use clap::{Args, value_parser};
 use identity::authority::is_certified_name;
 use identity::principals::check_name;
 use options::document::Part;
 use options::{File, Layer, Section, parse_size};
 
-use crate::config::{Arguments, Share, Sharing};
+use crate::config::{Share, Sharing};
 use crate::limits::Limits;
 
 /// The rules for clients in one section.
@@ -249,7 +249,7 @@ impl Policy {
 
     fn of<'f>(file: &'f File, path: &Path, shared: &[u32]) -> Result<Policy, options::Error> {
         // No flag overrides these keys.
-        let given = Arguments::command().get_matches_from(["rgpu-server"]);
+        let given = clap::Command::new("rules").get_matches_from(["rules"]);
         let layer = |section| Layer { given: &given, section: Some((file, section)) };
         let check = |section: &'f Section, rule: &Rule| {
             let wrong = |text: String| Err(layer(section).wrong("devices", text));
@@ -659,6 +659,9 @@ allow = false
             let error = policy(text).unwrap_err();
             assert!(error.contains("clients.toml") && error.contains(words), "{text}: {error}");
         }
+        // The server's option is for another file.
+        let error = policy("[[client]]\nmax_sessions = 2\n").unwrap_err();
+        assert!(error.ends_with("line 2: client.max_sessions: there is no such option"), "{error}");
     }
 
     #[test]

@@ -7,8 +7,8 @@ use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command};
 
-use crate::Error;
 use crate::file::{File, Section, Value};
+use crate::{Common, Error};
 
 /// Where the values of one structure of options come from.
 #[derive(Clone, Copy)]
@@ -29,7 +29,9 @@ impl Layer<'_> {
             for value in &section.values {
                 let Some(arg) = command.get_arguments().find(|arg| is_key(arg, &section.name, &value.key))
                 else {
-                    return Err(in_file(file, section, &value.key, "there is no such option"));
+                    let text =
+                        format!("there is no such option{}", self.elsewhere(&command, section, &value.key));
+                    return Err(in_file(file, section, &value.key, text));
                 };
                 let from_file = from_file(&command, arg, value)
                     .map_err(|text| in_file(file, section, &value.key, text))?;
@@ -53,6 +55,32 @@ impl Layer<'_> {
         // If the daemon's command does not have the id, the option exists only in the file.
         self.given.try_contains_id(id).is_ok()
             && self.given.value_source(id) == Some(ValueSource::CommandLine)
+    }
+
+    /// Where the file may have an option of this name, in words that follow an error: a line at the end of a
+    /// file belongs to the last section there.
+    fn elsewhere(&self, command: &Command, section: &Section, key: &str) -> String {
+        let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
+        let name = last(key);
+        let own = command.get_arguments().filter(|arg| !arg.is_hide_set());
+        let own = own.map(|arg| key_of(arg, &section.name)).filter(|own| last(own) == name);
+        let mut places: Vec<String> = own.map(|own| section.full_key(own)).collect();
+        // The daemon's command line has those outside any section, besides those that no file has.
+        let flags = Common::augment_args(Command::new(""));
+        if places.is_empty()
+            && !section.name.is_empty()
+            && self.given.try_contains_id(&name).is_ok()
+            && !flags.get_arguments().any(|arg| arg.get_id() == name.as_str())
+        {
+            places.push(name);
+        }
+        match &places[..] {
+            [] => String::new(),
+            [place] if !place.contains('.') => {
+                format!("; there is {place} outside any section: its line has to be above the first section")
+            }
+            places => format!("; there is {}", places.join(" and ")),
+        }
     }
 
     /// An error about an option's value. It names the line if the value comes from the file, and the flag if
@@ -87,8 +115,13 @@ fn from_file(command: &Command, arg: &Arg, value: &Value) -> Result<Vec<OsString
 /// Whether an argument is the option for a section's key: its id is the key, with or without the section's
 /// name before it.
 fn is_key(arg: &Arg, section: &str, key: &str) -> bool {
+    arg.get_id() == key || key_of(arg, section) == key
+}
+
+/// The key of an argument in a section.
+fn key_of<'a>(arg: &'a Arg, section: &str) -> &'a str {
     let id = arg.get_id().as_str();
-    id == key || id.strip_prefix(section).and_then(|rest| rest.strip_prefix('.')) == Some(key)
+    id.strip_prefix(section).and_then(|rest| rest.strip_prefix('.')).unwrap_or(id)
 }
 
 fn flag(arg: &Arg, value: &std::ffi::OsStr) -> OsString {

@@ -3,7 +3,7 @@ use std::path::Path;
 use clap::{Args, CommandFactory, Parser};
 
 use super::document::{Part, example, table};
-use super::{Error, File, Layer, parse_size};
+use super::{Common, Error, File, Layer, parse_size};
 
 #[derive(Debug, Args, PartialEq)]
 struct Options {
@@ -61,6 +61,22 @@ fn an_error_names_the_line_and_the_key() {
     assert!(error("\n\nmost = \n").starts_with("x.toml: line 3: "));
     // A wrong value is an error even where the command line overrides it.
     assert!(read(Some("most = 12\n"), &["--most=1"]).is_err());
+}
+
+#[test]
+fn an_option_in_the_wrong_section_is_told_where_it_belongs() {
+    let no_such = |key: &str| format!("{key}: there is no such option; there is");
+    let above = "most outside any section: its line has to be above the first section";
+    assert_eq!(error("[net]\nmost = 1\n"), format!("x.toml: line 2: {} {above}", no_such("net.most")));
+    assert_eq!(error("listen = \"a\"\n"), format!("x.toml: line 1: {} net.listen", no_such("listen")));
+    assert_eq!(error("[net]\nsecret = \"a\"\n"), "x.toml: line 2: net.secret: there is no such option");
+
+    // In a section of its own, the daemon's options are those of the command line.
+    let file = File::parse(Path::new("x.toml"), "[part]\nmost = 1\n", &["part"]).unwrap();
+    let given = Daemon::command().get_matches_from(["daemon"]);
+    let layer = Layer { given: &given, section: file.sections("part").next().map(|part| (&file, part)) };
+    let error = layer.read::<Common>().unwrap_err().to_string();
+    assert_eq!(error, format!("x.toml: line 2: {} {above}", no_such("part.most")));
 }
 
 #[test]

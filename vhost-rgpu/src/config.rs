@@ -784,6 +784,9 @@ mod tests {
     fn an_unknown_key_is_named_with_its_line() {
         let text = error(&format!("{VM}colour = 1\n"));
         assert_eq!(text, "x.toml: line 5: vm.colour: there is no such option");
+        // What is appended to the file belongs to its last section.
+        let text = error(&format!("{VM}log = \"debug\"\n"));
+        assert!(text.contains("line 5: vm.log: there is no such option; there is log outside any"), "{text}");
     }
 
     #[test]
