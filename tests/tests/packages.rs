@@ -514,6 +514,8 @@ fn failure(machine: &Machine) -> Result<()> {
         machine.check(&format!("mv {file} {file}.away; systemctl stop {unit}"), LONG)?;
         machine.check(&format!("systemctl start --no-block {unit}"), LONG)?;
         eventually(machine, &format!("test $(systemctl show --value -p NRestarts {unit}) -ge 7"))?;
+        let told = format!("{unit} does not start: its unit is .*; it last said: {unit}: cannot read {file}");
+        eventually(machine, &format!("rgpuctl doctor | grep '{told}'"))?;
         machine.check(&format!("mv {file}.away {file}"), LONG)?;
         eventually(machine, &format!("systemctl is-active -q {unit}"))?;
     }

@@ -240,28 +240,65 @@ fn daemon(name: &str) -> Finding {
     let socket = PathBuf::from(format!("/run/rgpu/{name}.status"));
     match read_status(&socket) {
         Ok(_) => Good(format!("{program} is running and answers at {}", socket.display())),
-        Err(error) => {
-            let units = ["/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
-            let unit =
-                units.iter().any(|folder| Path::new(folder).join(format!("{program}.service")).exists());
-            silent(program, &socket, cause(&error), unit)
-        }
+        Err(error) => silent(program, &socket, cause(&error), unit(program).as_ref()),
     }
 }
 
-/// What it means that a daemon does not tell its status. `unit`: whether systemd knows it.
-fn silent(program: &str, socket: &Path, cause: ErrorKind, unit: bool) -> Finding {
+/// What systemd knows about a daemon's unit.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Unit {
+    /// Whether it runs: `active`, `activating`, `failed`, `inactive` and others; empty if that is unknown.
+    state: String,
+    /// The same in more detail, such as `auto-restart`.
+    detail: String,
+    /// The last line that its processes have logged.
+    said: String,
+}
+
+/// The unit of a daemon; `None` if there is none.
+fn unit(program: &str) -> Option<Unit> {
+    let file = format!("{program}.service");
+    let folders = ["/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
+    folders.iter().find(|folder| Path::new(folder).join(&file).exists())?;
+    let shown = output(&["systemctl", "show", "--property=ActiveState,SubState", &file]).unwrap_or_default();
+    let value =
+        |name| shown.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('=')).unwrap_or_default();
+    let from = format!("_SYSTEMD_UNIT={file}");
+    let said = output(&["journalctl", "--boot", "--lines=1", "--output=cat", "--no-pager", &from]);
+    let said = said.unwrap_or_default().lines().last().unwrap_or_default().to_owned();
+    Some(Unit { state: value("ActiveState").to_owned(), detail: value("SubState").to_owned(), said })
+}
+
+/// What it means that a daemon does not tell its status. `unit`: if systemd knows it.
+fn silent(program: &str, socket: &Path, cause: ErrorKind, unit: Option<&Unit>) -> Finding {
     let use_of = if program == "vhost-rgpu" { "guests and containers" } else { "clients on other machines" };
-    match cause {
-        ErrorKind::PermissionDenied => Note(
+    let state = unit.map_or("", |unit| &unit.state);
+    match (cause, unit) {
+        (ErrorKind::PermissionDenied, _) => Note(
             format!("this user may not ask {program} for its status ({})", socket.display()),
             Some("run rgpuctl doctor as root to see more".into()),
         ),
-        ErrorKind::NotFound => Note(
+        (_, Some(Unit { detail, said, .. })) if ["activating", "failed"].contains(&state) => {
+            let said = if said.is_empty() { String::new() } else { format!("; it last said: {said}") };
+            Wrong(
+                format!("{program} does not start: its unit is {state} ({detail}){said}"),
+                format!(
+                    "{program} --config /etc/rgpu/{program}.toml --check-config; journalctl -u {program} has more"
+                ),
+            )
+        }
+        (ErrorKind::NotFound, _) if state == "active" => Note(
+            format!("{program} runs as a service, but does not tell its status at {}", socket.display()),
+            Some(format!(
+                "socket = \"{}\" in the section [status] of /etc/rgpu/{program}.toml",
+                socket.display()
+            )),
+        ),
+        (ErrorKind::NotFound, _) => Note(
             format!("{program} does not run as a service; `rgpuctl run` starts its own"),
             Some(match unit {
-                true => format!("for {use_of}: systemctl enable --now {program}"),
-                false => format!("for {use_of}: install the package {program}"),
+                Some(_) => format!("for {use_of}: systemctl enable --now {program}"),
+                None => format!("for {use_of}: install the package {program}"),
             }),
         ),
         _ => Wrong(
@@ -269,6 +306,20 @@ fn silent(program: &str, socket: &Path, cause: ErrorKind, unit: bool) -> Finding
             format!("systemctl restart {program}; journalctl -u {program} shows why it ended"),
         ),
     }
+}
+
+/// What a command prints, or why it failed.
+fn output(words: &[&str]) -> Result<String, String> {
+    let name = words[0];
+    let output =
+        Command::new(name).args(&words[1..]).output().map_err(|e| format!("cannot run {name}: {e}"))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() {
+        return Ok(text(&output.stdout));
+    }
+    let why = [text(&output.stderr), text(&output.stdout)].into_iter().find(|said| !said.is_empty());
+    let why = why.and_then(|said| said.lines().next().map(str::to_owned));
+    Err(format!("{}: {}", words.join(" "), why.unwrap_or_else(|| output.status.to_string())))
 }
 
 /// The kind of the system's error that is at the bottom of another one.
@@ -523,15 +574,42 @@ mod tests {
     #[test]
     fn a_user_without_permission_is_not_told_to_restart_daemons() {
         let socket = Path::new("/run/rgpu/vhost-rgpu.status");
-        let denied = silent("vhost-rgpu", socket, ErrorKind::PermissionDenied, true);
+        let denied = silent("vhost-rgpu", socket, ErrorKind::PermissionDenied, Some(&Unit::default()));
         assert!(matches!(&denied, Note(_, Some(step)) if step.contains("as root")), "{denied:?}");
-        let ended = silent("vhost-rgpu", socket, ErrorKind::ConnectionRefused, true);
+        let ended = silent("vhost-rgpu", socket, ErrorKind::ConnectionRefused, Some(&Unit::default()));
         assert!(
             matches!(&ended, Wrong(_, step) if step.contains("systemctl restart vhost-rgpu")),
             "{ended:?}"
         );
-        let absent = silent("rgpu-server", socket, ErrorKind::NotFound, false);
+        let absent = silent("rgpu-server", socket, ErrorKind::NotFound, None);
         assert!(matches!(&absent, Note(_, Some(step)) if step.contains("package rgpu-server")), "{absent:?}");
+    }
+
+    #[test]
+    fn what_systemd_knows_of_a_daemon_that_does_not_start_is_told() {
+        let socket = Path::new("/run/rgpu/vhost-rgpu.status");
+        let unit = |state: &str, detail: &str, said: &str| Unit {
+            state: state.to_owned(),
+            detail: detail.to_owned(),
+            said: said.to_owned(),
+        };
+        // The socket's file may be left of an earlier run.
+        for cause in [ErrorKind::NotFound, ErrorKind::ConnectionRefused] {
+            let error = "vhost-rgpu: x.toml: line 5: native.server: is missing";
+            let failing =
+                silent("vhost-rgpu", socket, cause, Some(&unit("activating", "auto-restart", error)));
+            let told = "does not start: its unit is activating (auto-restart); it last said: vhost-rgpu: x.toml: line 5";
+            assert!(
+                matches!(&failing, Wrong(text, step) if text.contains(told) && step.contains("--check-config")),
+                "{failing:?}"
+            );
+            let failed = silent("rgpu-server", socket, cause, Some(&unit("failed", "failed", "")));
+            assert!(matches!(&failed, Wrong(text, _) if text.ends_with("is failed (failed)")), "{failed:?}");
+        }
+        let stopped = silent("vhost-rgpu", socket, ErrorKind::NotFound, Some(&unit("inactive", "dead", "")));
+        assert!(matches!(&stopped, Note(_, Some(step)) if step.contains("enable --now")), "{stopped:?}");
+        let mute = silent("vhost-rgpu", socket, ErrorKind::NotFound, Some(&unit("active", "running", "")));
+        assert!(matches!(&mute, Note(_, Some(step)) if step.contains("[status]")), "{mute:?}");
     }
 
     #[test]

@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use host_bridge::ask::{Answer, Question};
 use host_bridge::framing::with_causes;
 use host_bridge::server::Server;
 
 use super::Finding::{self, Good, Note, Wrong};
+use super::output;
 use crate::pool::Place;
 
 /// Prolog, Epilog and TaskProlog of the node.
@@ -55,20 +55,6 @@ pub fn check() -> Vec<Finding> {
     findings.extend(socket(Path::new(protocol::native::DEFAULT_SOCKET)));
     findings.extend(without_gpus(&settings.state));
     findings
-}
-
-/// What a command prints, or why it failed.
-fn output(words: &[&str]) -> Result<String, String> {
-    let name = words[0];
-    let output =
-        Command::new(name).args(&words[1..]).output().map_err(|e| format!("cannot run {name}: {e}"))?;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-    if output.status.success() {
-        return Ok(text(&output.stdout));
-    }
-    let why = [text(&output.stderr), text(&output.stdout)].into_iter().find(|said| !said.is_empty());
-    let why = why.and_then(|said| said.lines().next().map(str::to_owned));
-    Err(format!("{}: {}", words.join(" "), why.unwrap_or_else(|| output.status.to_string())))
 }
 
 fn unusable(why: &str) -> Finding {
