@@ -48,7 +48,7 @@ SlurmdLogFile=/var/log/slurm/slurmd.log
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 ";
 
-/// How long a machine may take to start, and a job to run, on a busy machine.
+/// How long a machine may take to start or to end, and a job to run, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(900);
 
 /// What the page's `…` stands for.
@@ -478,7 +478,15 @@ impl Cluster {
         println!("{name:>4} # poweroff");
         machine.output("systemctl poweroff")?;
         let Machine { name, root, mut running, groups } = machine;
-        running.0.wait()?;
+        let begin = Instant::now();
+        while running.0.try_wait()?.is_none() {
+            ensure!(
+                begin.elapsed() < PATIENCE,
+                "{name} does not power off: systemd-nspawn has not ended within {} s",
+                PATIENCE.as_secs()
+            );
+            std::thread::sleep(Duration::from_millis(200));
+        }
         drop(groups);
         self.machines.insert(at, Machine::boot(name, root, &self.network)?);
         Ok(())
