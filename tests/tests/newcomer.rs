@@ -1,7 +1,8 @@
 //! Follows `docs/quickstart-trial.md`, and the README's "Try it", each in a new Debian 12 with systemd: every
 //! command, in the page's order, as a newcomer would. Prints how long each took. The page compiles everything
 //! and boots a guest, which takes 15 to 20 minutes on two processors; the README runs all tests, too. So this
-//! part runs only on request. [`slurm`] follows another page, with the packages that are built already.
+//! part runs only on request. [`slurm`] follows another page, with the packages that are built already, and
+//! [`slurm_groups`] does what that page says on one machine that is emulated.
 //!
 //! The machine is a container of systemd-nspawn, at this machine's speed. It shares this machine's network
 //! and its settings for reaching package registries. Two things are replaced, because not every machine
@@ -21,6 +22,8 @@ use rgpu_tests::tree;
 
 #[path = "newcomer/slurm.rs"]
 mod slurm;
+#[path = "newcomer/slurm_groups.rs"]
+mod slurm_groups;
 
 /// How long all commands may take on a busy machine.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);

@@ -83,6 +83,11 @@ pub fn prepare_dkms() -> Result<()> {
     prepare_disk(Release::Debian12, systemd::disk_with_dkms)
 }
 
+/// Prepares machines with a complete Debian that has Slurm.
+pub fn prepare_slurm() -> Result<()> {
+    prepare_disk(Release::Debian12, systemd::disk_with_slurm)
+}
+
 /// Builds the debug kernels in `build/machine/debug-kernels`, or in `RGPU_DEBUG_KERNELS`, which takes 20
 /// minutes on two processors. Returns their folders, for `RGPU_TEST_KERNEL`.
 pub fn debug_kernels() -> Result<Vec<PathBuf>> {

@@ -328,6 +328,7 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
             debian::packages(&["debootstrap", "systemd-container"], "following the book in a new machine")?;
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
+            machines::prepare_slurm()?;
             &["--nocapture"]
         }
         "packages" => {

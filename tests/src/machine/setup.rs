@@ -6,7 +6,8 @@
 //!   bookworm/          Debian 12's cloud kernel and its headers, unpacked
 //!   driver/VERSION/    virtio_rgpu.ko for that kernel, and a stamp of the sources it was built from
 //!   agent              the guest's first process
-//!   debian12.ext4      a disk with Debian 12 and systemd; debian12-dkms-VERSION.ext4 has a compiler as well
+//!   debian12.ext4      a disk with Debian 12 and systemd; debian12-dkms-VERSION.ext4 has a compiler as well,
+//!                      and debian12-slurm.ext4 has Slurm
 //!   *.stamp            completed steps; a step without its stamp is repeated from the beginning
 //! ```
 //!

@@ -91,6 +91,12 @@ pub fn disk_with_dkms() -> Result<PathBuf> {
     make(Release::Debian12, &name, &packages, |root| kernel.install(root))
 }
 
+/// Debian 12's disk with Slurm, which has no configuration yet.
+pub fn disk_with_slurm() -> Result<PathBuf> {
+    let packages = format!("{PACKAGES},slurmctld,slurmd,slurm-client");
+    make(Release::Debian12, "debian12-slurm", &packages, |_| Ok(()))
+}
+
 fn make(
     release: Release,
     name: &str,
@@ -149,6 +155,12 @@ pub fn builder(release: Release) -> Result<Builder> {
 /// The same with everything needed to build the guest's driver.
 pub fn builder_with_dkms() -> Result<Builder> {
     Ok(Machine::builder().memory_mib(2048).cpus(2).disk(disk_with_dkms()?))
+}
+
+/// The same with Slurm. It can have an interface of the type `dummy`.
+pub fn builder_with_slurm() -> Result<Builder> {
+    let builder = Machine::builder().kernel(Release::Debian12.kernel()).memory_mib(2048).cpus(2);
+    Ok(builder.module("dummy").disk(disk_with_slurm()?))
 }
 
 /// Boots a machine, and returns when its services have started.
