@@ -48,6 +48,38 @@ static bool waits(cudaStream_t ahead, cudaStream_t behind, int *p, bool want) {
     return waited;
 }
 
+static volatile int *written;
+static std::atomic<int> seen;
+static void CUDART_CB see(void *) {
+    seen = *written;
+}
+
+// A host function on `behind` comes after a kernel on `ahead`, which waits for the host by an event.
+static void function_waits(cudaStream_t ahead, cudaStream_t behind, cudaStream_t free_one) {
+    int *pinned, *pinned_there;
+    CHECK(cudaHostAlloc(&pinned, sizeof *pinned, cudaHostAllocMapped));
+    CHECK(cudaHostGetDevicePointer(&pinned_there, pinned, 0));
+    cudaEvent_t held;
+    CHECK(cudaEventCreateWithFlags(&held, cudaEventDisableTiming));
+    CHECK(cudaDeviceSynchronize());
+    written = pinned;
+    *written = 0;
+    seen = -1;
+    go = false;
+    CHECK(cudaLaunchHostFunc(free_one, hold, nullptr));
+    CHECK(cudaEventRecord(held, free_one));
+    CHECK(cudaStreamWaitEvent(ahead, held, 0));
+    set<<<1, 1, 0, ahead>>>(pinned_there, 1);
+    CHECK(cudaLaunchHostFunc(behind, see, nullptr));
+    struct timespec moment = {0, 30000000};
+    nanosleep(&moment, nullptr);
+    go = true;
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(seen == 1, "the function behind the kernel saw %d", seen.load());
+    CHECK(cudaEventDestroy(held));
+    CHECK(cudaFreeHost(pinned));
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     int *p;
@@ -80,6 +112,9 @@ int main(int argc, char **argv) {
         bool waited = waits(pair.ahead, pair.behind, p, pair.want);
         REQUIRE(waited == pair.want, "%s: it %s", pair.what, waited ? "waited" : "did not wait");
     }
+    function_waits(cudaStreamLegacy, blocking, free_one);
+    function_waits(cudaStreamLegacy, cudaStreamPerThread, free_one);
+    function_waits(blocking, cudaStreamLegacy, free_one);
     int got[2];
     CHECK(cudaMemcpy(got, p, sizeof got, cudaMemcpyDeviceToHost));
     REQUIRE(got[0] == 1 && got[1] == 2, "%d %d", got[0], got[1]);

@@ -2,6 +2,7 @@
 // program's own, trimmed, and refused when it is too much.
 #define PROGRAM "stream_ordered"
 #include "cases.h"
+#include <atomic>
 #include <vector>
 
 __global__ void fill(int *p, int n, int value) {
@@ -13,6 +14,35 @@ __global__ void add(int *to, const int *from, int n) {
 
 constexpr int N = 30000;
 constexpr size_t BYTES = N * sizeof(int);
+
+static std::atomic<bool> go;
+static void CUDART_CB hold(void *) {
+    while (!go) {}
+}
+
+// Memory that a blocking stream frees is still used by the default stream's work before.
+static void behind_the_default_stream(cudaStream_t freeing, cudaStream_t other) {
+    int *used, *next;
+    std::vector<int> host(N);
+    RETURNS(cudaSuccess, cudaMallocAsync(&used, BYTES, freeing));
+    fill<<<8, 128, 0, freeing>>>(used, N, 1);
+    RETURNS(cudaSuccess, cudaStreamSynchronize(freeing));
+    go = false;
+    RETURNS(cudaSuccess, cudaLaunchHostFunc(cudaStreamLegacy, hold, nullptr));
+    fill<<<8, 128, 0, cudaStreamLegacy>>>(used, N, 2);
+    RETURNS(cudaSuccess, cudaFreeAsync(used, freeing));
+    RETURNS(cudaSuccess, cudaMallocAsync(&next, BYTES, other));
+    fill<<<8, 128, 0, other>>>(next, N, 3);
+    RETURNS(cudaSuccess, cudaStreamSynchronize(other));
+    go = true;
+    RETURNS(cudaSuccess, cudaDeviceSynchronize());
+    RETURNS(cudaSuccess, cudaMemcpy(host.data(), next, BYTES, cudaMemcpyDeviceToHost));
+    int wrong = 0;
+    for (int i = 0; i < N; i++) wrong += host[i] != 3 + i;
+    IS(0, wrong);
+    RETURNS(cudaSuccess, cudaFreeAsync(next, other));
+    RETURNS(cudaSuccess, cudaStreamSynchronize(other));
+}
 
 static unsigned long long attribute(cudaMemPool_t pool, cudaMemPoolAttr which) {
     unsigned long long value = 0;
@@ -158,6 +188,8 @@ int main(int argc, char **argv) {
     RETURNS(cudaSuccess, cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking));
     RETURNS(cudaSuccess, cudaStreamCreate(&two));
     order(one, two);
+    behind_the_default_stream(two, one);
+    behind_the_default_stream(cudaStreamPerThread, one);
     pools(one);
     errors(two);
     RETURNS(cudaSuccess, cudaStreamDestroy(one));

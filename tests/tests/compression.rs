@@ -323,7 +323,13 @@ fn with_tls_data_is_compressed_only_where_both_ends_are_told_to() -> Result<()> 
     ] {
         let setup = setup_with_tls(&format!("compression-tls-{}", settings.join("-")), 200, settings)?;
         for (way, expected) in [Way::Up, Way::Down].into_iter().zip(expected) {
-            let copies = copy(&setup, way, &words(16), 16)?;
+            let mut copies = copy(&setup, way, &words(16), 16)?;
+            for _ in 1..BUSY {
+                if copies.compressed > 0 || !expected {
+                    break;
+                }
+                copies = copy(&setup, way, &words(16), 16)?;
+            }
             ensure!((copies.compressed > 0) == expected, "{settings:?}, {way:?}: {copies:?}");
         }
     }

@@ -207,8 +207,11 @@ fn count(status: &serde_json::Value, list: &str) -> usize {
 fn quiet(machine: &Machine) -> Result<()> {
     let log = machine
         .check("journalctl -b --no-pager -o cat -u rgpu-server -u vhost-rgpu -u vhost-rgpu.socket", LONG)?;
-    // The software GPU cannot map pinned memory, and says so once.
-    let loud = log.lines().filter(|line| !line.contains("op=\"host_map\"")).find(|line| {
+    // The software GPU cannot map pinned memory, and says so once. On a busy machine, a device process may not
+    // answer within the two seconds that its keeper waits.
+    let harmless = ["op=\"host_map\"", "does not report its status"];
+    let mut lines = log.lines().filter(|line| !harmless.iter().any(|words| line.contains(words)));
+    let loud = lines.find(|line| {
         let words = [
             "WARN",
             "ERROR",
@@ -447,7 +450,7 @@ fn reload_and_restart(machine: &Machine) -> Result<()> {
         "it should be inactive"
     );
     native(machine, "root", "vectorAdd")?;
-    machine.check("systemctl is-active vhost-rgpu", LONG)?;
+    eventually(machine, "systemctl is-active vhost-rgpu")?;
 
     // The socket stays while the daemon restarts.
     let inode = "stat -c %i /run/rgpu/native.sock";

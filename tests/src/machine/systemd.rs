@@ -147,19 +147,24 @@ fn make(
     Ok(disk)
 }
 
+/// On a busy machine, units may take longer to start than systemd's usual 90 s.
+const PATIENCE: &str = "systemd.default_timeout_start_sec=900";
+
 /// A builder for such a machine; [`boot`] boots it.
 pub fn builder(release: Release) -> Result<Builder> {
-    Ok(Machine::builder().kernel(release.kernel()).memory_mib(2048).cpus(2).disk(disk(release)?))
+    let builder = Machine::builder().kernel(release.kernel()).kernel_arg(PATIENCE);
+    Ok(builder.memory_mib(2048).cpus(2).disk(disk(release)?))
 }
 
 /// The same with everything needed to build the guest's driver.
 pub fn builder_with_dkms() -> Result<Builder> {
-    Ok(Machine::builder().memory_mib(2048).cpus(2).disk(disk_with_dkms()?))
+    Ok(Machine::builder().kernel_arg(PATIENCE).memory_mib(2048).cpus(2).disk(disk_with_dkms()?))
 }
 
 /// The same with Slurm. It can have an interface of the type `dummy`.
 pub fn builder_with_slurm() -> Result<Builder> {
-    let builder = Machine::builder().kernel(Release::Debian12.kernel()).memory_mib(2048).cpus(2);
+    let builder = Machine::builder().kernel(Release::Debian12.kernel()).kernel_arg(PATIENCE);
+    let builder = builder.memory_mib(2048).cpus(2);
     Ok(builder.module("dummy").disk(disk_with_slurm()?))
 }
 

@@ -274,7 +274,7 @@ impl Software {
         Ok(())
     }
 
-    /// The place for a mark, a query or a synchronization of a stream. On the legacy default stream it covers
+    /// The place for a query or a synchronization of a stream, or for a mark on a failed device. On the legacy default stream it covers
     /// the blocking streams, like any operation there.
     fn enter_to_look(
         &mut self,
@@ -463,7 +463,11 @@ impl GpuStreams for Software {
     }
 
     fn mark_stream(&mut self, cx: &mut Call, streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result {
-        let place = self.enter_to_look(cx, streams, id)?;
+        // Unlike a query, a mark is an operation of its stream. A failed device takes none, and publishes.
+        let place = match self.look(cx, streams, id)?.gpu.status() {
+            Ok(()) => self.enter_stream(cx, streams, id)?,
+            Err(_) => self.enter_to_look(cx, streams, id)?,
+        };
         place.publish(cx.seq);
         Ok(())
     }

@@ -196,7 +196,7 @@ pub(crate) fn found(address: u64, len: u64) -> Option<Found> {
 pub(crate) fn freed(address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> {
     let Some(memory) = find(address) else { return Ok(false) };
     // If the stream's server is lost, nothing is freed.
-    let used = stream.map(|stream| Ok((stream, stream.mark()?))).transpose()?;
+    let used = stream.map(|stream| Ok((stream, stream.mark_as_operation()?))).transpose()?;
     if !memory.live.swap(false, Ordering::AcqRel) {
         return Err(Status::INVALID_VALUE);
     }

@@ -133,7 +133,7 @@ pub(crate) fn free(address: u64, stream: Arc<Stream>) -> Result<bool> {
         return Ok(false);
     }
     // If the stream's server is lost, nothing is freed.
-    let mark = stream.mark()?;
+    let mark = stream.mark_as_operation()?;
     let Some(live) = lock(&LIVE).remove(&(address as usize)) else { return Ok(false) };
     live.pool.give_back(live.size);
     let Some(host) = live.pool.host() else { return Ok(false) };

@@ -131,7 +131,7 @@ pub(crate) fn free(driver: &Driver, address: u64) -> Result {
 /// The same, when a stream reaches it.
 pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
     // If the stream's server is lost, nothing is freed.
-    let mark = stream.mark()?;
+    let mark = stream.mark_as_operation()?;
     let server = {
         let mut imported = lock(&IMPORTED);
         let found = imported.get_mut(&address).filter(|found| found.leaving.is_none());

@@ -137,7 +137,7 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
     }
     let device = device_memory::device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
     // If the stream's server is lost, nothing is freed.
-    let mark = stream.mark()?;
+    let mark = stream.mark_as_operation()?;
     let (size, pool, buffer) = {
         let mut memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address).ok_or(Status::INVALID_VALUE)?;

@@ -282,6 +282,20 @@ impl Stream {
         last.map_or_else(|| self.publish(&StreamMark { stream: self.id }), Ok)
     }
 
+    /// Appends a publishing record behind everything that the stream's next operation waits for: the same as
+    /// [`mark`](Self::mark), and the legacy default stream's work so far. Returns its `seq`.
+    pub fn mark_as_operation(&self) -> Result<Seq> {
+        if self.waits_by_itself(self.context.legacy())
+            && let Some(last) = self.context.legacy().last_work.get()
+            && !self.is_known_done(last)
+            && !self.last_mark.has_reached(last)
+        {
+            // It counts as work of this stream, so later marks are behind it.
+            return self.publishing_work(&StreamMark { stream: self.id });
+        }
+        self.mark()
+    }
+
     /// Whether everything on the stream is done. Takes a round trip only if the program was already told that
     /// it is.
     pub fn is_done(&self) -> Result<bool> {
