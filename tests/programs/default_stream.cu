@@ -54,29 +54,34 @@ static void CUDART_CB see(void *) {
     seen = *written;
 }
 
-// A host function on `behind` comes after a kernel on `ahead`, which waits for the host by an event.
+__global__ void until(volatile int *flag) {
+    while (*flag == 0) {
+    }
+}
+
+// A host function on `behind` comes after a kernel on `ahead`, which waits for one on `free_one`.
 static void function_waits(cudaStream_t ahead, cudaStream_t behind, cudaStream_t free_one) {
-    int *pinned, *pinned_there;
+    int *pinned, *pinned_there, *flag;
     CHECK(cudaHostAlloc(&pinned, sizeof *pinned, cudaHostAllocMapped));
     CHECK(cudaHostGetDevicePointer(&pinned_there, pinned, 0));
-    cudaEvent_t held;
-    CHECK(cudaEventCreateWithFlags(&held, cudaEventDisableTiming));
+    CHECK(cudaMalloc(&flag, sizeof *flag));
+    // All kernels are loaded before one has to run beside another.
+    set<<<1, 1>>>(flag, 1);
+    until<<<1, 1>>>(flag);
+    set<<<1, 1>>>(flag, 0);
     CHECK(cudaDeviceSynchronize());
     written = pinned;
     *written = 0;
     seen = -1;
-    go = false;
-    CHECK(cudaLaunchHostFunc(free_one, hold, nullptr));
-    CHECK(cudaEventRecord(held, free_one));
-    CHECK(cudaStreamWaitEvent(ahead, held, 0));
+    until<<<1, 1, 0, ahead>>>(flag);
     set<<<1, 1, 0, ahead>>>(pinned_there, 1);
     CHECK(cudaLaunchHostFunc(behind, see, nullptr));
     struct timespec moment = {0, 30000000};
     nanosleep(&moment, nullptr);
-    go = true;
+    set<<<1, 1, 0, free_one>>>(flag, 1);
     CHECK(cudaDeviceSynchronize());
     REQUIRE(seen == 1, "the function behind the kernel saw %d", seen.load());
-    CHECK(cudaEventDestroy(held));
+    CHECK(cudaFree(flag));
     CHECK(cudaFreeHost(pinned));
 }
 

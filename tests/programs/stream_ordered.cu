@@ -2,7 +2,6 @@
 // program's own, trimmed, and refused when it is too much.
 #define PROGRAM "stream_ordered"
 #include "cases.h"
-#include <atomic>
 #include <vector>
 
 __global__ void fill(int *p, int n, int value) {
@@ -15,26 +14,34 @@ __global__ void add(int *to, const int *from, int n) {
 constexpr int N = 30000;
 constexpr size_t BYTES = N * sizeof(int);
 
-static std::atomic<bool> go;
-static void CUDART_CB hold(void *) {
-    while (!go) {}
+__global__ void set(int *to, int value) { *to = value; }
+__global__ void until(volatile int *flag) {
+    while (*flag == 0) {
+    }
 }
 
 // Memory that a blocking stream frees is still used by the default stream's work before.
 static void behind_the_default_stream(cudaStream_t freeing, cudaStream_t other) {
-    int *used, *next;
+    int *flag, *used, *next;
     std::vector<int> host(N);
+    RETURNS(cudaSuccess, cudaMalloc(&flag, sizeof *flag));
+    // All kernels are loaded before one has to run beside another.
+    set<<<1, 1>>>(flag, 1);
+    until<<<1, 1>>>(flag);
+    set<<<1, 1>>>(flag, 0);
+    RETURNS(cudaSuccess, cudaDeviceSynchronize());
     RETURNS(cudaSuccess, cudaMallocAsync(&used, BYTES, freeing));
     fill<<<8, 128, 0, freeing>>>(used, N, 1);
-    RETURNS(cudaSuccess, cudaStreamSynchronize(freeing));
-    go = false;
-    RETURNS(cudaSuccess, cudaLaunchHostFunc(cudaStreamLegacy, hold, nullptr));
+    // The stream is known to have done its own work.
+    while (cudaStreamQuery(freeing) == cudaErrorNotReady) {
+    }
+    until<<<1, 1, 0, cudaStreamLegacy>>>(flag);
     fill<<<8, 128, 0, cudaStreamLegacy>>>(used, N, 2);
     RETURNS(cudaSuccess, cudaFreeAsync(used, freeing));
     RETURNS(cudaSuccess, cudaMallocAsync(&next, BYTES, other));
     fill<<<8, 128, 0, other>>>(next, N, 3);
     RETURNS(cudaSuccess, cudaStreamSynchronize(other));
-    go = true;
+    set<<<1, 1, 0, other>>>(flag, 1);
     RETURNS(cudaSuccess, cudaDeviceSynchronize());
     RETURNS(cudaSuccess, cudaMemcpy(host.data(), next, BYTES, cudaMemcpyDeviceToHost));
     int wrong = 0;
@@ -42,6 +49,7 @@ static void behind_the_default_stream(cudaStream_t freeing, cudaStream_t other) 
     IS(0, wrong);
     RETURNS(cudaSuccess, cudaFreeAsync(next, other));
     RETURNS(cudaSuccess, cudaStreamSynchronize(other));
+    RETURNS(cudaSuccess, cudaFree(flag));
 }
 
 static unsigned long long attribute(cudaMemPool_t pool, cudaMemPoolAttr which) {
