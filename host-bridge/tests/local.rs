@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
@@ -20,7 +20,7 @@ use protocol::link::{
     ATTACH_FUTEX, ATTACH_SUCCESSION, Ack, Attach, FrameHeader, Hello, MEMORIES_SINCE, Memory,
     REGION_READ_ONLY, RegionAdd, frame,
 };
-use protocol::ops::stream::StreamSynchronize;
+use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::version::Version;
 use rgpu_host_bridge::bridge::{
     ChannelMemory, Closed, ConnectError, Prepared, RegionError, Session, SessionConfig, Turn, Wakeup,
@@ -28,7 +28,7 @@ use rgpu_host_bridge::bridge::{
 use rgpu_host_bridge::endpoint::{Commands, LocalCommands, Polling};
 use rgpu_host_bridge::framing::{Address, recv_frame, recv_struct, send_frame, send_message};
 use rgpu_host_bridge::memory::Memories;
-use test_kit::channel::in_a_file;
+use test_kit::channel::{Channel, in_a_file};
 use test_kit::link::welcome;
 use test_kit::local_server::{Behavior, LocalServer};
 use test_kit::session::{Client, RAM};
@@ -88,7 +88,7 @@ fn a_dead_worker_ends_the_session_and_every_wait() {
 fn a_workers_own_reason_is_what_the_client_reads() {
     let server = LocalServer::start(Behavior::Leaves);
     let mut client = Client::connect(&server.config);
-    client.push(&protocol::ops::stream::StreamMark { stream: StreamId(0) }, NO_SLOT);
+    client.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
     eventually(|| client.lost.lock().unwrap().is_some());
     assert_eq!(client.header().state(), State::Lost);
     assert!(client.header().reason().contains("fallen off the bus"), "{}", client.header().reason());
@@ -204,15 +204,26 @@ struct Succeeded {
 impl Succeeded {
     /// A worker, and the connection of its bridge's first process.
     fn begin() -> (Succeeded, UnixStream) {
+        let (worker, first, _) = Succeeded::begin_with(|commands| {
+            let end = commands.next(&mut Vec::new(), &mut || {}).map_err(|e| e.reason);
+            assert!(end.as_ref().is_ok_and(Option::is_none) || end.is_err(), "no command was sent");
+            end.map(drop)
+        });
+        (worker, first)
+    }
+
+    /// The same with what the worker does, and with the channel.
+    fn begin_with(
+        serve: impl FnOnce(&mut LocalCommands) -> Result<(), String> + Send + 'static,
+    ) -> (Succeeded, UnixStream, Channel) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let worker = std::thread::spawn(move || {
             let (mut commands, client) =
                 LocalCommands::attach(theirs, Polling::default(), Duration::from_secs(60))
                     .map_err(|e| e.reason)?;
-            let end = commands.next(&mut Vec::new(), &mut || {}).map_err(|e| e.reason);
-            assert!(end.as_ref().is_ok_and(Option::is_none) || end.is_err(), "no command was sent");
+            let end = serve(&mut commands);
             rgpu_host_bridge::endpoint::Client::close(&*client);
-            end.map(drop)
+            end
         });
         let (next, end) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
@@ -226,7 +237,8 @@ impl Succeeded {
         send_frame(ours.as_fd(), frame::ATTACH, &parts, &[file.as_fd(), doorbell.as_fd(), end.as_fd()])
             .unwrap();
         assert_eq!(recv_frame(ours.as_fd(), &mut Vec::new(), &mut Vec::new()).unwrap(), Some(frame::ACK));
-        (Succeeded { worker, next }, ours)
+        let channel = Channel::new(view, move || _ = doorbell.write(1).unwrap());
+        (Succeeded { worker, next }, ours, channel)
     }
 
     /// Sends a packet with descriptors to where the worker waits for the next process.
@@ -287,6 +299,33 @@ fn a_worker_goes_on_with_the_next_process_of_its_bridge() {
     let (last, regions) = worker.take_over();
     assert_eq!(regions.iter().map(|add| add.region).collect::<Vec<_>>(), [4, 5, 9]);
     send_frame(last.as_fd(), frame::BYE, &[], &[]).unwrap();
+    assert_eq!(worker.ended(), Ok(()));
+}
+
+#[test]
+fn a_worker_that_executes_a_command_is_not_at_rest() {
+    /// After so long, the memory is kept from a command that still runs.
+    const EXECUTES: Duration = Duration::from_secs(2);
+    let (executes, begun) = std::sync::mpsc::channel();
+    let (done, is_done) = std::sync::mpsc::channel();
+    let (worker, first, mut channel) = Succeeded::begin_with(move |commands| {
+        let mut body = Vec::new();
+        assert!(commands.next(&mut body, &mut || {}).map_err(|e| e.reason)?.is_some());
+        // As another thread does to read ahead.
+        assert!(commands.try_next(&mut body).map_err(|e| e.reason)?.is_none());
+        executes.send(()).unwrap();
+        is_done.recv().unwrap();
+        commands.next(&mut body, &mut || {}).map_err(|e| e.reason).map(drop)
+    });
+    channel.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    begun.recv().unwrap();
+    let asked = Instant::now();
+    send_frame(worker.next.as_fd(), frame::PAUSE, &[], &[]).unwrap();
+    let said = recv_frame(worker.next.as_fd(), &mut Vec::new(), &mut Vec::new());
+    assert_eq!(said.unwrap(), Some(frame::PAUSED));
+    assert!(asked.elapsed() >= EXECUTES, "it says so while it executes");
+    done.send(()).unwrap();
+    send_frame(first.as_fd(), frame::BYE, &[], &[]).unwrap();
     assert_eq!(worker.ended(), Ok(()));
 }
 

@@ -118,8 +118,13 @@ static void contexts(CUdevice device) {
     CUdevice its_device;
     OK(cuCtxGetDevice(&its_device));
     REQUIRE(its_device == device, "the context has device %d", its_device);
+    // An event is recorded in its own context only.
+    CUevent event;
+    OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
     OK(cuCtxPopCurrent(&popped));
     REQUIRE(popped == other, "another context was popped");
+    CUresult recorded = cuEventRecord(event, nullptr);
+    REQUIRE(recorded == CUDA_ERROR_INVALID_HANDLE, "an event of another context: %d", recorded);
     OK(cuCtxGetCurrent(&now));
     REQUIRE(now == current, "the first context is not current again");
     OK(cuCtxPushCurrent(other));

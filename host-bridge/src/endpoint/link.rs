@@ -174,6 +174,12 @@ impl Link {
         Some(watch)
     }
 
+    /// Whether no later attempt has begun, and the session goes on.
+    pub(super) fn is_at(&self, attempt: u32) -> bool {
+        let state = self.lock();
+        !state.over && state.attempt == attempt
+    }
+
     /// Keeps a data connection until the others of its attempt are there.
     pub(super) fn add(&self, attempt: u32, index: u32, stream: Stream) {
         let mut state = self.lock();

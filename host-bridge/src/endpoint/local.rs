@@ -88,7 +88,8 @@ pub struct LocalClient {
     has_read: AtomicBool,
     replies: Replies,
     farewell: Farewell,
-    /// The dispatcher executes commands: it may need the client's memory for them.
+    /// The dispatcher executes commands, or will without looking whether it may: those that were read ahead.
+    /// It may need the client's memory for them.
     executing: AtomicBool,
     /// Whether commands that need more of it have to wait.
     held: (Mutex<bool>, Condvar),
@@ -248,6 +249,8 @@ fn ack(socket: &UnixStream, answer: Answer, reason: &str) -> io::Result<()> {
 
 impl Commands for LocalCommands {
     fn next(&mut self, body: &mut Vec<u8>, rest: &mut dyn FnMut()) -> Result<Option<Record>, Lost> {
+        // The dispatcher asks, and has executed all that was read before.
+        self.client.executing.store(false, Ordering::SeqCst);
         loop {
             if let Some(end) = self.ended() {
                 return end;
@@ -284,11 +287,12 @@ impl Commands for LocalCommands {
     }
 
     fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
-        self.client.executing.store(false, Ordering::SeqCst);
         let popped = {
             let Some(_now) = self.client.touch.now() else { return Ok(None) };
             let popped = self.consumer.pop(body);
-            self.client.executing.store(matches!(popped, Ok(Some(_))), Ordering::SeqCst);
+            if matches!(popped, Ok(Some(_))) {
+                self.client.executing.store(true, Ordering::SeqCst);
+            }
             popped
         };
         let record = match popped {

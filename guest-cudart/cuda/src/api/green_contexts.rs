@@ -58,7 +58,7 @@ fn streams(context: &'static Context, green: Option<&Arc<Green>>) -> Result<Vec<
 
 /// Records an event after all work so far of a context, or of a green context in it.
 fn record_all((context, green): Whole, event: &Event) -> Result {
-    if event.context().device != context.device {
+    if !std::ptr::eq(event.context(), context) {
         return Err(Status::INVALID_HANDLE);
     }
     let all = streams(context, green.as_ref())?;

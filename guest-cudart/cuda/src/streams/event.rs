@@ -303,7 +303,7 @@ pub(crate) fn forget(context: &'static Context, mut with_context: Option<&mut Wi
 
 /// Records an event on a stream that is not being captured.
 pub(crate) fn record_on(event: &Event, stream: Arc<Stream>) -> Result {
-    if stream.context.device != event.context.device {
+    if !std::ptr::eq(stream.context, event.context) {
         return Err(Status::INVALID_HANDLE);
     }
     *lock(&event.captured) = None;

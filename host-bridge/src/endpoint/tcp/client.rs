@@ -42,6 +42,8 @@ pub struct TcpClient {
     pub(super) data: Vec<Arc<DataIn>>,
     pub(super) link_changes: OnceLock<Box<dyn Fn(bool) + Send + Sync>>,
     pub(super) announcing: Mutex<()>,
+    /// Held by the attempt whose connections take the place of others.
+    pub(super) relinking: Mutex<()>,
     pub(super) sending: Mutex<Sending>,
     pub(super) slot_count: u32,
     pub(super) inbox: Arc<Inbox>,
@@ -173,6 +175,12 @@ impl TcpClient {
     pub(super) fn relink(&self, attempt: u32, control: &Arc<Stream>) -> io::Result<bool> {
         let Some(watch) = self.link.begin(attempt, control) else { return Ok(false) };
         self.park(watch, "the bridge brings new connections".into());
+        // An older attempt that is slow must not take this one's connections away. It ends soon: `begin` has
+        // shut its own down.
+        let relinking = lock(&self.relinking);
+        if !self.link.is_at(attempt) {
+            return Ok(false);
+        }
         // The old connections are shut down. Once no stream has one any more, the numbers of bytes that have
         // come stand.
         *lock(&self.control) = None;
@@ -217,6 +225,7 @@ impl TcpClient {
             }
             Some(Ok(())) => {}
         }
+        drop(relinking);
         let _ = self.changed.write(1);
         self.announce();
         self.say(Say::Unsent, |_| {});

@@ -86,6 +86,7 @@ impl TcpCommands {
                 .collect(),
             link_changes: OnceLock::new(),
             announcing: Mutex::default(),
+            relinking: Mutex::default(),
             sending: Mutex::new(Sending {
                 buffer: SendBuffer::keeping(),
                 connection: Some(first),
