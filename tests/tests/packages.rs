@@ -207,8 +207,8 @@ fn count(status: &serde_json::Value, list: &str) -> usize {
 fn quiet(machine: &Machine) -> Result<()> {
     let log = machine
         .check("journalctl -b --no-pager -o cat -u rgpu-server -u vhost-rgpu -u vhost-rgpu.socket", LONG)?;
-    // The software GPU cannot map pinned memory, and says so once. On a busy machine, a device process may not
-    // answer within the two seconds that its keeper waits.
+    // The software GPU cannot map pinned memory, and says so once. On a busy machine, a device process may
+    // not answer within the two seconds that its keeper waits.
     let harmless = ["op=\"host_map\"", "does not report its status"];
     let mut lines = log.lines().filter(|line| !harmless.iter().any(|words| line.contains(words)));
     let loud = lines.find(|line| {

@@ -584,8 +584,8 @@ fn neither_a_dead_job_nor_a_restarted_slurmctld_leaves_a_lease() -> Result<()> {
 
 #[test]
 fn a_killed_slurmctld_leaves_no_lease() -> Result<()> {
-    /// A job whose node still runs what is left of it, or of another one that had its number. Slurm drains that
-    /// node.
+    /// A job whose node still runs what is left of it, or of another one that had its number. Slurm drains
+    /// that node.
     const HELD: &str = "PENDING launch failed requeued held";
     let cluster = Cluster::start()?;
     let resume = || -> Result<()> {
@@ -631,9 +631,9 @@ fn a_killed_slurmctld_leaves_no_lease() -> Result<()> {
         )?;
         cluster.run("slurmctld")?;
         // It may have forgotten the job, which ends then; that the job has begun, which it does again then;
-        // or that the job has ended, which then seems to run. If what is left of the job still runs on its node
-        // when it begins again, Slurm drains the node and holds the job, without an Epilog: the timer notices.
-        // Either way a lease is of a job that runs.
+        // or that the job has ended, which then seems to run. If what is left of the job still runs on its
+        // node when it begins again, Slurm drains the node and holds the job, without an Epilog: the timer
+        // notices. Either way a lease is of a job that runs.
         eventually(|| {
             cluster.run("/etc/rgpu/rgpu-slurm renew")?;
             let leases = cluster.leases()?;

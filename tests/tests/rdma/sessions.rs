@@ -92,8 +92,8 @@ impl Rgpu {
         Ok(())
     }
 
-    /// [`passes`](Self::passes) behind a link that has been mended: on a busy machine, the kernel may still find
-    /// that nobody has the other port's address.
+    /// [`passes`](Self::passes) behind a link that has been mended: on a busy machine, the kernel may still
+    /// find that nobody has the other port's address.
     pub(super) fn passes_behind_mended_link(&self, program: &str) -> Result<()> {
         let until = Instant::now() + LONG;
         loop {

@@ -274,8 +274,8 @@ impl Software {
         Ok(())
     }
 
-    /// The place for a query or a synchronization of a stream, or for a mark on a failed device. On the legacy default stream it covers
-    /// the blocking streams, like any operation there.
+    /// The place for a query or a synchronization of a stream, or for a mark on a failed device. On the
+    /// legacy default stream it covers the blocking streams, like any operation there.
     fn enter_to_look(
         &mut self,
         cx: &mut Call,
