@@ -266,8 +266,9 @@ impl Server {
         // If the process has ended, the client is passed to the next one.
         user.keep(number, &client);
         let introduced = match user.process.clone().filter(|_| !user.introducing) {
+            // Clients come faster than it reads.
+            Some(process) if !process.has_room() => self.introduce_later(uid, user, process, number),
             Some(process) => client.introduce(&process, number).or_else(|e| match e.kind() {
-                // Clients come faster than it reads.
                 io::ErrorKind::WouldBlock => self.introduce_later(uid, user, process, number),
                 _ if is_gone(&e) => Ok(()),
                 _ => Err(e),

@@ -366,9 +366,16 @@ impl Process {
         (child.0.handle(), self.control.as_fd())
     }
 
-    /// Waits until most of its socket is free. For whoever has many messages for it, which it may not read
-    /// for a while, because it is just being started: the room that stays free is for those who cannot wait.
-    /// Not for the main thread. The error: it is over, or reads nothing.
+    /// Whether most of its socket is free. The room that stays free is for messages that cannot wait.
+    pub fn has_room(&self) -> bool {
+        let mut control = [PollFd::new(self.control.as_fd(), PollFlags::POLLOUT)];
+        // If it is over, telling it says so.
+        poll(&mut control, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+
+    /// Waits until it [has room](Self::has_room). For whoever has many messages for it, which it may not read
+    /// for a while, because it is just being started. Not for the main thread. The error: it is over, or
+    /// reads nothing.
     pub fn wait_for_room(&self) -> io::Result<()> {
         let deadline = Instant::now() + READS_WITHIN;
         loop {
