@@ -262,7 +262,7 @@ fn run_launch_loop(bed: &Bed, transport: &str, poll_us: Option<u32>) -> Result<(
 
 /// A launch in an emulated guest may take longer than both sides usually poll, so this bound is generous.
 fn launches_need_no_exit_over(transport: &'static str) -> Result<()> {
-    launches_need_no_exit(transport, Some(10_000), 10)?;
+    launches_need_no_exit(transport, Some(10_000), 2)?;
     launches_need_no_exit(transport, None, 25)
 }
 

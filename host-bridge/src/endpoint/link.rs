@@ -174,7 +174,7 @@ impl Link {
         Some(watch)
     }
 
-    /// Whether no later attempt has begun, and the session goes on.
+    /// Whether this is still the latest attempt of a session that is not over.
     pub(super) fn is_at(&self, attempt: u32) -> bool {
         let state = self.lock();
         !state.over && state.attempt == attempt

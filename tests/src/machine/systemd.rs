@@ -147,25 +147,24 @@ fn make(
     Ok(disk)
 }
 
-/// On a busy machine, units may take longer to start than systemd's usual 90 s.
-const PATIENCE: &str = "systemd.default_timeout_start_sec=900";
+/// What all such machines have. On a busy host, units may take longer to start than systemd's usual 90 s.
+fn any() -> Builder {
+    Machine::builder().kernel_arg("systemd.default_timeout_start_sec=900").memory_mib(2048).cpus(2)
+}
 
 /// A builder for such a machine; [`boot`] boots it.
 pub fn builder(release: Release) -> Result<Builder> {
-    let builder = Machine::builder().kernel(release.kernel()).kernel_arg(PATIENCE);
-    Ok(builder.memory_mib(2048).cpus(2).disk(disk(release)?))
+    Ok(any().kernel(release.kernel()).disk(disk(release)?))
 }
 
 /// The same with everything needed to build the guest's driver.
 pub fn builder_with_dkms() -> Result<Builder> {
-    Ok(Machine::builder().kernel_arg(PATIENCE).memory_mib(2048).cpus(2).disk(disk_with_dkms()?))
+    Ok(any().disk(disk_with_dkms()?))
 }
 
 /// The same with Slurm. It can have an interface of the type `dummy`.
 pub fn builder_with_slurm() -> Result<Builder> {
-    let builder = Machine::builder().kernel(Release::Debian12.kernel()).kernel_arg(PATIENCE);
-    let builder = builder.memory_mib(2048).cpus(2);
-    Ok(builder.module("dummy").disk(disk_with_slurm()?))
+    Ok(any().kernel(Release::Debian12.kernel()).module("dummy").disk(disk_with_slurm()?))
 }
 
 /// Boots a machine, and returns when its services have started.

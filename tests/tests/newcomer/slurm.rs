@@ -27,7 +27,7 @@ const SLURM: &[&str] = &["head", "n1", "n2"];
 const ADDRESSES: [(&str, u8); 5] = [("head", 2), ("gpu1", 11), ("gpu2", 12), ("n1", 21), ("n2", 22)];
 
 /// The first lines are Debian's example, `slurm.conf.simple`.
-const SLURM_CONF: &str = "ClusterName=cluster
+pub(super) const SLURM_CONF: &str = "ClusterName=cluster
 SlurmctldHost=head
 ProctrackType=proctrack/linuxproc
 ReturnToService=2
@@ -69,7 +69,7 @@ fn files<'a>(lines: &[&'a str]) -> Vec<(&'a str, Vec<&'a str>)> {
 
 /// A configuration file of a package with these lines in place of its own, or of its examples, in the same
 /// sections.
-fn changed(text: &str, lines: &[&str]) -> Result<String> {
+pub(super) fn changed(text: &str, lines: &[&str]) -> Result<String> {
     let mut all: Vec<String> = text.lines().map(str::to_owned).collect();
     let mut section = "";
     for line in lines {

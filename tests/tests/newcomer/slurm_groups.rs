@@ -10,33 +10,24 @@ use rgpu_tests::machine::{Machine, systemd};
 use rgpu_tests::tree;
 use serde_json::Value;
 
+use super::slurm::{SLURM_CONF, changed};
+
 /// How long a command may take in an emulated machine on a busy host.
 const LONG: Duration = Duration::from_secs(900);
 
 const PACKAGES: [&str; 5] = ["rgpu-server", "vhost-rgpu", "rgpuctl", "rgpu-libs", "rgpu-slurm"];
 const PROGRAMS: [&str; 3] = ["device_list", "idle", "vectorAdd"];
 
-/// The first lines are Debian's example, with control groups for everything that can have them.
-const SLURM_CONF: &str = "ClusterName=cluster
-SlurmctldHost=host
-ProctrackType=proctrack/cgroup
-ReturnToService=2
-SlurmctldPidFile=/run/slurmctld.pid
-SlurmdPidFile=/run/slurmd.pid
-SlurmdSpoolDir=/var/lib/slurm/slurmd
-StateSaveLocation=/var/lib/slurm/slurmctld
-SlurmUser=slurm
-TaskPlugin=task/cgroup,task/affinity
-SchedulerType=sched/backfill
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-JobAcctGatherType=jobacct_gather/cgroup
-SlurmctldLogFile=/var/log/slurm/slurmctld.log
-SlurmdLogFile=/var/log/slurm/slurmd.log
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-GresTypes=rgpu,rgpumem
+/// Lines in place of those of [`SLURM_CONF`]: control groups for everything that can have them.
+const CHANGED: &[&str] = &[
+    "SlurmctldHost=host",
+    "ProctrackType=proctrack/cgroup",
+    "TaskPlugin=task/cgroup,task/affinity",
+    "SelectTypeParameters=CR_Core_Memory",
+    "JobAcctGatherType=jobacct_gather/cgroup",
+];
+/// What the page adds to them, for this machine.
+const ADDED: &str = "GresTypes=rgpu,rgpumem
 Prolog=/usr/lib/rgpu/rgpu-slurm
 Epilog=/usr/lib/rgpu/rgpu-slurm
 TaskProlog=/usr/lib/rgpu/rgpu-slurm
@@ -119,8 +110,9 @@ impl Node {
         self.run("systemctl daemon-reload && systemctl restart vhost-rgpu.socket")?;
         self.run("rgpuctl inventory")?;
 
+        let slurm_conf = changed(SLURM_CONF, CHANGED)? + ADDED;
         for (name, text) in
-            [("slurm.conf", SLURM_CONF), ("gres.conf", GRES_CONF), ("cgroup.conf", CGROUP_CONF)]
+            [("slurm.conf", &*slurm_conf), ("gres.conf", GRES_CONF), ("cgroup.conf", CGROUP_CONF)]
         {
             self.write(&format!("/etc/slurm/{name}"), text)?;
         }
