@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """PyTorch training tenants on one GPU: what all of them get together, next to native processes side by side, and their shares next to their weights.
 
-    tenants.py DIST [--tenants N...] [--weights A:B] [--seconds S]
+    tenants.py DIST [--tenants N...] [--weights A:B] [--each N] [--seconds S]
 
 DIST is a folder that `cargo xtask dist` makes. Each tenant trains the small GPT of torch_speed.py for --seconds (default: 10), all of them at the same time. For each number of tenants (default: 1 2 4 8) the script prints the steps a second of all
 tenants together, natively and through one server (`local`), and the smallest and the largest share of a tenant. With rgpu, each tenant is a user of its own, and so a principal of its own. Then two tenants run with the weights A and B
-(default: 3:1). Each tenant's losses must be those of the first one. Needs root, for the users. Exit status: 1 if a run fails or a loss differs.
+(default: 3:1), with --each programs of their own (default: 1; one that waits for each step's result does not always have work for the GPU). Each tenant's losses must be those of the first one. Needs root, for the users. Exit status: 1 if a run fails or a loss differs.
 
 RGPU_LIB_DIR names the folder of the guest libraries where DIST has none.
 """
@@ -46,11 +46,12 @@ def tenant(seconds):
     sys.stdin.readline()
 
 
-def together(prefix, count, seconds, first_user=None):
-    """Steps a second of each of `count` tenants that run at the same time, each as a user of its own if there is a first one, and their losses."""
+def together(prefix, count, seconds, first_user=None, each_user=1):
+    """Steps a second of each of `count` programs that run at the same time, every `each_user` of them as another user if there is a first one, and their losses."""
     running = []
     for i in range(count):
-        as_user = {"user": first_user + i, "group": first_user + i, "extra_groups": []} if first_user else {}
+        user = first_user + i // each_user if first_user else None
+        as_user = {"user": user, "group": user, "extra_groups": []} if first_user else {}
         command = [*prefix, sys.executable, __file__, "--tenant", str(seconds)]
         # These users have no home and no entry in /etc/passwd; PyTorch asks for the name.
         environment = dict(os.environ, HOME=tempfile.gettempdir(), USER=f"tenant{i}", PYTHONDONTWRITEBYTECODE="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
@@ -82,8 +83,9 @@ def differing(where, losses, expected):
 def main():
     parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1])
     parser.add_argument("dist", type=pathlib.Path, nargs="?")
-    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--tenants", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--weights", default="3:1")
+    parser.add_argument("--each", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--tenant", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -113,8 +115,10 @@ def main():
                     totals.append(sum(rates))
                     shares.append(f"{min(rates) / sum(rates):.3f} to {max(rates) / sum(rates):.3f}")
                 print(f"{count:8}{totals[0]:17.1f}{totals[1]:9.1f}{totals[1] / totals[0]:13.2f}{shares[0]:>18}{shares[1]:>18}", flush=True)
-            rates, losses = together(remote, len(weights), options.seconds, WEIGHTED)
+            rates, losses = together(remote, len(weights) * options.each, options.seconds, WEIGHTED, options.each)
+            expected = expected or losses[0]
             wrong += differing("with weights", losses, expected)
+            rates = [sum(rates[i : i + options.each]) for i in range(0, len(rates), options.each)]
             print(f"weights {options.weights}: {sum(rates):.1f} steps/s, shares " + ", ".join(f"{rate / sum(rates):.3f}" for rate in rates))
         finally:
             server.terminate()

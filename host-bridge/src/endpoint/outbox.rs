@@ -359,6 +359,11 @@ impl Outbox {
         Ok(())
     }
 
+    /// The number of streams.
+    pub(super) fn lanes(&self) -> usize {
+        self.streams.len()
+    }
+
     /// The lane whose stream keeps the least that has not arrived.
     pub(super) fn idlest_lane(&self) -> usize {
         let kept = |lane: &usize| lock(&self.stream(*lane).1.kept).journal.kept();

@@ -70,6 +70,14 @@ impl Outgoing {
         self.len == 0
     }
 
+    /// The number of lanes: of connections over which chunks travel side by side.
+    pub fn lanes(&self) -> usize {
+        match &self.way {
+            Way::Tcp { outbox, .. } => outbox.lanes(),
+            Way::Verbs { .. } => 1,
+        }
+    }
+
     /// The lane whose data connection carries the least that has not arrived. For a thread that sends over
     /// all of them in turn: the slowest one must not hold up the others.
     pub fn idlest_lane(&self) -> usize {

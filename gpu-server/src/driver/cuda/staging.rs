@@ -22,9 +22,10 @@
 //! A worker allocates the slots' memory, 56 MiB, before its session begins, so that the first copy is fast.
 //! When nothing has been transferred for [`IDLE`], it frees the memory. The next transfer allocates it again.
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::driver::call::Result;
@@ -41,8 +42,9 @@ use crate::driver::slots::{self, Flow, Slots, Use};
 const ANSWERS: usize = 64;
 /// Size of such a buffer, in bytes.
 pub(super) const ANSWER: usize = 4 << 10;
-/// Number of sending threads, and so of data connections that one transfer can fill.
-const SENDERS: usize = 4;
+/// Number of sending threads of one transfer: as many as the client has data connections, within these
+/// limits. Over TLS each thread also seals what it sends, so a fast link needs one for each connection.
+const SENDERS: RangeInclusive<usize> = 4..=8;
 /// How long a sender checks for something to send before it naps.
 const PATIENCE: Duration = Duration::from_micros(100);
 /// How long sent data waits in its slots for any acknowledgement before it is copied.
@@ -64,8 +66,8 @@ pub(super) struct Staging {
     /// The context in which everything here is registered. It outlives contexts made by the program.
     home: Mutex<Registered>,
     block: Mutex<Holding>,
-    /// Started with the first block.
-    senders: OnceLock<Vec<Mutex<Sender<Job>>>>,
+    /// The first ones are started with the first block, and further ones when a transfer has use for them.
+    senders: Mutex<Vec<Sender<Job>>>,
     /// Whether a transfer has begun since the first sender last checked.
     used: AtomicBool,
     /// Whether the session has begun. From then on the memory is freed when it is idle.
@@ -195,7 +197,7 @@ impl Staging {
             slots: Slots::default(),
             home: Mutex::new(Registered(std::ptr::null_mut())),
             block: Mutex::default(),
-            senders: OnceLock::new(),
+            senders: Mutex::default(),
             used: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             over: AtomicBool::new(false),
@@ -226,11 +228,7 @@ impl Staging {
         if let Some(block) = &holding.block {
             return Ok(Arc::clone(block));
         }
-        if self.senders.get().is_none() {
-            let senders = self.start_senders().map_err(|_| Status::OPERATING_SYSTEM)?;
-            // The lock is held, so nothing else starts them.
-            let _ = self.senders.set(senders);
-        }
+        self.start_senders(*SENDERS.start()).map_err(|_| Status::OPERATING_SYSTEM)?;
         let home = self.home.lock().unwrap_or_else(|e| e.into_inner()).0;
         // SAFETY: a primary context, which is live while it is the home: `register` replaces it when it is
         // reset.
@@ -252,23 +250,28 @@ impl Staging {
         self.look();
     }
 
+    fn senders(&self) -> MutexGuard<'_, Vec<Sender<Job>>> {
+        self.senders.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     fn look(&self) {
-        if let Some(first) = self.senders.get().and_then(|senders| senders.first()) {
+        if let Some(first) = self.senders().first() {
             // A sender ends only with the process.
-            let _ = first.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Look);
+            let _ = first.send(Job::Look);
         }
     }
 
-    fn start_senders(self: &Arc<Staging>) -> std::io::Result<Vec<Mutex<Sender<Job>>>> {
-        let mut all = Vec::with_capacity(SENDERS);
-        for number in 0..SENDERS {
+    /// Starts senders until there are so many.
+    fn start_senders(self: &Arc<Staging>, count: usize) -> std::io::Result<()> {
+        let mut senders = self.senders();
+        while senders.len() < count {
             let (to_sender, jobs) = channel();
-            let run = Arc::clone(self);
+            let (run, number) = (Arc::clone(self), senders.len());
             let thread = std::thread::Builder::new().name(format!("rgpu-send-{number}"));
             thread.spawn(move || run.run_sender(number, &jobs))?;
-            all.push(Mutex::new(to_sender));
+            senders.push(to_sender);
         }
-        Ok(all)
+        Ok(())
     }
 
     /// The slots' memory. From now on it is never freed.
@@ -369,21 +372,31 @@ impl Staging {
     }
 
     /// Starts sending to `sink` what the transfer's stream writes to its slots.
-    pub(super) fn send(&self, transfer: Arc<Transfer>, sink: Sink) {
+    pub(super) fn send(self: &Arc<Staging>, transfer: Arc<Transfer>, sink: Sink) {
+        let lanes = match &sink {
+            Sink::Outgoing(outgoing) => outgoing.lanes(),
+            Sink::Mapped(_) => 0,
+        };
+        // No more of them wake up than there are chunks.
+        let wanted = lanes.clamp(*SENDERS.start(), *SENDERS.end()).min(transfer.uses.len().max(1));
+        // Without a thread for each, those that were started with the transfer's memory send it all.
+        let _ = self.start_senders(wanted);
+        let senders = self.senders();
+        let senders = &senders[..wanted.min(senders.len())];
         let left = transfer.uses.len();
         let job = Arc::new(Departure {
             transfer,
             sink: Mutex::new(Some(Arc::new(sink))),
             left: AtomicUsize::new(left),
+            senders: senders.len(),
         });
-        // The senders were started when the transfer's memory was allocated.
-        for sender in self.senders.get().into_iter().flatten() {
+        for sender in senders {
             // A sender ends only with the process.
-            let _ = sender.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Send(Arc::clone(&job)));
+            let _ = sender.send(Job::Send(Arc::clone(&job)));
         }
     }
 
-    /// A sender's thread. It sends every `SENDERS`-th chunk of each transfer.
+    /// A sender's thread. It sends its share of each transfer's chunks.
     fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
         // A stream waits until its data has been sent, so every delay here delays the stream.
         nap_precisely();
@@ -428,7 +441,7 @@ impl Staging {
             let mut worked = false;
             active.retain_mut(|(job, next)| {
                 while *next < job.transfer.chunks() && job.try_send(sender, *next, &mut in_place) {
-                    *next += SENDERS as u64;
+                    *next += job.senders as u64;
                     worked = true;
                 }
                 *next < job.transfer.chunks()
@@ -704,6 +717,9 @@ struct Departure {
     sink: Mutex<Option<Arc<Sink>>>,
     /// Number of chunks not sent yet.
     left: AtomicUsize,
+    /// Number of threads that send it. The first one begins with the first chunk, the second one with the
+    /// second, and each sends every chunk that is so many further.
+    senders: usize,
 }
 
 /// A chunk that the stream has written to its slot. When dropped, the slot may be written again.
