@@ -15,6 +15,97 @@ static int *mapped(size_t words) {
     return memory;
 }
 
+__global__ void sample(cudaTextureObject_t texture, int *out, int words) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += blockDim.x * gridDim.x) out[i] = tex1Dfetch<int>(texture, i);
+}
+
+// With unified addressing, pinned memory also has a device address: it can be named as device memory. `asked`: the program has asked for its device pointer.
+static void as_device(bool asked) {
+    const int words = WIDTH * ROWS, slices = 4;
+    const size_t row = WIDTH * sizeof(int), bytes = ROWS * row;
+    int *from, *to, *device;
+    CHECK(cudaHostAlloc(&from, bytes, cudaHostAllocDefault));
+    CHECK(cudaHostAlloc(&to, bytes, cudaHostAllocDefault));
+    CHECK(cudaMalloc(&device, ROWS * PITCH));
+    for (int *memory : {from, to}) {
+        int *same;
+        if (asked) CHECK(cudaHostGetDevicePointer(&same, memory, 0));
+    }
+    for (int i = 0; i < words; i++) from[i] = 3 * i + asked;
+    auto arrived = [&](const char *how) {
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < words; i++) {
+            REQUIRE(to[i] == from[i], "%s, %sasked: word %d is %d instead of %d", how, asked ? "" : "not ", i, to[i], from[i]);
+            to[i] = -1;
+        }
+    };
+    CHECK(cudaMemcpy2D(device, PITCH, from, row, row, ROWS, cudaMemcpyDeviceToDevice));
+    CHECK(cudaMemcpy2D(to, row, device, PITCH, row, ROWS, cudaMemcpyDeviceToDevice));
+    arrived("rows");
+    CHECK(cudaMemcpy2D(device, row, from, row, row, ROWS, cudaMemcpyDeviceToDevice));
+    CHECK(cudaMemcpy2D(to, row, device, row, row, ROWS, cudaMemcpyDeviceToDevice));
+    arrived("rows without gaps");
+    CHECK(cudaMemcpy2D(to, row, from, row, row, ROWS, cudaMemcpyDeviceToDevice));
+    arrived("rows on the host");
+    cudaMemcpy3DParms there = {}, back = {};
+    there.srcPtr = back.dstPtr = make_cudaPitchedPtr(from, row, row, ROWS / slices);
+    there.dstPtr = back.srcPtr = make_cudaPitchedPtr(device, PITCH, row, ROWS / slices);
+    back.dstPtr.ptr = to;
+    there.extent = back.extent = make_cudaExtent(row, ROWS / slices, slices);
+    there.kind = back.kind = cudaMemcpyDeviceToDevice;
+    CHECK(cudaMemcpy3D(&there));
+    CHECK(cudaMemcpy3D(&back));
+    arrived("boxes");
+    cudaArray_t array;
+    cudaChannelFormatDesc word = cudaCreateChannelDesc<int>();
+    CHECK(cudaMallocArray(&array, &word, WIDTH, ROWS));
+    CHECK(cudaMemcpy2DToArray(array, 0, 0, from, row, row, ROWS, cudaMemcpyDeviceToDevice));
+    CHECK(cudaMemcpy2DFromArray(to, row, array, 0, 0, row, ROWS, cudaMemcpyDeviceToDevice));
+    arrived("an array");
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaGraphNode_t first, second;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddMemcpyNode1D(&first, graph, nullptr, 0, device, from, bytes, cudaMemcpyDeviceToDevice));
+    CHECK(cudaGraphAddMemcpyNode1D(&second, graph, &first, 1, to, device, bytes, cudaMemcpyDeviceToDevice));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphLaunch(exec, 0));
+    arrived("a graph's bytes");
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK(cudaMemcpy3DAsync(&there, stream));
+    CHECK(cudaMemcpy3DAsync(&back, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphLaunch(exec, stream));
+    arrived("a graph's boxes");
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(stream));
+    cudaResourceDesc resource = {};
+    resource.resType = cudaResourceTypeLinear;
+    resource.res.linear.devPtr = from;
+    resource.res.linear.desc = word;
+    resource.res.linear.sizeInBytes = bytes;
+    cudaTextureDesc desc = {};
+    desc.readMode = cudaReadModeElementType;
+    cudaTextureObject_t texture;
+    CHECK(cudaCreateTextureObject(&texture, &resource, &desc, nullptr));
+    for (int round = 0; round < 2; round++) {
+        from[round] = -7 - round;
+        sample<<<64, 256>>>(texture, device, words);
+        CHECK(cudaMemcpy(to, device, bytes, cudaMemcpyDeviceToHost));
+        arrived("a texture");
+    }
+    CHECK(cudaDestroyTextureObject(texture));
+    CHECK(cudaFreeArray(array));
+    CHECK(cudaFree(device));
+    for (int *memory : {from, to}) CHECK(cudaFreeHost(memory));
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     int *device, *other, *source = mapped(WORDS), *target = mapped(WORDS), *rows = mapped(ROWS * PITCH / sizeof(int));
@@ -72,5 +163,6 @@ int main(int argc, char **argv) {
     CHECK(cudaFree(device));
     CHECK(cudaFree(other));
     CHECK(cudaFreeArray(array));
-    return pass("in both directions, in rows, from and to arrays, filled");
+    for (bool asked : {false, true}) as_device(asked);
+    return pass("in both directions, in rows, from and to arrays, filled, named as device memory");
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::abi::result::Result;
 use crate::abi::types::{ResourceDesc, TextureDesc, ViewDesc};
-use crate::memory::{address, array, managed};
+use crate::memory::{address, array, managed, pinned, pinned_regions};
 use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, Server};
 use crate::process::stream::Stream;
@@ -148,8 +148,27 @@ pub(crate) fn forget(context: &'static Context, with_server: bool) {
     }
 }
 
-/// Checks a program's description as far as this process can.
-pub(crate) fn resource(driver: &Driver, context: &'static Context, desc: &ResourceDesc) -> Result<Resource> {
+/// Checks that a texture of a context can be made of `span` bytes (not 0) of linear memory.
+///
+/// As with NVIDIA's driver, a texture may be longer than the memory that it begins in. A kernel that reads
+/// what is not there fails.
+fn check_memory(driver: &'static Driver, context: &'static Context, first: u64, span: u64) -> Result {
+    // With unified addressing, pinned memory also has a device address.
+    pinned::reach_at(driver, context, first);
+    if pinned_regions::is_mapped(context.server, first) {
+        return Ok(());
+    }
+    let found = address::check(driver, first, 1)?;
+    let rest = found.base + found.size - first;
+    address::check(driver, first, span.min(rest)).map(drop)
+}
+
+/// Checks a program's description as far as this process can. Kernels can reach pinned memory that it names.
+pub(crate) fn resource(
+    driver: &'static Driver,
+    context: &'static Context,
+    desc: &ResourceDesc,
+) -> Result<Resource> {
     if desc.flags != 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -206,11 +225,7 @@ pub(crate) fn resource(driver: &Driver, context: &'static Context, desc: &Resour
             if resource.width == 0 {
                 return Err(Status::INVALID_VALUE);
             }
-            // As with NVIDIA's driver, a texture may be longer than the memory that it begins in. A kernel
-            // that reads what is not there fails.
-            let found = address::check(driver, resource.address, 1)?;
-            let rest = found.base + found.size - resource.address;
-            address::check(driver, resource.address, span.min(rest))?;
+            check_memory(driver, context, resource.address, span)?;
         }
         _ => return Err(Status::INVALID_VALUE),
     }

@@ -16,7 +16,7 @@ use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, Server, driver};
 use crate::process::stream::Stream;
 use crate::streams::capture_rules;
-use crate::work::copy::{Copier, Mode};
+use crate::work::copy::{Copier, Mode, is_pinned};
 use crate::work::server_copy::{self, Linear, Split};
 use client::Status;
 use client::data::{HostIn, HostOut};
@@ -70,6 +70,12 @@ impl Side {
         } else {
             Ok(None)
         }
+    }
+
+    /// Whether all of it is pinned memory that copies use as the host's.
+    fn is_pinned(&self, driver: &Driver, e: &Extent) -> bool {
+        !address::is_reserved(driver, self.address)
+            && self.span(e).is_some_and(|span| is_pinned(self.address, span as usize))
     }
 
     fn row(&self, z: u64, y: u64) -> u64 {
@@ -380,7 +386,10 @@ impl Described {
         if base == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        Ok(Side { device, address: place, pitch, slice })
+        let mut side = Side { device, address: place, pitch, slice };
+        // With unified addressing, pinned memory also has a device address.
+        side.device &= self.kind != memory_type::DEVICE || !side.is_pinned(driver, e);
+        Ok(side)
     }
 }
 
@@ -618,14 +627,21 @@ pub(crate) enum OnDevice {
     Box(MemcpyDtoD3D),
 }
 
-/// The description with unified addresses resolved, and managed memory always described as device memory.
+/// The description with unified addresses resolved, managed memory always described as device memory, and
+/// pinned memory that kernels have not reached as the host's.
 pub(crate) fn resolve(driver: &Driver, c: &Memcpy3D) -> Result<Memcpy3D> {
     let mut c = *c;
-    for (kind, host, device) in [
-        (&mut c.srcMemoryType, &mut c.srcHost, &mut c.srcDevice),
-        (&mut c.dstMemoryType, &mut c.dstHost, &mut c.dstDevice),
+    let (dst, src, e) = described(&c);
+    let copies = is_some(&c, false)?;
+    for (side, kind, host, device) in [
+        (src, &mut c.srcMemoryType, &mut c.srcHost, &mut c.srcDevice),
+        (dst, &mut c.dstMemoryType, &mut c.dstHost, &mut c.dstDevice),
     ] {
-        if *kind == memory_type::UNIFIED {
+        if *kind == memory_type::DEVICE && copies {
+            if !side.side(driver, &e)?.device {
+                (*kind, *host) = (memory_type::HOST, *device as usize);
+            }
+        } else if *kind == memory_type::UNIFIED {
             if is_device(driver, *device) {
                 *kind = memory_type::DEVICE;
             } else {
