@@ -449,6 +449,23 @@ impl Control {
 }
 
 impl Control {
+    /// Passes a device process's next message to `act`, and consumes it. `None`: the process has ended. Does
+    /// not block if the socket is readable.
+    ///
+    /// A keeper that ends meanwhile leaves the message to the next keeper. An answer is consumed before `act`
+    /// instead: a client that has it may ask the next thing, which the next keeper must not take for answered.
+    /// Without the message, a request that nobody has answered is carried out again.
+    pub fn hear<T>(&self, act: impl FnOnce(ToKeeper) -> T) -> io::Result<Option<T>> {
+        let Some(message) = self.next_from_device()? else { return Ok(None) };
+        if matches!(message, ToKeeper::Answer { .. }) {
+            self.consume()?;
+            return Ok(Some(act(message)));
+        }
+        let done = act(message);
+        self.consume()?;
+        Ok(Some(done))
+    }
+
     /// Consumes the message that [`next_from_device`](Self::next_from_device) has returned.
     pub fn consume(&self) -> io::Result<()> {
         let mut reset = false;
@@ -522,6 +539,23 @@ mod tests {
         }
         keeper.consume().unwrap();
         assert!(keeper.next_from_device().unwrap().is_none());
+    }
+
+    #[test]
+    fn only_an_answer_is_not_left_to_the_next_keeper_while_this_one_acts_on_it() {
+        let (keeper, theirs) = pair().unwrap();
+        let device = Control::from(theirs);
+        let answer = ToKeeper::Answer { number: 7, status: Answer::Ok, reason: String::new(), fd: None };
+        for message in [answer, ToKeeper::Forget { channel: 9 }, ToKeeper::Ended] {
+            device.tell_keeper(&message).unwrap();
+        }
+        // What the next keeper would find.
+        let next = |_| keeper.next_from_device().unwrap().unwrap();
+        assert!(matches!(keeper.hear(next), Ok(Some(ToKeeper::Forget { channel: 9 }))));
+        assert!(matches!(keeper.hear(next), Ok(Some(ToKeeper::Forget { channel: 9 }))));
+        assert!(matches!(keeper.hear(|message| message), Ok(Some(ToKeeper::Ended))));
+        drop(device);
+        assert!(matches!(keeper.hear(|message| message), Ok(None)));
     }
 
     #[test]

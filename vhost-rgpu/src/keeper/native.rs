@@ -555,7 +555,7 @@ impl Server {
                 match kept.end_device_process(&found, MAX_STORED, |reply| {
                     let state = server.lock();
                     let client = state.users.get(&uid).and_then(|user| user.clients.get(&reply.number));
-                    // Without a request, the previous keeper has answered it.
+                    // Without a request there is nothing to answer.
                     client
                         .filter(|client| client.asks())
                         .into_iter()

@@ -416,29 +416,32 @@ impl Process {
 
     /// Receives one packet. Returns false if the process is over.
     fn hear(self: &Arc<Self>) -> bool {
-        // If this keeper ends before consuming it, the packet goes to the next keeper.
-        self.hear_next() && self.control.consume().is_ok()
+        match self.control.hear(|message| self.act_on(message)) {
+            Ok(goes_on) => goes_on.unwrap_or(false),
+            Err(e) => self.is_broken(&format!("does not keep to the protocol ({e})")),
+        }
     }
 
-    fn hear_next(self: &Arc<Self>) -> bool {
-        let broken = |what: &str| {
-            tracing::error!("{}: its device process {} {what} and is ended", self.name, self.pid);
-            false
-        };
-        match self.control.next_from_device() {
-            Ok(None) => false,
-            Ok(Some(ToKeeper::Store { channel, stored })) => {
+    /// Logs what is wrong with it. Returns false: it is over.
+    fn is_broken(&self, what: &str) -> bool {
+        tracing::error!("{}: its device process {} {what} and is ended", self.name, self.pid);
+        false
+    }
+
+    fn act_on(self: &Arc<Self>, message: ToKeeper) -> bool {
+        match message {
+            ToKeeper::Store { channel, stored } => {
                 self.owner.stored(self, channel, Some(&stored));
                 let mut heard = self.lock();
                 heard.stored.insert(channel, stored);
-                heard.stored.len() <= self.most_stored || broken("stores more than its channels")
+                heard.stored.len() <= self.most_stored || self.is_broken("stores more than its channels")
             }
-            Ok(Some(ToKeeper::Forget { channel })) => {
+            ToKeeper::Forget { channel } => {
                 self.owner.stored(self, channel, None);
                 self.lock().stored.remove(&channel);
                 true
             }
-            Ok(Some(ToKeeper::Status { question, text })) => {
+            ToKeeper::Status { question, text } => {
                 let mut heard = self.lock();
                 heard.report = Some(text);
                 heard.answered = heard.answered.max(question);
@@ -446,41 +449,40 @@ impl Process {
                 self.changed.notify_all();
                 true
             }
-            Ok(Some(ToKeeper::Answer { number, status, reason, fd })) => {
+            ToKeeper::Answer { number, status, reason, fd } => {
                 self.owner.answer(self, Reply { number, status, reason, fd });
                 true
             }
-            Ok(Some(ToKeeper::Left { number })) => {
+            ToKeeper::Left { number } => {
                 self.lock().stored.retain(|place, _| !is_region_of(*place, number));
                 self.owner.left(self, number);
                 true
             }
-            Ok(Some(ToKeeper::Gone { number })) => {
+            ToKeeper::Gone { number } => {
                 // Everything of a native client.
                 self.lock().stored.retain(|place, _| client_of(*place) != number);
                 self.owner.gone(self, number);
                 true
             }
-            Ok(Some(ToKeeper::Ended)) => {
+            ToKeeper::Ended => {
                 self.lock().ended = true;
                 self.changed.notify_all();
                 true
             }
-            Ok(Some(ToKeeper::Connect { server, timeout, reply })) => {
+            ToKeeper::Connect { server, timeout, reply } => {
                 if server >= self.servers.len() {
-                    return broken("asks for a server that the configuration does not name");
+                    return self.is_broken("asks for a server that the configuration does not name");
                 }
                 self.connect(server, timeout.min(self.connect_timeout), Control::from(reply));
                 true
             }
-            Ok(Some(ToKeeper::Confined { text })) => {
+            ToKeeper::Confined { text } => {
                 if std::mem::replace(&mut self.lock().confined, true) {
-                    return broken("says twice how it is confined");
+                    return self.is_broken("says twice how it is confined");
                 }
                 confined(text, &self.logged)
-                    .map_or_else(|why| broken(&format!("cannot serve ({why})")), |()| true)
+                    .map_or_else(|why| self.is_broken(&format!("cannot serve ({why})")), |()| true)
             }
-            Err(e) => broken(&format!("does not keep to the protocol ({e})")),
         }
     }
 

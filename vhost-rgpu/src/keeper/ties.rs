@@ -110,25 +110,23 @@ impl<W: Tied> Kept<W> {
         handle.kill();
         handle.wait()?;
         fcntl(control.as_fd(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        while let Ok(Some(message)) = control.next_from_device() {
-            match message {
-                ToKeeper::Store { channel, stored: what }
-                    if stored.len() < most || stored.contains_key(&channel) =>
-                {
-                    self.stored(channel, Some(&what));
-                    stored.insert(channel, what);
-                }
-                ToKeeper::Forget { channel } => {
-                    self.stored(channel, None);
-                    stored.remove(&channel);
-                }
-                ToKeeper::Answer { number, status, reason, fd } => {
-                    answer(Reply { number, status, reason, fd });
-                }
-                _ => {}
+        let mut hear = |message| match message {
+            ToKeeper::Store { channel, stored: what }
+                if stored.len() < most || stored.contains_key(&channel) =>
+            {
+                self.stored(channel, Some(&what));
+                stored.insert(channel, what);
             }
-            control.consume()?;
-        }
+            ToKeeper::Forget { channel } => {
+                self.stored(channel, None);
+                stored.remove(&channel);
+            }
+            ToKeeper::Answer { number, status, reason, fd } => {
+                answer(Reply { number, status, reason, fd });
+            }
+            _ => {}
+        };
+        while let Ok(Some(())) = control.hear(&mut hear) {}
         Ok(stored)
     }
 }

@@ -3,7 +3,8 @@
 //! whether a request was being answered ([`Answering`]).
 //!
 //! A request stays in the client's socket until the keeper consumes and answers it, which a device process
-//! requests in a single packet. So a successor finds a request that was not answered, and executes it again.
+//! requests in a single packet. So a successor finds a request that was not answered, and executes it again,
+//! also if the keeper has ended with that packet.
 //! Only if the keeper itself ends in the few instructions between consuming and answering is it unknown
 //! whether the client has its answer; the session then ends.
 
