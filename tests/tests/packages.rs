@@ -316,6 +316,9 @@ fn units(machine: &Machine) -> Result<()> {
         // On a machine that is slow enough, a failing daemon never comes to a limit of starts.
         let limit = property(machine, unit, "StartLimitIntervalUSec")?;
         ensure!(limit == "0", "{unit} is started only so often within {limit}");
+        // The processes that a daemon starts have limits of their own: one must not take another's threads.
+        let tasks = property(machine, unit, "TasksMax")?;
+        ensure!(tasks == "infinity", "all processes of {unit} together have at most {tasks} threads");
         let rating =
             machine.run(&format!("systemd-analyze security --no-pager --threshold=50 {unit}"), LONG)?;
         ensure!(rating.success(), "systemd-analyze security: {rating}");
