@@ -539,8 +539,9 @@ struct Prepared<'a> {
     personality: Option<libc::c_ulong>,
     descriptors: &'a [BorrowedFd<'a>],
     null: RawFd,
-    /// A byte arrives here when the user namespace has its ID maps.
-    mapped: Option<RawFd>,
+    /// A byte arrives at the first one when the user namespace has its ID maps. The second one is the pipe's
+    /// other end, which the copy closes, so that it notices the death of its parent.
+    mapped: Option<(RawFd, RawFd)>,
     /// The copy sends the error's number here.
     failed: RawFd,
 }
@@ -568,7 +569,7 @@ fn spawn(
         personality: command.personality,
         descriptors,
         null: null.as_raw_fd(),
-        mapped: matches!(run_as, RunAs::Mapped(_)).then(|| mapped.as_raw_fd()),
+        mapped: matches!(run_as, RunAs::Mapped(_)).then(|| (mapped.as_raw_fd(), map.as_raw_fd())),
         failed: failed.as_raw_fd(),
     };
     // SAFETY: the copy only runs `become_program`, which follows these rules and does not return.
@@ -631,13 +632,18 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
             libc::write(prepared.failed, ptr::from_ref(&number).cast(), size_of_val(&number));
             libc::_exit(127)
         };
-        if let Some(mapped) = prepared.mapped {
+        if let Some((mapped, map)) = prepared.mapped {
+            libc::close(map);
             let mut byte = 0_u8;
             // The parent must have written the ID maps before the program starts: a program of an unmapped
             // user starts without capabilities.
-            while libc::read(mapped, ptr::from_mut(&mut byte).cast(), 1) == -1 {
-                if *libc::__errno_location() != libc::EINTR {
-                    fail();
+            loop {
+                match libc::read(mapped, ptr::from_mut(&mut byte).cast(), 1) {
+                    1 => break,
+                    // The parent has died, and this process must not keep its descriptors.
+                    0 => libc::_exit(127),
+                    _ if *libc::__errno_location() == libc::EINTR => {}
+                    _ => fail(),
                 }
             }
             let (none, zero) = (0_usize, 0_usize);
@@ -676,5 +682,38 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
         }
         libc::execve(prepared.program, prepared.arguments.as_ptr(), prepared.environment.as_ptr());
         fail()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_whose_parent_dies_before_it_has_mapped_the_user_ends() {
+        let (_failure, failed) = pipe2(OFlag::O_CLOEXEC).unwrap();
+        let (mapped, map) = pipe2(OFlag::O_CLOEXEC).unwrap();
+        let prepared = Prepared {
+            program: c"/bin/true".as_ptr(),
+            arguments: pointers(&[]),
+            environment: pointers(&[]),
+            personality: None,
+            descriptors: &[],
+            null: failed.as_raw_fd(),
+            mapped: Some((mapped.as_raw_fd(), map.as_raw_fd())),
+            failed: failed.as_raw_fd(),
+        };
+        // SAFETY: the copy only runs `become_program`, which follows these rules and does not return.
+        let Some((pid, handle)) = unsafe { copy(0, None) }.unwrap() else {
+            // SAFETY: this is the copy, which also has what `prepared` refers to.
+            unsafe { become_program(&prepared) }
+        };
+        // As by the parent's death.
+        drop(map);
+        let mut watched = [PollFd::new(handle.as_fd(), PollFlags::POLLIN)];
+        let ended = poll(&mut watched, PollTimeout::from(60_000_u16));
+        handle.kill();
+        let status = reap(pid, &handle).unwrap();
+        assert_eq!((ended, status.code()), (Ok(1), Some(127)));
     }
 }
