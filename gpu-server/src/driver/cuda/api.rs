@@ -47,6 +47,21 @@ macro_rules! api {
             }
         }
 
+        #[cfg(test)]
+        impl Api {
+            /// Functions that do nothing and succeed.
+            pub fn idle() -> &'static Api {
+                &Api {
+                    $($name: {
+                        unsafe extern "C" fn idle($(_: $arg),*) -> u32 {
+                            0
+                        }
+                        idle
+                    },)*
+                }
+            }
+        }
+
         api!(@methods $($name = $symbol ($($arg),*);)*);
     };
     (@methods $($name:ident = $symbol:literal ($($arg:ty),*);)*) => {

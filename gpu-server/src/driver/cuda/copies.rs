@@ -189,14 +189,18 @@ impl Cuda {
             }
         };
         let enqueued = self.enqueue_chunks(place, Way::In, to, transfer.inbound());
+        if enqueued.is_err() {
+            transfer.abandon_arrivals(&self.completer);
+        }
         if let Some((grants, window)) = grants {
             match enqueued {
                 Ok(()) => transfer.grant_as_taken(&self.completer, grants, window),
-                Err(_) => transfer.abandon(&grants),
+                Err(_) => grants.all(),
             }
         }
-        enqueued?;
-        self.hold(cx, streams, place, transfer)
+        // Until the stream has passed what was enqueued, even if that is not all.
+        let held = self.hold(cx, streams, place, transfer);
+        enqueued.and(held)
     }
 
     /// Enqueues, for each chunk, the wait for its slot, the copy, and the write of the word that marks the
@@ -271,14 +275,20 @@ impl GpuCopies for Cuda {
         let chunk_in = |slot| chunk_of(from, packed, slot);
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
-        self.enqueue_chunks(place, Way::Out, from, transfer.outbound())?;
-        // What follows on the stream is not done before the client has the data.
-        for (word, value) in transfer.all_sent() {
-            // SAFETY: registered words that the transfer holds until its fence.
-            let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
-            self.note(place.context, waits)?;
+        let enqueued = self.enqueue_chunks(place, Way::Out, from, transfer.outbound()).and_then(|()| {
+            // What follows on the stream is not done before the client has the data.
+            transfer.all_sent().try_for_each(|(word, value)| {
+                // SAFETY: registered words that the transfer holds until its fence.
+                let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
+                self.note(place.context, waits)
+            })
+        });
+        if enqueued.is_err() {
+            transfer.abandon_departure();
         }
-        self.hold(cx, streams, place, transfer)
+        // Until the stream has passed what was enqueued, even if that is not all.
+        let held = self.hold(cx, streams, place, transfer);
+        enqueued.and(held)
     }
 
     fn progress(&mut self, place: &Place) -> Progress {

@@ -161,10 +161,10 @@ impl Word {
         self.at().store(value, Ordering::Release);
     }
 
-    /// Sets it unless it is already larger. For words that only one thread at a time sets.
+    /// Sets it unless it is already larger.
     pub fn raise(&self, value: u64) {
         if self.get() < value {
-            self.set(value);
+            self.at().fetch_max(value, Ordering::AcqRel);
         }
     }
 

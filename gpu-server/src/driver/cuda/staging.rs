@@ -619,10 +619,29 @@ impl Transfer {
         completer.when(&self.slot(slot).gpu, uses - 1, &self.health, Box::new(granted));
     }
 
-    /// Called if the stream will not process all chunks. Data that is still arriving is discarded.
+    /// Called if the stream has failed. Data that is still arriving is discarded.
     pub(super) fn abandon(&self, grants: &Grants) {
         self.abandoned.store(true, Ordering::Release);
         grants.all();
+    }
+
+    /// Called if the driver has refused the stream's work for some chunk of a transfer to the device. Data
+    /// that is still arriving is discarded. What the stream waits for it gets when it has processed what
+    /// earlier transfers have in the slots. The transfer must be held until the stream has passed its work.
+    pub(super) fn abandon_arrivals(self: &Arc<Transfer>, completer: &Completer) {
+        self.abandoned.store(true, Ordering::Release);
+        for last in &self.last {
+            let first = self.uses.iter().find(|used| used.slot == last.slot).unwrap_or(last);
+            let (transfer, Use { slot, number }) = (Arc::clone(self), *last);
+            let arrive = move |_| transfer.slot(slot).host.raise(number);
+            completer.when(&self.slot(slot).gpu, first.number - 1, &self.health, Box::new(arrive));
+        }
+    }
+
+    /// Called if the driver has refused the stream's work for some chunk of a transfer from the device. No
+    /// more chunks are sent. The transfer must be held until the stream has passed its work.
+    pub(super) fn abandon_departure(&self) {
+        self.abandoned.store(true, Ordering::Release);
     }
 
     /// Waits until the stream has processed the previous contents of a chunk's slot. Returns false if it
@@ -630,7 +649,8 @@ impl Transfer {
     fn await_slot(&self, offset: u64) -> bool {
         let begun = Instant::now();
         while !self.is_free(offset / self.chunk as u64) {
-            if self.health.check().is_err() || self.staging.over.load(Ordering::Acquire) {
+            let abandoned = self.abandoned.load(Ordering::Acquire);
+            if abandoned || self.health.check().is_err() || self.staging.over.load(Ordering::Acquire) {
                 return false;
             }
             if begun.elapsed() > Duration::from_micros(50) {
@@ -685,7 +705,7 @@ impl Landing for Transfer {
         // The thread that adds the last bytes has seen the other threads' counts, and so their bytes.
         let filled = self.filled[chunk as usize].fetch_add(len as u32, Ordering::AcqRel) as usize + len;
         if filled >= self.bytes_of(chunk) {
-            self.slot(slot).host.set(uses);
+            self.slot(slot).host.raise(uses);
         }
     }
 
@@ -747,15 +767,20 @@ impl Drop for Filled {
 
 impl Departure {
     /// Sends a chunk if the stream has filled its slot. Notes in `in_place` that it may be kept there.
-    /// Returns false if the slot is not filled yet.
+    /// Returns false if the slot is not filled yet. Skips the chunk if the slot need not be filled any more:
+    /// then false says that the slot is still in use.
     fn try_send(&self, sender: usize, chunk: u64, in_place: &mut Option<Unacknowledged>) -> bool {
         let transfer = &self.transfer;
         let (slot, uses) = transfer.place(chunk);
         let failed = transfer.health.check().is_err();
-        if transfer.slot(slot).gpu.get() < uses && !failed {
+        let abandoned = transfer.abandoned.load(Ordering::Acquire) && !failed;
+        if abandoned && transfer.slot(slot).free.get() + 1 < uses {
             return false;
         }
-        if failed {
+        if transfer.slot(slot).gpu.get() < uses && !failed && !abandoned {
+            return false;
+        }
+        if failed || abandoned {
             transfer.slot(slot).free.raise(uses);
         } else {
             let sink = self.sink.lock().unwrap_or_else(|e| e.into_inner()).clone();
@@ -778,7 +803,7 @@ impl Departure {
             // data earlier.
             drop(self.sink.lock().unwrap_or_else(|e| e.into_inner()).take());
             for last in &transfer.last {
-                transfer.slot(last.slot).host.set(last.number);
+                transfer.slot(last.slot).host.raise(last.number);
             }
         }
         true
@@ -787,7 +812,95 @@ impl Departure {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroUsize;
+
+    use host_bridge::endpoint::Region;
+
     use super::*;
+
+    const CHUNK: usize = slots::KINDS[0].size;
+
+    /// Slots without a device: a test does what streams would do.
+    fn staging() -> Arc<Staging> {
+        let staging = Staging::new(Api::idle(), &Words::new().unwrap()).unwrap();
+        staging.prepare().unwrap();
+        staging
+    }
+
+    fn begin(staging: &Arc<Staging>, flow: Flow, chunks: usize) -> Arc<Transfer> {
+        let health = Health::new(std::ptr::null_mut(), std::ptr::null_mut());
+        staging.begin(flow, (chunks * CHUNK) as u64, |slot| slot, &health).unwrap()
+    }
+
+    fn memory(chunks: usize) -> Mapped {
+        let region = Region::own(NonZeroUsize::new(chunks * CHUNK).unwrap()).unwrap();
+        Mapped::of(&region, (chunks * CHUNK) as u64).unwrap()
+    }
+
+    fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+        let limit = Instant::now() + Duration::from_secs(60);
+        while !is_so() {
+            assert!(Instant::now() < limit, "not {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// More chunks than a flow gets slots, so that some slot is used twice.
+    const MANY: usize = 20;
+
+    #[test]
+    fn a_transfer_from_the_device_that_the_driver_has_refused_keeps_no_slots() {
+        let (staging, flow) = (staging(), Flow::fresh());
+        let transfer = begin(&staging, flow, MANY);
+        staging.send(Arc::clone(&transfer), Sink::Mapped(memory(MANY)));
+        // The driver has taken the work for one chunk, and refused that for the next.
+        let (slot, uses) = transfer.place(0);
+        transfer.slot(slot).gpu.set(uses);
+        transfer.abandon_departure();
+        drop(transfer);
+        wait_until("given back", || staging.slots.are_unused());
+        let next = begin(&staging, flow, MANY);
+        for chunk in 0..next.own {
+            let (slot, uses) = next.place(chunk);
+            assert!(next.slot(slot).free.get() + 1 >= uses, "the stream may fill the slot of chunk {chunk}");
+        }
+    }
+
+    #[test]
+    fn an_abandoned_chunk_leaves_a_slot_alone_whose_data_may_be_sent_again() {
+        let transfer = begin(&staging(), Flow::fresh(), MANY);
+        let left = AtomicUsize::new(MANY);
+        let departure = Departure { transfer: Arc::clone(&transfer), sink: Mutex::new(None), left };
+        let sent = Filled { transfer: Arc::clone(&transfer), chunk: 0 };
+        transfer.abandon_departure();
+        let same = |chunk: &u64| transfer.place(*chunk).0 == transfer.place(0).0;
+        let again = (1..transfer.chunks()).find(same).unwrap();
+        assert!(!departure.try_send(0, again, &mut None));
+        drop(sent);
+        assert!(departure.try_send(0, again, &mut None));
+    }
+
+    #[test]
+    fn a_transfer_to_the_device_that_the_driver_has_refused_keeps_no_slots() {
+        let (staging, flow) = (staging(), Flow::fresh());
+        let completer = Completer::start(Api::idle()).unwrap();
+        let (before, refused) = (begin(&staging, flow, 1), begin(&staging, flow, MANY));
+        refused.feed(memory(MANY), None).unwrap();
+        refused.abandon_arrivals(&completer);
+        // The stream waits for what it was given, but has not yet taken what the earlier transfer brings.
+        let (earlier, _) = before.place(0);
+        let is_there = |last: &Use| refused.slot(last.slot).host.get() >= last.number;
+        for last in refused.last.iter().filter(|last| last.slot != earlier) {
+            wait_until("let go on", || is_there(last));
+        }
+        let same = refused.last.iter().find(|last| last.slot == earlier).unwrap();
+        assert!(!is_there(same));
+        before.slot(earlier).gpu.set(1);
+        wait_until("let go on", || is_there(same));
+        completer.stop();
+        drop((before, refused));
+        wait_until("given back", || staging.slots.are_unused());
+    }
 
     #[test]
     fn held_chunks_are_copied_only_when_nothing_moves() {
