@@ -18,11 +18,12 @@ use protocol::trace::{RECORDER, Stage};
 use super::Shared;
 use super::host_waits::{HostWaits, Verdict};
 use super::read_ahead::Ahead;
-use super::residence::{Patience, Residence};
+use super::residence::Residence;
 use super::timeline::{Timeline, work_stream};
 use super::turns::Turns;
 use crate::driver::express::Express;
 use crate::driver::{Backend, Call, Errors};
+use crate::room::Patience;
 use crate::worker_protocol::Kind;
 
 /// Executes a session to its end. Returns why it was lost, if it was.
