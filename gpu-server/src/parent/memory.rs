@@ -6,7 +6,7 @@
 //! every device, and a session that has just begun would wait for it. What its worker used before is known by
 //! then. Software devices have no such memory.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,18 +14,23 @@ use anyhow::Context;
 use protocol::ops::nvml::status;
 
 use super::state::{Server, State};
-use crate::driver::cuda::nvml::processes::{self, Use};
+use crate::driver::cuda::nvml::processes::{self, Answer};
 
 /// The delay before a query.
 const PAUSE: Duration = Duration::from_secs(1);
-/// The same after an error that is not expected. NVML may never answer here.
+/// The same after errors that are not expected for all devices. NVML may never answer here.
 const AFTER_ERROR: Duration = Duration::from_secs(60);
+
+/// What NVML answers, by the devices' numbers.
+type Answers = BTreeMap<u32, Answer>;
+/// Each device's last error that was logged, until NVML has answered.
+type Failed = BTreeMap<u32, u32>;
 
 /// Starts the thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let server = Arc::clone(server);
     let measure = move || {
-        let (mut pause, mut failed) = (PAUSE, None);
+        let (mut pause, mut failed) = (PAUSE, Failed::new());
         loop {
             let numbers = {
                 let mut state = server.lock();
@@ -41,7 +46,8 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
                 }
                 state.well(&server.options).unwrap_or_else(|| state.devices(&server.options))
             };
-            pause = note(&server, processes::uses(&numbers), &mut failed);
+            let answers = numbers.iter().copied().zip(processes::uses(&numbers)).collect();
+            pause = note(&server, &answers, &mut failed);
         }
     };
     std::thread::Builder::new()
@@ -51,36 +57,42 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Notes what NVML answers. Returns the delay before the next query. `failed`: the last error that was
-/// logged, until NVML has answered.
-fn note(server: &Server, answer: Result<Vec<Use>, u32>, failed: &mut Option<u32>) -> Duration {
-    match answer {
-        Ok(uses) => {
-            *failed = None;
-            server.lock().measured(&uses);
-            PAUSE
-        }
-        // A device may be lost before its health is known: the others are measured again.
-        Err(status @ (status::GPU_IS_LOST | status::NOT_FOUND)) => {
-            tracing::debug!("NVML does not report the processes' memory (nvmlReturn_t {status})");
-            PAUSE
-        }
-        Err(status) => {
-            if failed.replace(status) != Some(status) {
-                tracing::warn!(
-                    "NVML does not report the processes' memory on a device (nvmlReturn_t {status}): until it does, its last figures for contexts and code count against limits"
-                );
+/// Notes what NVML answers. Returns the delay before the next query.
+fn note(server: &Server, answers: &Answers, failed: &mut Failed) -> Duration {
+    server.lock().measured(answers);
+    // A device may be lost before its health is known: the others are measured again.
+    let is_expected = |status| matches!(status, status::GPU_IS_LOST | status::NOT_FOUND);
+    let mut new = BTreeMap::<u32, Vec<u32>>::new();
+    for (device, answer) in answers {
+        match answer {
+            Ok(_) => drop(failed.remove(device)),
+            Err(status) if is_expected(*status) => {
+                tracing::debug!(device, "NVML does not report the processes' memory (nvmlReturn_t {status})");
             }
-            AFTER_ERROR
+            Err(status) if failed.insert(*device, *status) != Some(*status) => {
+                new.entry(*status).or_default().push(*device);
+            }
+            Err(_) => {}
         }
     }
+    for (status, devices) in new {
+        tracing::warn!(
+            ?devices,
+            "NVML does not report the processes' memory (nvmlReturn_t {status}): until it does, its last figures for contexts and code count against limits"
+        );
+    }
+    let fails = |answer: &Answer| answer.as_ref().is_err_and(|status| !is_expected(*status));
+    if answers.values().any(fails) && answers.values().all(Result::is_err) { AFTER_ERROR } else { PAUSE }
 }
 
 impl State {
-    /// Notes NVML's figures for all processes.
-    fn measured(&mut self, uses: &[Use]) {
-        self.workers.values_mut().for_each(|managed| managed.takes.clear());
-        for one in uses {
+    /// Notes NVML's figures for all processes. Those of a device that it reports nothing of stay as they are.
+    fn measured(&mut self, answers: &Answers) {
+        let stays = |device: u32| answers.get(&device).is_some_and(Result::is_err);
+        for managed in self.workers.values_mut() {
+            managed.takes.retain(|(device, _)| stays(*device));
+        }
+        for one in answers.values().flatten().flatten() {
             if let Some(managed) = self.workers.get_mut(&one.pid) {
                 managed.takes.push((one.device, one.bytes));
             }
@@ -92,6 +104,7 @@ impl State {
             self.sessions.values().map(|session| session.limits.principal.as_str()).collect();
         principals.into_iter().for_each(|principal| self.publish(principal));
     }
+
     /// A worker's session has begun: its earlier memory use is already known.
     pub(super) fn measured_before(&self, worker: u32) {
         if let (Some(managed), Some(session)) = (self.workers.get(&worker), self.sessions.get(&worker)) {
@@ -108,34 +121,64 @@ mod tests {
     use super::super::workers::{Managed, Stage};
     use super::*;
     use crate::config::Serve;
+    use crate::driver::cuda::nvml::processes::Use;
     use crate::limits::Limits;
     use handover::Inherited;
+
+    /// The worker 7 uses as much on a device.
+    fn used(device: u32, bytes: u64) -> Answer {
+        Ok(vec![Use { pid: 7, device, bytes }])
+    }
 
     #[test]
     fn an_error_of_nvmls_ends_no_measuring_and_is_logged_once() {
         let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
         server.lock().sessions.insert(7, session_of_limits(Limits::default()));
-        let mut failed = None;
-        let used = |bytes| Ok(vec![Use { pid: 7, device: 1, bytes }]);
+        let mut failed = Failed::new();
         let (unknown, uninitialized) = (999, 1);
         for (answer, pause, remembers, held) in [
-            (used(400), PAUSE, None, 400),
+            (used(1, 400), PAUSE, None, 400),
             (Err(unknown), AFTER_ERROR, Some(unknown), 400),
             (Err(unknown), AFTER_ERROR, Some(unknown), 400),
             (Err(status::GPU_IS_LOST), PAUSE, Some(unknown), 400),
             (Err(uninitialized), AFTER_ERROR, Some(uninitialized), 400),
-            (used(500), PAUSE, None, 500),
+            (used(1, 500), PAUSE, None, 500),
         ] {
-            assert_eq!((note(&server, answer, &mut failed), failed), (pause, remembers));
+            assert_eq!(note(&server, &Answers::from([(1, answer)]), &mut failed), pause);
+            assert_eq!(failed.get(&1).copied(), remembers);
             assert_eq!(server.lock().sessions[&7].account.held(1), held);
         }
+    }
+
+    #[test]
+    fn an_error_on_a_device_hides_no_other_devices_figures() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        server.lock().sessions.insert(7, session_of_limits(Limits::default()));
+        server.lock().workers.insert(7, Managed::fake(7, Stage::Idle));
+        let mut failed = Failed::new();
+        for (answers, pause, expected) in [
+            ([used(1, 400), used(2, 40)], PAUSE, [400, 40]),
+            ([Err(999), used(2, 50)], PAUSE, [400, 50]),
+            ([Err(status::GPU_IS_LOST), used(2, 60)], PAUSE, [400, 60]),
+            ([Err(status::GPU_IS_LOST), Err(999)], AFTER_ERROR, [400, 60]),
+            ([used(1, 500), Err(999)], PAUSE, [500, 60]),
+        ] {
+            let answers = [1, 2].into_iter().zip(answers).collect();
+            assert_eq!(note(&server, &answers, &mut failed), pause);
+            let state = server.lock();
+            let held = [1, 2].map(|device| state.sessions[&7].account.held(device));
+            let mut takes = state.workers[&7].takes.clone();
+            takes.sort_unstable();
+            assert_eq!((held, takes), (expected, vec![(1, expected[0]), (2, expected[1])]));
+        }
+        assert_eq!(failed, Failed::from([(2, 999)]));
     }
 
     #[test]
     fn a_workers_earlier_memory_use_counts_from_the_sessions_start() {
         let mut state = State::default();
         state.workers.insert(7, Managed::fake(7, Stage::Idle));
-        let measured = |state: &mut State, bytes| state.measured(&[Use { pid: 7, device: 1, bytes }]);
+        let measured = |state: &mut State, bytes| state.measured(&Answers::from([(1, used(1, bytes))]));
         measured(&mut state, 400);
         measured(&mut state, 500);
         state.sessions.insert(7, session_of_limits(Limits::default()));

@@ -23,17 +23,23 @@ pub struct Use {
     pub bytes: u64,
 }
 
-/// The memory use of each process with a context on the devices with these numbers.
-///
-/// # Errors
-/// NVML's status, if the library doesn't exist or doesn't report it.
-pub fn uses(numbers: &[u32]) -> Result<Vec<Use>, u32> {
-    let library = library()?;
-    let function =
-        library.find(c"nvmlDeviceGetComputeRunningProcesses_v3").ok_or(status::FUNCTION_NOT_FOUND)?;
-    let all = order::devices(library)?;
-    let mut uses = Vec::new();
-    for device in numbers {
+/// What NVML answers for a device: the memory use of each process with a context on it, or its status, if
+/// the library doesn't exist or doesn't report it.
+pub type Answer = Result<Vec<Use>, u32>;
+
+/// The answers for the devices with these numbers, in their order.
+pub fn uses(numbers: &[u32]) -> Vec<Answer> {
+    let begin = || {
+        let library = library()?;
+        let function =
+            library.find(c"nvmlDeviceGetComputeRunningProcesses_v3").ok_or(status::FUNCTION_NOT_FOUND)?;
+        Ok((library, function, order::devices(library)?))
+    };
+    let (library, function, all) = match begin() {
+        Ok(found) => found,
+        Err(failure) => return vec![Err(failure); numbers.len()],
+    };
+    let of = |device: &u32| {
         let handle = all.get(*device as usize).and_then(|listed| listed.handle(library));
         let handle = handle.ok_or(status::NOT_FOUND)?;
         let mut count = MOST as u32;
@@ -41,11 +47,11 @@ pub fn uses(numbers: &[u32]) -> Result<Vec<Use>, u32> {
         let to = [std::ptr::from_mut(&mut count) as usize, entries.as_mut_ptr() as usize];
         // SAFETY: a device's handle, a count, and room for as many entries as the count says.
         match unsafe { function(handle, to[0], to[1], 0, 0, 0) } {
-            status::SUCCESS => uses.extend(read(&entries, count as usize, *device)),
-            failure => return Err(failure),
+            status::SUCCESS => Ok(read(&entries, count as usize, *device)),
+            failure => Err(failure),
         }
-    }
-    Ok(uses)
+    };
+    numbers.iter().map(of).collect()
 }
 
 /// Reads the first `count` entries.
