@@ -31,16 +31,14 @@ pub(crate) struct Compared {
     region: u64,
     context: &'static Context,
     bytes: Range<u64>,
-    /// The last value of each word that both sides had.
+    /// The last value of each word that both sides had. Empty while the device's are unknown: everything is
+    /// sent then, as it is at that time.
     known: Vec<u64>,
 }
 
 impl Compared {
     pub fn new(region: u64, context: &'static Context, bytes: Range<u64>) -> Compared {
-        let mut new = Compared { region, context, bytes, known: Vec::new() };
-        // The device's bytes are unknown, so everything is sent.
-        new.known = (0..new.words()).map(|i| !new.word(i).load(Ordering::Relaxed)).collect();
-        new
+        Compared { region, context, bytes, known: Vec::new() }
     }
 
     /// Whole pages from `at`, of which both sides had `bytes` last.
@@ -83,27 +81,36 @@ impl Compared {
 
     /// Whether the program has changed something.
     fn is_changed(&self) -> bool {
-        (0..self.words()).any(|i| (self.word(i).load(Ordering::Acquire) ^ self.known[i]) & self.mask(i) != 0)
+        let is_changed =
+            |(i, known): (usize, &u64)| (self.word(i).load(Ordering::Acquire) ^ known) & self.mask(i) != 0;
+        self.known.is_empty() || self.known.iter().enumerate().any(is_changed)
     }
 
     /// Returns the program's changes, and makes them the known values.
     fn changes(&mut self) -> Vec<WordPatch> {
         let mut changes = Vec::new();
+        let mut known = std::mem::take(&mut self.known);
         for i in 0..self.words() {
-            let now = self.word(i).load(Ordering::Acquire);
-            if let Some(patch) = change(self.at(i), self.known[i], now, self.mask(i)) {
-                changes.push(patch);
-                self.known[i] = now;
+            let (address, mask, now) = (self.at(i), self.mask(i), self.word(i).load(Ordering::Acquire));
+            match known.get_mut(i) {
+                Some(known) => {
+                    changes.extend(change(address, *known, now, mask));
+                    *known = now;
+                }
+                None => {
+                    changes.push(WordPatch { address, mask, value: now });
+                    known.push(now);
+                }
             }
         }
+        self.known = known;
         changes
     }
 
     /// The words that the device has changed.
     fn differing(&self, device: &[u64]) -> impl Iterator<Item = usize> {
-        let differs =
-            |i: &usize| device.get(*i).is_some_and(|there| (there ^ self.known[*i]) & self.mask(*i) != 0);
-        (0..self.words()).filter(differs)
+        let both = self.known.iter().zip(device).enumerate();
+        both.filter(|(i, (known, there))| (**there ^ **known) & self.mask(*i) != 0).map(|(i, _)| i)
     }
 
     /// Whether the device has changed something.
@@ -295,6 +302,21 @@ mod tests {
     use super::*;
     use client::handle::ContextId;
     use proptest::prelude::*;
+
+    #[test]
+    fn what_the_program_writes_before_the_first_comparison_reaches_the_device() {
+        let mut memory = [0u64; 2];
+        let base = memory.as_mut_ptr() as u64;
+        let context = Context::new(ContextId(0), crate::process::driver::Server::unused(), 0, 0, true);
+        // Without the last byte of the second word.
+        let mut compared = Compared::new(0, context, base..base + 15);
+        memory.fill(u64::MAX - 1);
+        assert!(compared.is_changed());
+        let sent: Vec<u64> = compared.changes().iter().map(|patch| patch.apply(0)).collect();
+        assert_eq!(sent, [u64::MAX - 1, (u64::MAX - 1) & (u64::MAX >> 8)]);
+        assert!(!compared.is_changed() && !compared.take(&sent));
+        assert_eq!(memory, [u64::MAX - 1; 2]);
+    }
 
     proptest! {
         #[test]
