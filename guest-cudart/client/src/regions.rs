@@ -175,6 +175,13 @@ impl<T: Clone> Regions<T> {
         Some(region.tag)
     }
 
+    /// First addresses of the program's own memory that is registered with such data.
+    pub fn registered(&self, which: impl Fn(&T) -> bool) -> Vec<usize> {
+        let map = self.read();
+        let those = map.iter().filter(|(_, region)| !region.is_allocated() && which(&region.tag));
+        those.map(|(base, _)| *base).collect()
+    }
+
     /// Whether [`remove`](Self::remove) would succeed.
     pub fn begins_at(&self, address: usize, allocated: bool) -> bool {
         let map = self.read();

@@ -237,8 +237,13 @@ pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
     }
 }
 
-/// Drops what was mapped in a context that is being destroyed.
+/// Drops what was mapped in a context that is being destroyed. Memory that was registered in it is registered
+/// no more, as natively; memory that was allocated in it stays until it is freed.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+    for base in REGIONS.registered(|tag| std::ptr::eq(tag.context, context)) {
+        unmap(driver, base, true);
+        REGIONS.remove(base, false);
+    }
     for base in mirror::of_context(context) {
         if mirror::leave(driver, context, base) {
             REGIONS.set_elsewhere(base as usize, false);
@@ -317,6 +322,20 @@ mod tests {
     /// As `offer` does, which also has all copies of the process wait from then on.
     fn make_unreached(memory: usize, server: &Server) {
         with_unreached(|unreached| unreached.insert(memory, Unreached { size: SIZE, servers: bit(server) }));
+    }
+
+    #[test]
+    fn memory_that_was_registered_in_a_context_is_registered_no_more_after_it() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        let [ends, stays] = [0, 1].map(|n| Context::new(ContextId(n), server, 0, 0, false));
+        let [memory, others] = [ends, stays].map(register);
+        make_unreached(memory, server);
+        forget(driver, ends);
+        assert!(REGIONS.any(memory).is_none() && !is_reached(server, memory as u64));
+        assert!(REGIONS.any(others).is_some());
+        let again = HostTag { context: stays, flags: 0, buffer: unique_id() };
+        REGIONS.register(server.session, memory, SIZE, again).unwrap();
     }
 
     #[test]
