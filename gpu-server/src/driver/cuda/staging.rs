@@ -870,7 +870,8 @@ mod tests {
     fn an_abandoned_chunk_leaves_a_slot_alone_whose_data_may_be_sent_again() {
         let transfer = begin(&staging(), Flow::fresh(), MANY);
         let left = AtomicUsize::new(MANY);
-        let departure = Departure { transfer: Arc::clone(&transfer), sink: Mutex::new(None), left, senders: 1 };
+        let departure =
+            Departure { transfer: Arc::clone(&transfer), sink: Mutex::new(None), left, senders: 1 };
         let sent = Filled { transfer: Arc::clone(&transfer), chunk: 0 };
         transfer.abandon_departure();
         let same = |chunk: &u64| transfer.place(*chunk).0 == transfer.place(0).0;
