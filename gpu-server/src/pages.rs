@@ -112,9 +112,6 @@ pub struct Meter {
     pub memory: Whereabouts,
     /// The PID namespace of the client's program. 0: unknown.
     pub namespace: AtomicU64,
-    /// Bytes that it has copied off devices or back, also those of a piece that is not there as a whole yet.
-    /// Workers of earlier versions leave it 0.
-    pub copied: AtomicU64,
 }
 
 /// Where a session's device memory is.
@@ -301,7 +298,6 @@ impl Default for Meter {
             waits: AtomicU32::new(0),
             memory: Whereabouts::default(),
             namespace: zero(),
-            copied: zero(),
         }
     }
 }

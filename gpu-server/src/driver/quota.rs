@@ -19,7 +19,7 @@ use super::store::Way;
 use crate::cuda_ipc::Broker;
 use crate::limits::{Amounts, Limits, MOST_DEVICES, Resource};
 use crate::pages::{Meter, Page, Terms};
-use crate::room::{AGAIN, LEAVES_WITHIN, Patience, Room};
+use crate::room::{AGAIN, Room, WITHIN};
 use crate::worker_protocol::{Process, Token};
 
 /// What a session may hold, and what it holds. Clones share this state.
@@ -215,9 +215,7 @@ impl Quota {
     /// Calls `take` until it returns something other than `NOT_READY`, while others make room for `bytes`.
     ///
     /// # Errors
-    /// Those of `take`, and `OUT_OF_MEMORY` if there was no room and nothing has moved for too long, or if
-    /// there was none for as long as a session may take to leave: this one's memory stays where it is
-    /// meanwhile.
+    /// Those of `take`, and `OUT_OF_MEMORY` if there was no room for too long.
     pub fn when_there_is_room<T>(
         &self,
         resource: Resource,
@@ -226,10 +224,9 @@ impl Quota {
     ) -> Result<T, Status> {
         let mut taken = self.if_there_is_room(resource, bytes, &mut take);
         let (Err(Status::NOT_READY), Some(room)) = (&taken, self.room()) else { return taken };
-        let (begun, mut patience) = (Instant::now(), Patience::default());
+        let until = Instant::now() + WITHIN;
         while matches!(taken, Err(Status::NOT_READY)) {
-            let now = Instant::now();
-            if patience.is_over(self.moves(), now) || now - begun > LEAVES_WITHIN {
+            if Instant::now() >= until {
                 taken = Err(Status::OUT_OF_MEMORY);
                 break;
             }
@@ -238,12 +235,6 @@ impl Quota {
         }
         room.end();
         taken
-    }
-
-    /// How often sessions have moved device memory.
-    fn moves(&self) -> u64 {
-        let terms = self.0.session.get().and_then(|session| session.terms.as_deref());
-        terms.map_or(0, |terms| terms.moves.load(Ordering::Relaxed))
     }
 
     /// Whether others can make room on a device.
@@ -276,11 +267,6 @@ impl Quota {
             Way::Out => away.fetch_add(bytes, Ordering::Release),
             Way::In => away.fetch_sub(bytes, Ordering::Release),
         };
-    }
-
-    /// Bytes of a piece that moves were copied off a device, or back.
-    pub fn copied(&self, bytes: u64) {
-        self.meter().copied.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// The PID namespace of the client's program.

@@ -106,8 +106,7 @@ pub struct Movable {
 /// A session's memories, reservations and mappings.
 pub struct Space<M> {
     reserved: BTreeMap<u64, u64>,
-    /// By number: they move in the same order each time.
-    memories: BTreeMap<u32, Memory<M>>,
+    memories: HashMap<u32, Memory<M>>,
     mappings: BTreeMap<u64, Mapping>,
     /// Charges of memory that is exported or imported, by its token.
     shared: HashMap<Token, Weak<Charge>>,
@@ -117,7 +116,7 @@ impl<M> Default for Space<M> {
     fn default() -> Space<M> {
         Space {
             reserved: BTreeMap::new(),
-            memories: BTreeMap::new(),
+            memories: HashMap::new(),
             mappings: BTreeMap::new(),
             shared: HashMap::new(),
         }

@@ -40,13 +40,14 @@ const MOST_AGAIN: u64 = 10_000_000_000;
 /// counted on.
 const BEGINS_WITHIN: u64 = 1_000_000_000;
 /// A session that has not left within this time is never counted on again.
-const LEAVES_WITHIN: u64 = crate::room::LEAVES_WITHIN.as_nanos() as u64;
+const LEAVES_WITHIN: u64 = 120_000_000_000;
 
 /// A session that carries out an order, and has moved nothing for this long, is not counted on meanwhile: nor
 /// is room kept for what it will want when it has returned.
 const MOVES_WITHIN: u64 = 10_000_000_000;
-/// What is free stays reserved for this long for a session that waits for such a one to leave: its disk or
-/// its machine may be busy. After that, whoever waits gives up ([`crate::room::WITHIN`]).
+/// What is free stays reserved for this long for a session that waits for such a one to leave: it may be
+/// moving a single large piece, of which nothing shows before all is moved. After that, whoever waits gives
+/// up ([`crate::room::WITHIN`]).
 const GIVES_UP: u64 = crate::room::WITHIN.as_nanos() as u64;
 
 /// Bytes on devices, by their numbers.
@@ -90,10 +91,6 @@ pub(super) struct View {
     /// succeeded.
     pub(super) begun: u32,
     pub(super) done: (u32, bool),
-    /// Bytes that it reports as copied off devices or back since it began, also those of a piece that has not
-    /// moved as a whole yet. Nothing else shows that: it is believed for as long as a session may take that
-    /// moves little pieces slowly.
-    pub(super) copied: u64,
     /// Bytes of this machine's memory that it reports as kept.
     pub(super) keeps: u64,
 }
@@ -109,8 +106,6 @@ struct Known {
     order: Option<(u32, MemoryOrder, u64)>,
     /// Bytes that were away when it last moved some for that order, and when that was, or when it began.
     moved: (u64, u64),
-    /// The same for what it says that it has copied.
-    copied: (u64, u64),
     /// Whether it has begun to carry that order out.
     begun: bool,
     /// Whether it has taken too long to leave.
@@ -137,13 +132,6 @@ struct Known {
     no_store: bool,
     /// Bytes of this machine's memory that it may be using.
     keeps: u64,
-}
-
-impl Known {
-    /// When it was last seen to move something for its order, or began to.
-    fn seen_moving(&self) -> u64 {
-        self.moved.1.max(self.copied.1)
-    }
 }
 
 /// The result of a step.
@@ -317,16 +305,12 @@ impl Residency {
         };
         let is_begun = known.order.is_some_and(|(number, ..)| view.begun == number);
         let begins = is_begun && !std::mem::replace(&mut known.begun, true);
-        // Not for longer: a worker that lies may move a little each time, or say that it copies.
-        let in_time = known.order.is_some_and(|(.., at)| now.saturating_sub(at) <= LEAVES_WITHIN);
-        let has_copied = in_time && view.copied > known.copied.0;
         if has_moved || begins {
             known.moved = (bytes_away, now);
         }
-        if has_copied || begins {
-            known.copied = (view.copied, now);
-        }
-        self.moves += u64::from(has_moved && in_time || has_copied);
+        // Not for longer: a worker that lies may move a little each time.
+        let in_time = known.order.is_some_and(|(.., at)| now.saturating_sub(at) <= LEAVES_WITHIN);
+        self.moves += u64::from(has_moved && in_time);
         if std::mem::replace(&mut known.total, total) < total {
             (known.passed_until, known.pass, known.offered) = (0, AGAIN, None);
         }
@@ -382,7 +366,7 @@ impl Residency {
         let offered = known.offered.take();
         match known.order {
             // It will want more when it has returned.
-            Some((_, MemoryOrder::Return, _)) if now.saturating_sub(known.seen_moving()) <= MOVES_WITHIN => {
+            Some((_, MemoryOrder::Return, _)) if now.saturating_sub(known.moved.1) <= MOVES_WITHIN => {
                 return self.reserve(view.worker, &wanted, room);
             }
             Some(_) => return,
@@ -470,16 +454,11 @@ impl Residency {
         self.sessions.get(&view.worker).is_some_and(|known| known.not_before <= now)
     }
 
-    /// What sessions that have partly left will release in the next moments. A large piece takes longer.
+    /// What sessions that have partly left will release in the next moments.
     fn given_up(&self, now: u64, views: &[View]) -> Bytes {
         let mut bytes = Bytes::new();
-        let since = |worker| self.sessions.get(&worker).map(|known| now.saturating_sub(known.moved.1));
-        let releases = |view: &&View| {
-            self.leaves(now, view, MOVES_WITHIN)
-                && sum(&view.away) > 0
-                && since(view.worker).is_some_and(|since| since <= MOVES_WITHIN)
-        };
-        for view in views.iter().filter(releases) {
+        let leaves = |view: &&View| self.leaves(now, view, MOVES_WITHIN) && sum(&view.away) > 0;
+        for view in views.iter().filter(leaves) {
             add(&mut bytes, &view.movable);
             take(&mut bytes, &view.away);
         }
@@ -502,7 +481,7 @@ impl Residency {
         known.order.is_some_and(|(number, order, at)| {
             let since = |time: u64| now.saturating_sub(time);
             let on_its_way = if view.begun == number {
-                since(known.seen_moving()) <= within && since(at) <= LEAVES_WITHIN
+                since(known.moved.1) <= within && since(at) <= LEAVES_WITHIN
             } else {
                 since(at) <= BEGINS_WITHIN
             };
@@ -583,7 +562,7 @@ impl Residency {
         let known = self.sessions.get_mut(&view.worker).filter(|known| known.order.is_none());
         if let Some(known) = known {
             known.order = Some((number, order, now));
-            (known.moved, known.copied, known.begun) = ((sum(&view.away), now), (view.copied, now), false);
+            (known.moved, known.begun) = ((sum(&view.away), now), false);
             decided.orders.push((view.worker, number, order, file));
         }
     }

@@ -220,7 +220,6 @@ fn view(worker: u32, session: &Session, now: Instant) -> View {
         began: clock::to_ns(session.since),
         begun: memory.begun.load(Ordering::Acquire),
         done: ((done >> 32) as u32, done & 1 == 1),
-        copied: account.meter().copied.load(Ordering::Relaxed),
         // What a session keeps that began under this daemon is known here.
         keeps: if session.daemons > 0 { memory.keeps.load(Ordering::Relaxed) } else { 0 },
         ..View::default()

@@ -23,7 +23,7 @@ use crate::driver::call::is_sticky;
 use crate::driver::store::Store;
 use crate::driver::{Backend, Call};
 use crate::pages::{Page, Terms, gate};
-use crate::room::{AGAIN, Patience, Room};
+use crate::room::{AGAIN, Room, WITHIN};
 use crate::worker_protocol::MemoryOrder;
 
 /// How long a session, without and with commands, waits for its own work before it reports that it cannot
@@ -39,6 +39,10 @@ const RETURNS: u32 = 5;
 
 /// An order, its number, and its file.
 type Ordered = (u32, MemoryOrder, Option<OwnedFd>);
+
+/// How long a command has waited for room without any session's memory moving.
+#[derive(Default)]
+pub(super) struct Patience(Option<(u64, Instant)>);
 
 /// The latest order that nobody has started to carry out.
 #[derive(Default)]
@@ -180,7 +184,11 @@ impl Residence {
         loop {
             self.room.ring();
             self.check(&over)?;
-            if patience.is_over(self.terms.moves.load(Ordering::Relaxed), Instant::now()) {
+            let moves = self.terms.moves.load(Ordering::Relaxed);
+            let (seen, since) = *patience.0.get_or_insert((moves, Instant::now()));
+            if seen != moves {
+                *patience = Patience(None);
+            } else if since.elapsed() > WITHIN {
                 tracing::info!("refused: no room on a device");
                 return Ok(false);
             }

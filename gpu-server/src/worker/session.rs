@@ -18,12 +18,11 @@ use protocol::trace::{RECORDER, Stage};
 use super::Shared;
 use super::host_waits::{HostWaits, Verdict};
 use super::read_ahead::Ahead;
-use super::residence::Residence;
+use super::residence::{Patience, Residence};
 use super::timeline::{Timeline, work_stream};
 use super::turns::Turns;
 use crate::driver::express::Express;
 use crate::driver::{Backend, Call, Errors};
-use crate::room::Patience;
 use crate::worker_protocol::Kind;
 
 /// Executes a session to its end. Returns why it was lost, if it was.

@@ -22,10 +22,9 @@ use crate::driver::gpu::Gpu;
 use crate::driver::space::{Mapping, Movable};
 use crate::driver::store::{Lane, Place, Store, Way};
 
-/// Bytes that are copied in one go. While the next ones are, the memory of pieces that are in the store as a
-/// whole is released.
+/// Bytes that are copied before the memory of these pieces is released.
 const BATCH: u64 = if cfg!(test) { 4 << 20 } else { 512 << 20 };
-/// How long the next bytes of returning memory wait for a session that is leaving.
+/// How long returning memory waits for a session that is leaving.
 const ROOM_WITHIN: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_secs(5) };
 /// How often it checks.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -48,42 +47,12 @@ enum What {
     Memory(u32),
 }
 
-/// A part of a piece, which is copied in one go: a large piece takes long, and whoever waits for its memory
-/// has to see that it is on its way.
-#[derive(Debug, Clone, Copy)]
-struct Section {
-    piece: Moving,
-    /// Its offset in the piece.
-    from: u64,
-    size: u64,
-}
-
-impl Section {
-    fn is_first(&self) -> bool {
-        self.from == 0
-    }
-
-    fn is_last(&self) -> bool {
-        self.from + self.size == self.piece.size
-    }
-}
-
-/// The pieces in sections of at most one [`BATCH`].
-fn sections(all: &[Moving]) -> Vec<Section> {
-    let of = |piece: &Moving| {
-        let piece = *piece;
-        let section = move |from| Section { piece, from, size: BATCH.min(piece.size - from) };
-        (0..piece.size).step_by(BATCH as usize).map(section)
-    };
-    all.iter().flat_map(of).collect()
-}
-
 /// Groups of neighbors in `all`, each of about one [`BATCH`] and on one device.
-fn batches(all: &[Section]) -> impl Iterator<Item = &[Section]> {
+fn batches(all: &[Moving]) -> impl Iterator<Item = &[Moving]> {
     let mut sum = 0;
     all.chunk_by(move |one, next| {
         sum += one.size;
-        let together = sum < BATCH && one.piece.device == next.piece.device;
+        let together = sum < BATCH && one.device == next.device;
         sum = if together { sum } else { 0 };
         together
     })
@@ -197,17 +166,20 @@ impl<G: Gpu> Session<G> {
     /// # Errors
     /// What is not in the store then is on its device, as before.
     fn move_out(&mut self, leaving: &[Moving], store: &mut Store) -> Result {
-        let make_space = |session: &mut Self, batch: &[Section], store: &mut Store| {
-            let end = batch.last().map_or(0, |last| last.piece.at + last.from + last.size);
-            session.gpu.before_move()?;
-            store.reserve(end, |chunk| session.gpu.lock(chunk))?;
-            let mut begun = batch.iter().filter(|section| section.is_first());
-            begun.try_for_each(|section| session.map_whole(&section.piece))
-        };
-        let release = |session: &mut Self, section: &Section| {
-            if section.is_last() { session.take_off(&section.piece) } else { Ok(()) }
-        };
-        let moved = self.copy_in_batches(Way::Out, leaving, store, make_space, release);
+        let (mut lane, mut before) = (Lane::Even, None);
+        let moved = batches(leaving).try_for_each(|batch| {
+            let end = batch.last().map_or(0, |piece| piece.at + piece.size);
+            self.gpu.before_move()?;
+            store.reserve(end, |chunk| self.gpu.lock(chunk))?;
+            batch.iter().try_for_each(|piece| self.map_whole(piece))?;
+            self.begin_copy(Way::Out, lane, batch, store)?;
+            if let Some(before) = before.replace(batch) {
+                self.set_aside(lane.other(), before)?;
+            }
+            lane = lane.other();
+            Ok(())
+        });
+        let moved = moved.and_then(|()| before.map_or(Ok(()), |last| self.set_aside(lane.other(), last)));
         if moved.is_err() {
             self.end_copies(leaving);
             for piece in leaving {
@@ -217,42 +189,6 @@ impl<G: Gpu> Session<G> {
             }
         }
         moved
-    }
-
-    /// Copies pieces in batches, in turns in the two lanes: while one is copied, `prepare` is called for the
-    /// next, and `done` for each section of the previous one. With a file, one batch comes after the other.
-    fn copy_in_batches(
-        &mut self,
-        way: Way,
-        pieces: &[Moving],
-        store: &mut Store,
-        mut prepare: impl FnMut(&mut Self, &[Section], &mut Store) -> Result,
-        mut done: impl FnMut(&mut Self, &Section) -> Result,
-    ) -> Result {
-        let mut end = |session: &mut Self, lane, batch: &[Section]| {
-            batch.iter().try_for_each(|section| {
-                session.gpu.before_move()?;
-                session.gpu.transferred(section.piece.device, lane)?;
-                session.quota.copied(section.size);
-                done(session, section)
-            })
-        };
-        let (mut lane, mut before) = (Lane::Even, None);
-        let sections = sections(pieces);
-        for batch in batches(&sections) {
-            prepare(self, batch, store)?;
-            self.begin_copy(way, lane, batch, store)?;
-            if store.has_file() {
-                // All of it has been copied: nothing goes on meanwhile.
-                end(self, lane, batch)?;
-                continue;
-            }
-            if let Some(before) = before.replace(batch) {
-                end(self, lane.other(), before)?;
-            }
-            lane = lane.other();
-        }
-        before.map_or(Ok(()), |last| end(self, lane.other(), last))
     }
 
     /// Makes sure that a piece has an address at which its device can copy all of it.
@@ -300,6 +236,16 @@ impl<G: Gpu> Session<G> {
                 }
             }
         }
+    }
+
+    /// Releases the memory of a batch once its copies in a lane are done.
+    fn set_aside(&mut self, lane: Lane, batch: &[Moving]) -> Result {
+        for piece in batch {
+            self.gpu.before_move()?;
+            self.gpu.transferred(piece.device, lane)?;
+            self.take_off(piece)?;
+        }
+        Ok(())
     }
 
     /// Takes a piece's memory off its device. Its bytes are in the store.
@@ -358,16 +304,21 @@ impl<G: Gpu> Session<G> {
 
     /// Gives pieces memory again, and copies their bytes to it. `back` counts those that have memory.
     fn bring(&mut self, coming: &[Moving], back: &mut usize, store: &mut Store) -> Result {
-        let make_again = |session: &mut Self, batch: &[Section], _: &mut Store| {
-            let until = Instant::now() + ROOM_WITHIN;
-            for section in batch.iter().filter(|section| section.is_first()) {
-                session.bring_back(&section.piece, until)?;
+        let until = Instant::now() + ROOM_WITHIN;
+        for batch in batches(coming) {
+            for piece in batch {
+                self.bring_back(piece, until)?;
                 *back += 1;
-                session.map_whole(&section.piece)?;
+                self.map_whole(piece)?;
             }
-            Ok(())
-        };
-        self.copy_in_batches(Way::In, coming, store, make_again, |_, _| Ok(()))?;
+            self.begin_copy(Way::In, Lane::Even, batch, store)?;
+        }
+        for device in 0..self.windows.len() as u32 {
+            if coming.iter().any(|piece| piece.device == device) {
+                self.gpu.before_move()?;
+                self.gpu.transferred(device, Lane::Even)?;
+            }
+        }
         coming.iter().try_for_each(|piece| self.unmap_whole(piece))
     }
 
@@ -414,9 +365,9 @@ impl<G: Gpu> Session<G> {
         shown
     }
 
-    fn begin_copy(&mut self, way: Way, lane: Lane, batch: &[Section], store: &mut Store) -> Result {
-        for Section { piece, from, size } in batch {
-            let Moving { device, at, .. } = *piece;
+    fn begin_copy(&mut self, way: Way, lane: Lane, batch: &[Moving], store: &mut Store) -> Result {
+        for piece in batch {
+            let Moving { device, size, at, .. } = *piece;
             let address = self.address_of(piece)?;
             let gpu = RefCell::new(&mut self.gpu);
             let copy = |part| {
@@ -429,7 +380,7 @@ impl<G: Gpu> Session<G> {
                 gpu.before_move()?;
                 gpu.transferred(device, lane)
             };
-            store.transfer(way, address + from, at + from, *size, copy, wait)?;
+            store.transfer(way, address, at, size, copy, wait)?;
         }
         Ok(())
     }

@@ -253,64 +253,6 @@ fn a_worker_that_begins_to_leave_and_moves_nothing_is_not_waited_for() {
     assert_eq!(later(31, &views), [2]);
 }
 
-/// Nothing of it is off the device before all is.
-#[test]
-fn a_large_piece_is_waited_for_while_its_bytes_are_copied() {
-    let mut residency = Residency::new(rules(u64::MAX));
-    let mut views = [idle(1, "a", 60), View { rested: Some(2), ..idle(2, "a", 60) }, newcomer(3, "b", 60)];
-    let budget = on(0, 120);
-    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1]);
-    views[0].begun = 1;
-    for copied in 1..=13 {
-        views[0].copied = copied;
-        let decided = residency.step((10 + 9 * copied) * SECOND, &budget, &views);
-        assert_eq!((leaving(&decided), residency.moves()), (vec![], copied));
-    }
-    // Not for longer than one that moves little pieces slowly.
-    views[0].copied = 14;
-    let decided = residency.step(136 * SECOND, &budget, &views);
-    assert_eq!((leaving(&decided), residency.moves()), (vec![2], 13));
-}
-
-/// Only what leaves in the next moments: the one that returns does not wait for longer, and then tries again
-/// and again.
-#[test]
-fn nobody_returns_into_the_memory_of_a_piece_that_is_still_being_copied() {
-    let mut residency = Residency::new(rules(u64::MAX));
-    let budget = on(0, 70);
-    let partly = |begun, away, copied| {
-        let (on, away) = (on(0, 70 - away), on(0, away));
-        View { on, away, begun, copied, ..idle(1, "a", 70) }
-    };
-    let returns = || View { on: Bytes::new(), away: on(0, 60), returns: true, ..idle(3, "b", 60) };
-    let mut step = |seconds, one, other| residency.step(seconds * SECOND, &budget, &[one, other]).orders;
-    let leave = (1, 1, MemoryOrder::Leave { busy: false }, false);
-    assert_eq!(step(10, partly(0, 10, 0), newcomer(2, "b", 70)), [leave]);
-    assert_eq!(step(10, partly(1, 10, 0), newcomer(2, "b", 70)), []);
-    assert_eq!(step(19, partly(1, 10, 1), newcomer(2, "b", 70)), []);
-    assert_eq!(step(28, partly(1, 10, 2), returns()), []);
-    assert_eq!(step(29, partly(1, 40, 3), returns()), [(3, 1, MemoryOrder::Return, false)]);
-}
-
-#[test]
-fn a_worker_that_says_it_copies_while_it_returns_has_room_kept_only_for_some_time() {
-    let mut residency = Residency::new(rules(u64::MAX));
-    let budget = on(0, 100);
-    let returns = |copied| {
-        let (on, away, needs) = (Bytes::new(), on(0, 60), on(0, 40));
-        View { on, away, needs, returns: true, copied, ..idle(1, "a", 60) }
-    };
-    let mut step = |seconds, copied| {
-        let decided = residency.step(seconds * SECOND, &budget, &[returns(copied), newcomer(2, "b", 40)]);
-        (decided.orders, residency.reserved(2, 0))
-    };
-    assert_eq!(step(10, 0), (vec![(1, 1, MemoryOrder::Return, false)], 100));
-    for copied in 1..=14 {
-        assert_eq!(step(10 + 9 * copied, copied), (vec![], 40));
-    }
-    assert_eq!(step(145, 15), (vec![], 0));
-}
-
 #[test]
 fn what_is_free_stays_reserved_while_a_large_piece_may_be_leaving() {
     let mut residency = Residency::new(rules(u64::MAX));
