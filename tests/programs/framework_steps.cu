@@ -1,4 +1,4 @@
-// One step of each of several programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, of inference as a CUDA graph, of a JAX
+// One step of each of several programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, without and with long-range forces, of inference as a CUDA graph, of a JAX
 // training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
 // Thrust's, and of loops that copy results, in the order and number in which they were traced; and of a training step of torch.compile, as it is and with graphs, of a step of OpenMM with PME and of its iterations for
 // constraints, and of BabelStream's dot product, as these programs' sources make them. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
@@ -132,6 +132,11 @@ struct Timer {
         REQUIRE(milliseconds >= 0, "%f ms", milliseconds);
         return milliseconds;
     }
+    // What has not taken place took no time.
+    void zero(CUstream stream) {
+        OK(cuEventRecord(start, stream));
+        OK(cuEventRecord(stop, stream));
+    }
 };
 
 // Positions go to the device, forces come back, every part of it is timed.
@@ -159,6 +164,41 @@ static void lammps(CUstream stream, int step) {
     OK(cuStreamSynchronize(stream));
     check(pinned[N - 1]);
     for (Timer *timer : {&positions, &neighbors, &pair, &answers}) total += timer->time();
+    REQUIRE(total > 0, "no time has passed");
+}
+
+// With long-range forces, the program transforms a grid of charges between two kernels. It sets some of its timers to zero first, and so records their events twice in a step.
+static void lammps_grid(CUstream stream, int step) {
+    static Timer charges, spread, out, interpolate, answers;
+    static float *grid = nullptr, *forces = nullptr;
+    static double total = 0;
+    if (!grid) {
+        OK(cuMemHostAlloc((void **)&grid, 4 * N, 0));
+        OK(cuMemHostAlloc((void **)&forces, 4 * N, 0));
+    }
+    charges.zero(stream);
+    answers.zero(stream);
+    OK(cuEventRecord(charges.start, stream));
+    OK(cuMemcpyHtoDAsync(data + 4 * N, forces, 4 * N, stream));
+    OK(cuEventRecord(charges.stop, stream));
+    OK(cuEventRecord(spread.start, stream));
+    launch(stream, 128, false);
+    OK(cuEventRecord(spread.stop, stream));
+    OK(cuEventRecord(out.start, stream));
+    OK(cuMemcpyDtoHAsync(grid, data, 4 * N, stream));
+    OK(cuEventRecord(out.stop, stream));
+    OK(cuEventSynchronize(out.stop));
+    check(grid[N - 1]);
+    OK(cuMemcpyHtoDAsync(data + 4 * N, grid, 4 * N, stream));
+    OK(cuEventRecord(interpolate.start, stream));
+    launch(stream, 128, false);
+    OK(cuEventRecord(interpolate.stop, stream));
+    OK(cuEventRecord(answers.start, stream));
+    OK(cuMemcpyDtoHAsync(forces, data, 4 * N, stream));
+    OK(cuEventRecord(answers.stop, stream));
+    OK(cuStreamSynchronize(stream));
+    check(forces[N - 1]);
+    for (Timer *timer : {&charges, &spread, &out, &interpolate, &answers}) total += timer->time();
     REQUIRE(total > 0, "no time has passed");
 }
 
@@ -547,7 +587,7 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -148,6 +148,13 @@ fn a_step_of_lammps_waits_once() -> Result<()> {
     waits_of_a_step("lammps", 1)
 }
 
+/// It waits for an event behind a grid, and for the stream with the forces. Times between events that it
+/// records twice before it asks for them come with these waits, too.
+#[test]
+fn a_step_of_lammps_with_long_range_forces_waits_twice() -> Result<()> {
+    waits_beside_those_for_an_event("lammps_grid", 100)
+}
+
 #[test]
 fn inference_as_a_graph_waits_once() -> Result<()> {
     waits_of_a_step("graph", 1)
@@ -199,25 +206,30 @@ fn a_training_step_of_torch_compile_waits_once() -> Result<()> {
     waits_of_a_step("compiled_graphs", 1)
 }
 
-/// It waits for an event, unless that has come by then, and reads a number that comes with it. After every
-/// fiftieth step two arrays come back.
-#[test]
-fn a_step_of_openmm_waits_once() -> Result<()> {
+/// Checks steps that wait for an event each, unless that has come by then: the other waits of 100 of them are
+/// these many.
+fn waits_beside_those_for_an_event(name: &str, others: u64) -> Result<()> {
     /// All round trips, and those of waits for events.
-    fn counts(transport: &str, steps: u64) -> Result<[u64; 2]> {
-        let lines = stats_of(transport, "framework_steps", &["openmm", &steps.to_string()])?;
+    fn counts(transport: &str, name: &str, steps: u64) -> Result<[u64; 2]> {
+        let lines = stats_of(transport, "framework_steps", &[name, &steps.to_string()])?;
         let all = counter_of(lines.first().context("no counters")?, "round_trips")?;
         let waits = lines.iter().find(|line| line.starts_with("cuEventSynchronize "));
         Ok([all, counter_of(waits.context("no line for cuEventSynchronize")?, "round_trips")?])
     }
     for transport in ["local", "tcp"] {
         let (few, many) = (20, 120);
-        let (begun, ended) = (counts(transport, few)?, counts(transport, many)?);
+        let (begun, ended) = (counts(transport, name, few)?, counts(transport, name, many)?);
         assert!(begun[1] <= few && ended[1] <= many, "over {transport}: {begun:?} {ended:?}");
-        let others = (begun[0] - begun[1], ended[0] - ended[1]);
-        assert_eq!(others.1 - others.0, 2 * 2, "over {transport}: {begun:?} {ended:?}");
+        let counted = (begun[0] - begun[1], ended[0] - ended[1]);
+        assert_eq!(counted.1 - counted.0, others, "over {transport}: {begun:?} {ended:?}");
     }
     Ok(())
+}
+
+/// It reads a number that comes with the wait for its event. After every fiftieth step two arrays come back.
+#[test]
+fn a_step_of_openmm_waits_once() -> Result<()> {
+    waits_beside_those_for_an_event("openmm", 2 * 2)
 }
 
 /// BabelStream's dot product waits for its kernel, and then the program's first access gets both pages of
