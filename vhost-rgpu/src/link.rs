@@ -453,8 +453,8 @@ impl Control {
     /// not block if the socket is readable.
     ///
     /// A keeper that ends meanwhile leaves the message to the next keeper. An answer is consumed before `act`
-    /// instead: a client that has it may ask the next thing, which the next keeper must not take for answered.
-    /// Without the message, a request that nobody has answered is carried out again.
+    /// instead: a client that has it may ask the next thing, which the next keeper must not take for
+    /// answered. Without the message, a request that nobody has answered is carried out again.
     pub fn hear<T>(&self, act: impl FnOnce(ToKeeper) -> T) -> io::Result<Option<T>> {
         let Some(message) = self.next_from_device()? else { return Ok(None) };
         if matches!(message, ToKeeper::Answer { .. }) {
