@@ -132,10 +132,14 @@ struct Timer {
         REQUIRE(milliseconds >= 0, "%f ms", milliseconds);
         return milliseconds;
     }
+    template <class Work> void around(CUstream stream, Work work) {
+        OK(cuEventRecord(start, stream));
+        work();
+        OK(cuEventRecord(stop, stream));
+    }
     // What has not taken place took no time.
     void zero(CUstream stream) {
-        OK(cuEventRecord(start, stream));
-        OK(cuEventRecord(stop, stream));
+        around(stream, [] {});
     }
 };
 
@@ -145,22 +149,11 @@ static void lammps(CUstream stream, int step) {
     static float *pinned = nullptr;
     static double total = 0;
     if (!pinned) OK(cuMemHostAlloc((void **)&pinned, 4 * N, 0));
-    OK(cuEventRecord(positions.start, stream));
-    OK(cuMemcpyHtoDAsync(data + 4 * N, pinned, 4 * N, stream));
-    OK(cuEventRecord(positions.stop, stream));
+    positions.around(stream, [&] { OK(cuMemcpyHtoDAsync(data + 4 * N, pinned, 4 * N, stream)); });
     // Neighbors are sorted anew now and then.
-    if (step % 10 == 0) {
-        OK(cuEventRecord(neighbors.start, stream));
-        launch(stream, 128, false);
-        OK(cuEventRecord(neighbors.stop, stream));
-    }
-    OK(cuEventRecord(pair.start, stream));
-    launch(stream, 128, false);
-    launch(stream, 128, false);
-    OK(cuEventRecord(pair.stop, stream));
-    OK(cuEventRecord(answers.start, stream));
-    OK(cuMemcpyDtoHAsync(pinned, data, 4 * N, stream));
-    OK(cuEventRecord(answers.stop, stream));
+    if (step % 10 == 0) neighbors.around(stream, [&] { launch(stream, 128, false); });
+    pair.around(stream, [&] { launch(stream, 128, false); launch(stream, 128, false); });
+    answers.around(stream, [&] { OK(cuMemcpyDtoHAsync(pinned, data, 4 * N, stream)); });
     OK(cuStreamSynchronize(stream));
     check(pinned[N - 1]);
     for (Timer *timer : {&positions, &neighbors, &pair, &answers}) total += timer->time();
@@ -178,24 +171,14 @@ static void lammps_grid(CUstream stream, int step) {
     }
     charges.zero(stream);
     answers.zero(stream);
-    OK(cuEventRecord(charges.start, stream));
-    OK(cuMemcpyHtoDAsync(data + 4 * N, forces, 4 * N, stream));
-    OK(cuEventRecord(charges.stop, stream));
-    OK(cuEventRecord(spread.start, stream));
-    launch(stream, 128, false);
-    OK(cuEventRecord(spread.stop, stream));
-    OK(cuEventRecord(out.start, stream));
-    OK(cuMemcpyDtoHAsync(grid, data, 4 * N, stream));
-    OK(cuEventRecord(out.stop, stream));
+    charges.around(stream, [&] { OK(cuMemcpyHtoDAsync(data + 4 * N, forces, 4 * N, stream)); });
+    spread.around(stream, [&] { launch(stream, 128, false); });
+    out.around(stream, [&] { OK(cuMemcpyDtoHAsync(grid, data, 4 * N, stream)); });
     OK(cuEventSynchronize(out.stop));
     check(grid[N - 1]);
     OK(cuMemcpyHtoDAsync(data + 4 * N, grid, 4 * N, stream));
-    OK(cuEventRecord(interpolate.start, stream));
-    launch(stream, 128, false);
-    OK(cuEventRecord(interpolate.stop, stream));
-    OK(cuEventRecord(answers.start, stream));
-    OK(cuMemcpyDtoHAsync(forces, data, 4 * N, stream));
-    OK(cuEventRecord(answers.stop, stream));
+    interpolate.around(stream, [&] { launch(stream, 128, false); });
+    answers.around(stream, [&] { OK(cuMemcpyDtoHAsync(forces, data, 4 * N, stream)); });
     OK(cuStreamSynchronize(stream));
     check(forces[N - 1]);
     for (Timer *timer : {&charges, &spread, &out, &interpolate, &answers}) total += timer->time();
