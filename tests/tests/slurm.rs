@@ -51,7 +51,7 @@ impl Cluster {
         fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777))?;
         let mut cluster = Cluster { unshare, folder };
         let mut ended = None;
-        eventually(|| {
+        let mut is_up = || {
             ended = cluster.unshare.try_wait()?;
             if ended.is_some() {
                 return Ok(());
@@ -62,8 +62,11 @@ impl Cluster {
                 ensure!(cluster.status(number)?["workers_ready"].as_u64() > Some(0), "no worker is ready");
             }
             Ok(())
-        })
-        .with_context(|| cluster.logs())?;
+        };
+        // Several clusters start at once, with a database each: minutes of a busy machine.
+        let up =
+            eventually(&mut is_up).or_else(|_| eventually(&mut is_up)).or_else(|_| eventually(&mut is_up));
+        up.with_context(|| cluster.logs())?;
         if let Some(status) = ended {
             bail!("tests/src/slurm.sh ended ({status})\n{}", cluster.logs());
         }
