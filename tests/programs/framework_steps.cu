@@ -1,4 +1,4 @@
-// One step of each of several programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, without and with long-range forces, of inference as a CUDA graph, of a JAX
+// One step of each of several programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, without and with long-range forces, of inference as a CUDA graph, of a token of llama.cpp, of a JAX
 // training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
 // Thrust's, and of loops that copy results, in the order and number in which they were traced; and of a training step of torch.compile, as it is and with graphs, of a step of OpenMM with PME and of its iterations for
 // constraints, and of BabelStream's dot product, as these programs' sources make them. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
@@ -231,6 +231,44 @@ static void graph(CUstream stream, int) {
     OK(cuMemcpyDtoHAsync(&value, data, sizeof value, stream));
     OK(cuStreamSynchronize(stream));
     check(value);
+}
+
+// A token of llama.cpp. Each input is copied on the thread's default stream, which is waited for, as it was when the
+// program cleared memory there; what it cleared on the legacy default stream it never waited for. Then come a graph on a
+// stream of its own, and the logits, to page-locked memory.
+static void llama(CUstream stream, int) {
+    static Graph layers(12);
+    static float *logits = nullptr;
+    if (!logits) {
+        logits = (float *)pinned_bytes(4 * N);
+        OK(cuMemsetD8Async(data + 6 * N, 0, 2 * N, CU_STREAM_LEGACY));
+        OK(cuMemsetD8Async(data + 4 * N, 0, 4 * N, CU_STREAM_PER_THREAD));
+        OK(cuStreamSynchronize(CU_STREAM_PER_THREAD));
+    }
+    for (int input = 0; input < 6; input++) {
+        float pageable[N / 6] = {};
+        OK(cuMemcpyHtoDAsync(data + 4 * N + input * sizeof pageable, pageable, sizeof pageable, CU_STREAM_PER_THREAD));
+        OK(cuStreamSynchronize(CU_STREAM_PER_THREAD));
+    }
+    layers.launch(stream);
+    OK(cuMemcpyDtoHAsync(logits, data, 4 * N, stream));
+    OK(cuStreamSynchronize(stream));
+    check(logits[N - 1]);
+}
+
+// A stream that the default stream waits for, and a synchronous copy in the default stream once that stream is done.
+static void blocking(CUstream, int) {
+    static CUstream own = nullptr;
+    static float *result = nullptr;
+    if (!own) {
+        OK(cuStreamCreate(&own, CU_STREAM_DEFAULT));
+        result = (float *)pinned_bytes(4 * N);
+    }
+    launch(own, 128, false);
+    OK(cuMemcpyDtoHAsync(result, data, 4 * N, own));
+    OK(cuStreamSynchronize(own));
+    check(result[N - 1]);
+    OK(cuMemcpyHtoD(data + 4 * N, std::vector<float>(N).data(), 4 * N));
 }
 
 // The same kernel on the array that nothing is read from.
@@ -570,7 +608,7 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -160,6 +160,18 @@ fn inference_as_a_graph_waits_once() -> Result<()> {
     waits_of_a_step("graph", 1)
 }
 
+/// Its inputs are copied on a stream that is waited for after each of them.
+#[test]
+fn a_token_of_llama_cpp_waits_once() -> Result<()> {
+    waits_of_a_step("llama", 1)
+}
+
+/// The default stream waits for the stream that the program has waited for, which has nothing left.
+#[test]
+fn a_synchronous_copy_behind_a_stream_that_was_waited_for_does_not_wait() -> Result<()> {
+    waits_of_a_step("blocking", 1)
+}
+
 #[test]
 fn a_step_of_jax_waits_only_for_its_host_function() -> Result<()> {
     waits_of_a_step("xla", 0)

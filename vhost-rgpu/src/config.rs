@@ -202,9 +202,10 @@ struct SessionOptions {
     /// (transport tcp)
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = CompressUse::Auto)]
     compress: CompressUse,
-    /// TCP connections for bulk data to request for each session; the server decides
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=16))]
-    data_connections: u32,
+    /// TCP connections for bulk data to request for each session; the server decides. The default is 4, and 6
+    /// with TLS
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=16))]
+    data_connections: Option<u32>,
     /// Seconds without any message after which a server that owes an answer counts as lost. Over tcp the link
     /// already counts as lost after 2, and the session is resumed
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = value_parser!(u64).range(1..=3600))]
@@ -539,7 +540,8 @@ fn session(
         true => Security::Insecure,
         false => Security::Tls(Arc::new(ClientFiles { folder: options.identity.clone() })),
     };
-    session.data_connections = options.data_connections;
+    session.data_connections =
+        options.data_connections.unwrap_or_else(|| session.security.usual_data_connections());
     session.silence = Duration::from_secs(options.lost_after_seconds);
     session.poll = poll.unwrap_or(session.poll);
     session.max_registered = limits.max_registered;
@@ -591,6 +593,7 @@ fn parts(brief: bool) -> [Part; 3] {
         ("rdma.queue_pairs", "2"),
         ("rdma.queue_depth", "128"),
         ("group", "\"libvirt-qemu\""),
+        ("data_connections", "6"),
     ];
     let command = || clap::Command::new("options");
     let own = [

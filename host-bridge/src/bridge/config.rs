@@ -74,6 +74,17 @@ pub enum Security {
     Insecure,
 }
 
+impl Security {
+    /// Data connections to ask for where nobody says how many. Each connection's data is sealed and opened by
+    /// threads of its own, and that takes longer than sending it.
+    pub fn usual_data_connections(&self) -> u32 {
+        match self {
+            Security::Tls(_) => 6,
+            Security::Insecure => 4,
+        }
+    }
+}
+
 /// Connects to a session's server for a process that cannot do so itself.
 pub trait Connector: std::fmt::Debug + Send + Sync {
     /// A connected socket. `timeout` counts for each address that the server's name has.

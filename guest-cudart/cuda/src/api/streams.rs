@@ -36,6 +36,7 @@ api! {
         driver()?;
         // Between the two tables, nobody would know of its work.
         let _order = managed::Order::take();
+        let _leaving = stream_table::Leaving::begin();
         let stream = STREAMS.remove(stream).ok_or(Status::INVALID_HANDLE)?;
         if stream.green().is_some_and(|green| !green.is_alive()) {
             return Err(Status::CONTEXT_IS_DESTROYED);
@@ -119,7 +120,8 @@ api! {
         stream.session().check()?;
         capture_rules::forbid(&stream)?;
         stream.context.deferred()?;
-        let result = fences::synchronize(&stream, || stream_table::is_watched(&stream));
+        let is_settled = || stream_table::is_settled(&stream);
+        let result = fences::synchronize(&stream, is_settled, || stream_table::is_watched(&stream));
         shared_blocks::after_wait(driver);
         result
     }

@@ -884,7 +884,7 @@ mod tests {
         assert_eq!(wait_for_copies(server), Ok(()));
         let copy = MemcpyHtoD { stream: stream.id, dst: 1 << 40, src: HostIn::Inline(&[1]) };
         let copy = stream.settled_work(&copy).unwrap();
-        fences::copied(&stream, None, Some(copy), || false).unwrap();
+        fences::copied(&stream, None, Some(copy), || false, || false).unwrap();
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| wait_for_copies(server));
             std::thread::sleep(Duration::from_millis(20));

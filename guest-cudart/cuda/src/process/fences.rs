@@ -12,7 +12,9 @@
 //!   contexts: otherwise their devices would wait for each other's kernels.
 //! - If the host can observe the device, and a kernel may be running on another stream, the copy and the wait
 //!   really wait: the kernel may poll a word that the program writes next, and no fence orders it. Callers
-//!   tell whether there may be one (`is_watched`), because this module doesn't know the other streams.
+//!   tell whether there may be one (`is_watched`), and whether the streams that the copy's one has to pass
+//!   may have work that the program has not waited for (`is_settled`), because this module doesn't know the
+//!   other streams.
 //! - A query of an event or stream that such a copy has promised to be done waits ([`Stream::has_promised`]).
 //!   The promise covers what is in the ring up to the copy, not what another thread has put behind it.
 //! - Work on a stream that isn't already ordered behind the copy's stream, in any context of the server,
@@ -186,9 +188,11 @@ pub(crate) fn copied(
     stream: &Arc<Stream>,
     before: Option<Seq>,
     last: Option<Seq>,
+    is_settled: impl FnOnce() -> bool,
     is_watched: impl FnOnce() -> bool,
 ) -> Result {
-    let open = before.is_some_and(|before| !stream.promise.covers(before) && !stream.is_known_done(before));
+    let is_done = |before| stream.promise.covers(before) || stream.is_known_done(before);
+    let open = before.is_some_and(|before| !is_done(before)) && !is_settled();
     promise(stream, open, last, is_watched)
 }
 
@@ -244,12 +248,16 @@ fn leave_of(legacy: &Arc<Stream>) -> Result {
 /// `cuStreamSynchronize`. If a stream has only copies pending whose sources have been read, this returns
 /// without waiting: the copies count as promised, with the guarantees of synchronous copies. (Frameworks copy
 /// a model with one asynchronous copy and one wait per tensor.)
-pub(crate) fn synchronize(stream: &Arc<Stream>, is_watched: impl FnOnce() -> bool) -> Result {
+pub(crate) fn synchronize(
+    stream: &Arc<Stream>,
+    is_settled: impl FnOnce() -> bool,
+    is_watched: impl FnOnce() -> bool,
+) -> Result {
     let due = stream.due();
     let is_done = due.is_none_or(|due| stream.is_known_done(due));
     // Fences don't order other servers' streams, and programs rely on this wait before one device reads
     // another's memory.
-    if is_done || !stream.is_settled() || !context::is_only(stream.context) {
+    if is_done || !is_settled() || !context::is_only(stream.context) {
         return stream.synchronize();
     }
     stream.session().check()?;
@@ -405,7 +413,7 @@ mod tests {
         for beside in [false, true] {
             let (before, last) = copy(legacy);
             let other = legacy.work(&StreamMark { stream: legacy.id }).unwrap();
-            copied(legacy, before, last, || false).unwrap();
+            copied(legacy, before, last, || false, || false).unwrap();
             assert!(legacy.promise.covers(last.unwrap()) && !legacy.promise.covers(other), "{beside}");
             before_stream(context.server).unwrap();
         }
@@ -417,7 +425,7 @@ mod tests {
         let legacy = context.legacy();
         let copy = || {
             let (before, last) = copy(legacy);
-            copied(legacy, before, last, || false).unwrap();
+            copied(legacy, before, last, || false, || false).unwrap();
             last.unwrap()
         };
         let [_, second] = [copy(), copy()];
@@ -441,7 +449,7 @@ mod tests {
         let context = context();
         let legacy = context.legacy();
         let (before, last) = copy(legacy);
-        copied(legacy, before, last, || false).unwrap();
+        copied(legacy, before, last, || false, || false).unwrap();
         assert_eq!(fence_of(legacy), None);
         before_stream(context.server).unwrap();
         assert!(fence_of(legacy).unwrap().may_be_after(last.unwrap()));

@@ -49,12 +49,13 @@ pub(crate) struct Stream {
     /// `seq` of its last work and of its last publishing record, and the `seq` up to which it is known to be
     /// done.
     pub last_work: LastSeq,
-    /// `seq` of its last work, not counting event records and copies whose source has been read. Used only
-    /// for a stream that the legacy default stream doesn't wait for; the context keeps it for the others,
-    /// which wait for each other.
+    /// `seq` of its last work, not counting event records and copies whose source has been read.
     pub last_unread: LastSeq,
     pub last_mark: LastSeq,
     pub synced: LastSeq,
+    /// Of a legacy default stream: its own work is known to be done up to this `seq`, because work behind it
+    /// on a stream that waits for it is.
+    pub own_synced: LastSeq,
     /// Up to this `seq`, all that isn't known to be done is copies that nothing holds up: see
     /// [`pending_writes`](crate::memory::pending_writes).
     pub unheld: LastSeq,
@@ -99,6 +100,7 @@ impl Stream {
             last_unread: LastSeq::new(),
             last_mark: LastSeq::new(),
             synced: LastSeq::new(),
+            own_synced: LastSeq::new(),
             unheld: LastSeq::new(),
             last_call: LastSeq::new(),
             called: LastSeq::new(),
@@ -169,7 +171,7 @@ impl Stream {
     pub fn work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let _appending = self.context.appending(self.is_free());
         let seq = self.session().append(op)?;
-        self.unread().raise(seq);
+        self.must_be_waited_for(seq);
         self.worked(seq);
         Ok(seq)
     }
@@ -188,15 +190,17 @@ impl Stream {
     /// it does.
     pub fn host_sees_last_work(&self) {
         if let Some(last) = self.last_work.get() {
-            self.unread().raise(last);
+            self.must_be_waited_for(last);
         }
     }
 
-    /// `seq` of the last work that the program has to wait for. The streams that the legacy default stream
-    /// waits for share it.
+    /// Notes that record `seq` is work that the program has to wait for.
     #[inline]
-    fn unread(&self) -> &LastSeq {
-        if self.is_free() { &self.last_unread } else { &self.context.last_unread }
+    fn must_be_waited_for(&self, seq: Seq) {
+        self.last_unread.raise(seq);
+        if !self.is_free() {
+            self.context.last_unread.raise(seq);
+        }
     }
 
     /// Puts a publishing operation, an event's record, on the stream. It counts as work too.
@@ -234,12 +238,23 @@ impl Stream {
 
     /// Whether it is known, without asking, that nothing the stream has to pass is pending except
     /// [`settled_work`](Self::settled_work).
+    ///
+    /// A stream that waits for the legacy default stream need not pass what others that do have queued,
+    /// unless the legacy default stream has work behind that. If that is settled work, the others count as
+    /// [watching](super::fences) what the host may see.
     pub fn is_settled(&self) -> bool {
-        if self.is_free() {
-            self.last_unread.get().is_none_or(|last| self.is_known_done(last))
-        } else {
+        if self.legacy {
             self.context.last_unread.get().is_none_or(|last| self.context.has_synced(last, false))
+        } else {
+            self.own_is_settled() && (self.is_free() || self.context.legacy().own_is_settled())
         }
+    }
+
+    /// The same for its own work.
+    pub fn own_is_settled(&self) -> bool {
+        self.last_unread
+            .get()
+            .is_none_or(|last| self.own_synced.has_reached(last) || self.is_known_done(last))
     }
 
     /// Whether the stream is known, without asking, to be done up to record `seq`.
@@ -333,6 +348,10 @@ impl Stream {
         }
         if self.legacy {
             self.context.legacy_is_synced(seq);
+        } else if !self.is_free()
+            && let Some(last) = self.last_work.get().filter(|last| !last.may_be_after(seq))
+        {
+            self.context.legacy().own_synced.raise(last);
         }
         let mut waited_for = lock(&self.waited_for);
         if waited_for.is_empty() {
@@ -502,6 +521,30 @@ mod tests {
         // A cycle through other streams does no harm.
         a.waits_for(seq(20), &c, seq(19));
         assert!(!a.may_be_behind(&b, seq(30)));
+    }
+
+    #[test]
+    fn a_stream_is_settled_whatever_streams_do_that_it_does_not_wait_for() {
+        let [stream, other, free] = streams([0, 0, NON_BLOCKING]);
+        let legacy = stream.context.legacy();
+        let settled = || [&stream, &other, &free, legacy].map(|stream| stream.is_settled());
+        assert_eq!(settled(), [true; 4]);
+        other.must_be_waited_for(seq(10));
+        assert_eq!(settled(), [true, false, true, false]);
+        other.is_synced(seq(10));
+        // The legacy default stream would have to know that of each stream.
+        assert_eq!(settled(), [true, true, true, false]);
+        legacy.must_be_waited_for(seq(11));
+        assert_eq!(settled(), [false, false, true, false]);
+        stream.last_work.raise(seq(12));
+        stream.is_synced(seq(13));
+        assert_eq!(settled(), [true, true, true, false], "the default stream's work comes before record 12");
+        legacy.must_be_waited_for(seq(14));
+        stream.is_synced(seq(15));
+        assert_eq!(settled(), [false, false, true, false], "and not before what comes later");
+        legacy.is_synced(seq(16));
+        free.must_be_waited_for(seq(17));
+        assert_eq!(settled(), [true, true, false, true]);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! reached. Until then the stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -71,6 +71,27 @@ pub(crate) static STREAMS: Slab<Stream> = Slab::new(2);
 
 /// Nothing is waited for while this is locked: threads that use other servers need it.
 static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
+
+/// How often a stream has begun to leave [`STREAMS`] for [`ENDING`], between which it is in neither, and how
+/// often one has arrived.
+static LEFT: AtomicU64 = AtomicU64::new(0);
+static ARRIVED: AtomicU64 = AtomicU64::new(0);
+
+/// For whoever takes a stream out of [`STREAMS`], until it has [ended](end).
+pub(crate) struct Leaving(());
+
+impl Leaving {
+    pub fn begin() -> Leaving {
+        LEFT.fetch_add(1, Ordering::SeqCst);
+        Leaving(())
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        ARRIVED.fetch_add(1, Ordering::SeqCst);
+    }
+}
 
 /// The per-thread default streams of one thread, one for each context that it has used.
 pub(crate) struct Own(Vec<Arc<Stream>>);
@@ -222,6 +243,23 @@ fn all_of(context: &'static Context) -> Vec<Arc<Stream>> {
     all
 }
 
+/// Whether a condition holds for all streams of a context that may have work. `false` also while a stream is
+/// being destroyed.
+fn each_of(context: &'static Context, mut holds: impl FnMut(&Stream) -> bool) -> bool {
+    let arrived = ARRIVED.load(Ordering::SeqCst);
+    let left = LEFT.load(Ordering::SeqCst);
+    left == arrived
+        && all_of(context).iter().all(|stream| holds(stream))
+        && LEFT.load(Ordering::SeqCst) == left
+}
+
+/// As [`Stream::is_settled`], and for the legacy default stream also if the program has waited for each of
+/// the streams that it waits for. Does not wait.
+pub(crate) fn is_settled(stream: &Stream) -> bool {
+    stream.is_settled()
+        || stream.is_legacy() && each_of(stream.context, |other| other.is_free() || other.own_is_settled())
+}
+
 /// Whether all work of a context is known to be done, except work behind a running host function. Does not
 /// wait.
 pub(crate) fn is_stopped(context: &'static Context) -> bool {
@@ -306,10 +344,10 @@ pub(crate) fn all_are_known_done() -> bool {
 /// been read. It may read what this stream copies as soon as the program tells it that the copy is done, by
 /// memory that both see. Does not wait.
 pub(crate) fn is_watched(stream: &Stream) -> bool {
-    let works = |other: &Arc<Stream>| {
-        !other.own && !std::ptr::eq(&**other, stream) && !other.is_settled() && !other.is_idle()
+    let rests = |other: &Stream| {
+        other.own || std::ptr::eq(other, stream) || other.own_is_settled() || other.is_idle()
     };
-    context::alive_of(stream.context.server).any(|context| all_of(context).iter().any(works))
+    !context::alive_of(stream.context.server).all(|context| each_of(context, rests))
 }
 
 /// Destroys the streams of a green context that is being destroyed.

@@ -116,8 +116,9 @@ impl Copier {
         if self.mode == Mode::Async || self.own {
             return Ok(());
         }
+        let is_settled = || stream_table::is_settled(&self.stream);
         let is_watched = || stream_table::is_watched(&self.stream);
-        fences::copied(&self.stream, self.before, self.last.get(), is_watched)?;
+        fences::copied(&self.stream, self.before, self.last.get(), is_settled, is_watched)?;
         self.finish_shared(&[dst])
     }
 
