@@ -342,16 +342,25 @@ pub(crate) fn make(context: &'static Context, flags: u32, priority: i32) -> Resu
 /// An unused stream id.
 pub(crate) fn fresh(context: &Context) -> Result<StreamId> {
     reap(context.server);
-    let id = ids::STREAMS.take().or_else(|| {
-        // All servers' streams have numbers of their own, and those of others may have ended.
-        driver().ok()?.servers.iter().for_each(|server| reap(server));
-        ids::STREAMS.take()
-    });
+    let id = ids::STREAMS.take().or_else(|| id_of_ended(&driver().ok()?.servers, || ids::STREAMS.take()));
     let id = StreamId(id.ok_or(Status::OUT_OF_MEMORY)?);
     if let Some(word) = context.session().progress().stream(id) {
         word.store(0, Ordering::Release);
     }
     Ok(id)
+}
+
+/// An ID that `take` finds as soon as one of the servers has been told of its ended streams: no two servers'
+/// streams have the same ID.
+fn id_of_ended(servers: &[&Server], take: impl Fn() -> Option<u32>) -> Option<u32> {
+    // One that may be silent is only waited for if no other has an ended stream: the ends of all streams fit
+    // in half of a ring.
+    let (first, last): (Vec<&Server>, Vec<&Server>) =
+        servers.iter().copied().partition(|server| server.session.has_much_room());
+    first.into_iter().chain(last).find_map(|server| {
+        reap(server);
+        take()
+    })
 }
 
 /// Destroys a stream. The server learns of it when the stream's work is done.
@@ -505,6 +514,31 @@ mod tests {
         assert_eq!(said, (true, false));
         full.lose();
         for thread in [fills, tells] {
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_stream_gets_the_id_of_an_ended_one_although_another_server_is_silent() {
+        let servers = [(); 2].map(|()| Server::unused());
+        let ended = servers.map(|server| {
+            let context = Context::new(ContextId(0), server, 0, 0, false);
+            let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, 0, false));
+            lock(&ENDING).push(stream.clone());
+            stream
+        });
+        let fills = servers[0].fill();
+        let (says, said) = mpsc::channel();
+        let takes = std::thread::spawn(move || {
+            let told = || ended[1].finished.load(Ordering::Acquire).then_some(7);
+            let id = id_of_ended(&servers, told);
+            says.send((id, ended[0].finished.load(Ordering::Acquire))).unwrap();
+        });
+        // If this waited for room, so would the test: there never is any.
+        let said = said.recv_timeout(Duration::from_secs(60)).expect("the silent server is waited for");
+        assert_eq!(said, (Some(7), false));
+        servers[0].lose();
+        for thread in [fills, takes] {
             thread.join().unwrap();
         }
     }
