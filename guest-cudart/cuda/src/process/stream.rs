@@ -285,9 +285,11 @@ impl Stream {
     /// Appends a publishing record behind everything that the stream's next operation waits for: the same as
     /// [`mark`](Self::mark), and the legacy default stream's work so far. Returns its `seq`.
     pub fn mark_as_operation(&self) -> Result<Seq> {
-        if self.waits_by_itself(self.context.legacy())
-            && let Some(last) = self.context.legacy().last_work.get()
-            && !self.is_known_done(last)
+        let legacy = self.context.legacy();
+        // That this stream was waited for since says nothing: a wait is no operation.
+        if self.waits_by_itself(legacy)
+            && let Some(last) = legacy.last_work.get()
+            && !legacy.is_known_done(last)
             && !self.last_mark.has_reached(last)
         {
             // It counts as work of this stream, so later marks are behind it.
@@ -531,6 +533,22 @@ mod tests {
         a.context.legacy().last_work.raise(seq(11));
         assert!(b.may_be_behind(&a, seq(10)) && !free.may_be_behind(&a, seq(10)));
         assert!(a.context.legacy().may_be_behind(&a, seq(10)));
+    }
+
+    #[test]
+    fn a_mark_as_an_operation_is_behind_the_legacy_stream_although_its_own_was_waited_for_since() {
+        let [stream, ..] = streams([0; 3]);
+        let legacy = stream.context.legacy();
+        let work = |stream: &Stream| stream.work(&StreamMark { stream: stream.id }).unwrap();
+        work(&stream);
+        let own = stream.mark().unwrap();
+        let other = work(legacy);
+        // A wait for the stream, which is answered although the legacy stream goes on.
+        stream.is_synced(stream.session().append(&StreamSynchronize { stream: stream.id }).unwrap());
+        assert_eq!(stream.mark(), Ok(own));
+        let mark = stream.mark_as_operation().unwrap();
+        assert!(!other.may_be_after(mark));
+        assert_eq!(stream.mark_as_operation(), Ok(mark));
     }
 
     #[test]
