@@ -296,6 +296,17 @@ pub(crate) fn is_done(stream: &Stream) -> Result<bool> {
     Ok(true)
 }
 
+/// Called before the program is to let the legacy default stream go on. Until it does, it may ask the blocking
+/// streams about their work so far, which the answers must not hold: this marks that work first.
+pub(crate) fn before_program(stream: &Stream) -> Result {
+    if !stream.is_legacy() {
+        return Ok(());
+    }
+    let mut others = all_of(stream.context);
+    others.retain(|other| !other.is_legacy() && !other.is_free() && !other.own_is_known_done());
+    others.iter().try_for_each(|other| other.mark().map(drop))
+}
+
 /// Whether all work of all contexts is known to be done, without asking: the program has waited for the
 /// contexts, or for each of their streams that has had work. No work may come meanwhile.
 pub(crate) fn all_are_known_done() -> bool {
@@ -540,6 +551,32 @@ mod tests {
         servers[0].lose();
         for thread in [fills, takes] {
             thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_blocking_streams_work_is_marked_before_the_legacy_stream_waits_for_the_program() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        let make = |n, flags| {
+            let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false));
+            let handle = STREAMS.insert(stream.clone()).unwrap();
+            (stream, handle)
+        };
+        let [(blocking, first), (free, second)] = [make(1, 0), make(2, NON_BLOCKING)];
+        let work = |stream: &Stream| stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let done = [work(&blocking), work(&free)];
+        before_program(context.legacy()).unwrap();
+        let waits = work(context.legacy());
+        let mark = blocking.mark().unwrap();
+        assert!(mark.may_be_after(done[0]) && waits.may_be_after(mark));
+        assert!(free.last_mark.get().is_none(), "it is asked by itself");
+        // Once is enough.
+        let before = context.session().last_seq();
+        before_program(context.legacy()).unwrap();
+        before_program(&blocking).unwrap();
+        assert_eq!(context.session().last_seq(), before);
+        for handle in [first, second] {
+            STREAMS.remove(handle).unwrap();
         }
     }
 
