@@ -491,7 +491,7 @@ mod tests {
     #[test]
     fn a_session_to_which_no_client_was_welcomed_is_ended_so_that_the_client_tries_again() {
         let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
-        let worker = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut worker = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = worker.id();
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         // The 22nd field.
@@ -510,7 +510,7 @@ mod tests {
         let next = Record::open(record.try_clone().unwrap()).unwrap();
         let Err(gone) = take_worker(&server, [Some(record), None, None, None]) else { panic!("it goes on") };
         assert!(gone.saved.unwrap().ended, "nobody has lost a session");
-        assert!(!std::fs::exists(format!("/proc/{pid}")).unwrap(), "it has the client's connection");
+        assert!(worker.wait().is_err(), "nobody has ended it, so it has the client's connection");
         state.welcomes(pid);
         assert!(!Saved::read(&next).unwrap().unwelcomed);
     }

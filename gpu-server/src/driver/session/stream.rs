@@ -90,8 +90,8 @@ impl<G: Gpu> Session<G> {
         self.gpu.after_stream(cx, &mut self.streams, op.stream, Box::new(move |_| drop(running)))
     }
 
-    /// Returns the result of a command that raises its stream's progress word, for which the client waits. One
-    /// that is refused raises it, too: once the stream gets there, or at once if the context has failed.
+    /// Returns the result of a command that raises its stream's progress word, for which the client waits.
+    /// One that is refused raises it, too: once the stream gets there, or at once if the context has failed.
     fn published(&mut self, cx: &mut Call, id: StreamId, result: Result) -> Result {
         let Err(status) = result else { return result };
         let marked = if is_sticky(status) { result } else { self.gpu.mark_stream(cx, &mut self.streams, id) };
