@@ -67,6 +67,24 @@ static void goes_ahead(cudaStream_t stream, int *p) {
     }
 }
 
+static std::atomic<int> from;
+static void CUDART_CB give(void *) {
+    struct timespec moment = {0, 30000000};
+    nanosleep(&moment, nullptr);
+    from = 7;
+}
+
+// A copy from host to host in a blocking stream comes after what the default stream was given before.
+static void copies_behind(cudaStream_t stream) {
+    int to = 0;
+    CHECK(cudaStreamSynchronize(stream));
+    from = 1;
+    CHECK(cudaLaunchHostFunc(cudaStreamLegacy, give, nullptr));
+    CHECK(cudaMemcpyAsync(&to, &from, sizeof to, cudaMemcpyHostToHost, stream));
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(to == 7, "the copy is %d", to);
+}
+
 static volatile int *written;
 static std::atomic<int> seen;
 static void CUDART_CB see(void *) {
@@ -138,6 +156,8 @@ int main(int argc, char **argv) {
     }
     goes_ahead(blocking, p);
     goes_ahead(cudaStreamPerThread, p);
+    copies_behind(blocking);
+    copies_behind(cudaStreamPerThread);
     function_waits(cudaStreamLegacy, blocking, free_one);
     function_waits(cudaStreamLegacy, cudaStreamPerThread, free_one);
     function_waits(blocking, cudaStreamLegacy, free_one);

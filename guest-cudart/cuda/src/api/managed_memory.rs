@@ -30,7 +30,7 @@ api! {
 
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
         let (driver, context, _lent) = stream_table::ready_on(handle)?;
-        // "Not currently supported in graphs" (CUDA Programming Guide, "Prohibited and unhandled operations").
+        // "Not currently supported in graphs" (Programming Guide, "Prohibited and Unhandled Operations").
         capture_rules::forbid(&*stream_table::plain(context, handle, pt)?)?;
         // Host accesses wait for all streams, whichever the memory is attached to.
         let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);

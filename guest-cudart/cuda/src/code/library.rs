@@ -278,7 +278,8 @@ impl Kernel {
         self.set_first(&first, attribute, value)
     }
 
-    /// The same for the device of one of its functions, which comes first and so tells whether it is possible.
+    /// The same for the device of one of its functions, which comes first and so tells whether it is
+    /// possible.
     fn set_first(&self, first: &Arc<Function>, attribute: u32, value: i32) -> Result {
         let device = first.context.device;
         apply(first, attribute, value)?;
@@ -487,6 +488,7 @@ mod tests {
         assert!(loads.join().unwrap().is_err());
         assert!(!lock(&library.instances).is_loading(first));
     }
+
     #[test]
     fn a_context_that_a_kernel_is_loaded_into_while_it_is_set_gets_the_setting() {
         let contexts = [(); 2].map(|()| Context::new(ContextId(0), Server::unused(), 0, 0, false));

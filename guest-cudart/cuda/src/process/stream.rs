@@ -298,6 +298,20 @@ impl Stream {
         self.mark()
     }
 
+    /// Waits until everything is done that the stream's next operation waits for: the same as
+    /// [`synchronize`](Self::synchronize), and the legacy default stream's work so far. For operations that
+    /// this process carries out itself.
+    pub fn synchronize_as_operation(&self) -> Result {
+        let legacy = self.context.legacy();
+        let pending = || legacy.last_work.get().is_some_and(|last| !legacy.is_known_done(last));
+        if !self.legacy && !self.is_free() && pending() {
+            let mark = self.mark_as_operation()?;
+            self.session().wait_progress(|| self.has_passed(mark))?;
+            self.is_synced(mark);
+        }
+        self.synchronize()
+    }
+
     /// Whether everything on the stream is done. Takes a round trip only if the program was already told that
     /// it is.
     pub fn is_done(&self) -> Result<bool> {
@@ -549,6 +563,29 @@ mod tests {
         let mark = stream.mark_as_operation().unwrap();
         assert!(!other.may_be_after(mark));
         assert_eq!(stream.mark_as_operation(), Ok(mark));
+    }
+
+    #[test]
+    fn what_this_process_does_itself_waits_for_the_legacy_stream_like_any_operation() {
+        let [stream, _, free] = streams([0, 0, NON_BLOCKING]);
+        let legacy = stream.context.legacy();
+        legacy.work(&StreamMark { stream: legacy.id }).unwrap();
+        assert_eq!(free.synchronize_as_operation(), Ok(()));
+        assert_eq!(stream.synchronize(), Ok(()), "it has nothing to do");
+        let waiting = stream.clone();
+        let waits = std::thread::spawn(move || waiting.synchronize_as_operation());
+        let mark = loop {
+            assert!(!waits.is_finished(), "it waited for nothing");
+            match stream.last_mark.get() {
+                Some(mark) => break mark,
+                None => std::thread::sleep(std::time::Duration::from_millis(1)),
+            }
+        };
+        let word = stream.session().progress().stream(stream.id).unwrap();
+        while !mark.is_reached_at(word.load(Ordering::Relaxed)) {
+            word.fetch_add(1, Ordering::Release);
+        }
+        assert_eq!(waits.join().unwrap(), Ok(()));
     }
 
     #[test]

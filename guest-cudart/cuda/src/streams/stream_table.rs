@@ -296,8 +296,8 @@ pub(crate) fn is_done(stream: &Stream) -> Result<bool> {
     Ok(true)
 }
 
-/// Called before the program is to let the legacy default stream go on. Until it does, it may ask the blocking
-/// streams about their work so far, which the answers must not hold: this marks that work first.
+/// Called before the program is to let the legacy default stream go on. Until it does, it may ask blocking
+/// streams about their work so far. That work is marked here: a later mark would wait for the program.
 pub(crate) fn before_program(stream: &Stream) -> Result {
     if !stream.is_legacy() {
         return Ok(());
