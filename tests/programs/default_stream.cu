@@ -48,6 +48,43 @@ static bool waits(cudaStream_t ahead, cudaStream_t behind, int *p, bool want) {
     return waited;
 }
 
+// What a blocking stream was given before the default stream is done, by query and by wait, although the default stream waits for the host.
+static void goes_ahead(cudaStream_t stream, int *p) {
+    for (bool query : {true, false}) {
+        go = false;
+        set<<<1, 1, 0, stream>>>(p, 1);
+        CHECK(cudaLaunchHostFunc(cudaStreamLegacy, hold, nullptr));
+        cudaError_t status = cudaErrorNotReady;
+        if (!query) status = cudaStreamSynchronize(stream);
+        for (int i = 0; i < 100000 && status == cudaErrorNotReady; i++) {
+            status = cudaStreamQuery(stream);
+            struct timespec nap = {0, 1000000};
+            if (status == cudaErrorNotReady) nanosleep(&nap, nullptr);
+        }
+        REQUIRE(status == cudaSuccess, "%s: %s", query ? "query" : "wait", cudaGetErrorName(status));
+        go = true;
+        CHECK(cudaDeviceSynchronize());
+    }
+}
+
+static std::atomic<int> from;
+static void CUDART_CB give(void *) {
+    struct timespec moment = {0, 30000000};
+    nanosleep(&moment, nullptr);
+    from = 7;
+}
+
+// A copy from host to host in a blocking stream comes after what the default stream was given before.
+static void copies_behind(cudaStream_t stream) {
+    int to = 0;
+    CHECK(cudaStreamSynchronize(stream));
+    from = 1;
+    CHECK(cudaLaunchHostFunc(cudaStreamLegacy, give, nullptr));
+    CHECK(cudaMemcpyAsync(&to, &from, sizeof to, cudaMemcpyHostToHost, stream));
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(to == 7, "the copy is %d", to);
+}
+
 static volatile int *written;
 static std::atomic<int> seen;
 static void CUDART_CB see(void *) {
@@ -117,6 +154,10 @@ int main(int argc, char **argv) {
         bool waited = waits(pair.ahead, pair.behind, p, pair.want);
         REQUIRE(waited == pair.want, "%s: it %s", pair.what, waited ? "waited" : "did not wait");
     }
+    goes_ahead(blocking, p);
+    goes_ahead(cudaStreamPerThread, p);
+    copies_behind(blocking);
+    copies_behind(cudaStreamPerThread);
     function_waits(cudaStreamLegacy, blocking, free_one);
     function_waits(cudaStreamLegacy, cudaStreamPerThread, free_one);
     function_waits(blocking, cudaStreamLegacy, free_one);

@@ -3,6 +3,7 @@
 #include "common.h"
 
 #include <atomic>
+#include <cuda.h>
 #include <thread>
 #include <unistd.h>
 
@@ -53,6 +54,49 @@ static void failed_captures_end_objects(int *value, cudaStream_t stream, cudaStr
         for (int i = 0; i < 100000 && ends == 0; i++) usleep(1000);
         REQUIRE(ends == 1, "%s: the object ended %d times", how.c_str(), ends.load());
     }
+}
+
+// A blocking stream that has joined a capture keeps work off the default stream like one where a capture began.
+static void joined_streams_hold_the_default_stream(int *value, cudaStream_t origin, cudaStream_t blocking, cudaEvent_t event) {
+    cudaGraph_t graph = nullptr;
+    CHECK(cudaStreamBeginCapture(origin, cudaStreamCaptureModeRelaxed));
+    CHECK(cudaMemsetAsync(value, 0, 4, cudaStreamLegacy));
+    CHECK(cudaEventRecord(event, origin));
+    CHECK(cudaStreamWaitEvent(blocking, event, 0));
+    cudaError_t status = cudaMemsetAsync(value, 0, 4, cudaStreamLegacy);
+    REQUIRE(status == cudaErrorStreamCaptureImplicit, "work on the default stream: %s", name(status));
+    status = cudaStreamEndCapture(origin, &graph);
+    REQUIRE(status == cudaErrorStreamCaptureInvalidated && !graph, "the capture's end: %s", name(status));
+    name(status);
+    CHECK(cudaMemsetAsync(value, 0, 4, cudaStreamLegacy));
+    CHECK(cudaDeviceSynchronize());
+}
+
+// What has no node.
+static void without_nodes(cudaStream_t stream) {
+    int *managed, *device;
+    CHECK(cudaMallocManaged(&managed, 4));
+    CHECK(cudaMalloc(&device, 8));
+    CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t);
+    cudaDriverEntryPointQueryResult found;
+    CHECK(cudaGetDriverEntryPointByVersion("cuMemcpyDtoD", (void **)&copy, 12000, cudaEnablePerThreadDefaultStream, &found));
+    for (std::string what : {"attach", "copy", "allocate", "register"}) {
+        cudaGraph_t graph = nullptr;
+        static char bytes[4096];
+        void *pinned = nullptr;
+        cudaStream_t captured = what == "copy" ? cudaStreamPerThread : stream;
+        CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
+        cudaError_t status = what == "attach"     ? cudaStreamAttachMemAsync(captured, managed)
+                             : what == "copy"     ? (cudaError_t)copy((CUdeviceptr)device, (CUdeviceptr)(device + 1), 4)
+                             : what == "allocate" ? cudaMallocHost(&pinned, 256)
+                                                  : cudaHostRegister(bytes, sizeof bytes, 0);
+        REQUIRE(status == cudaErrorStreamCaptureUnsupported, "%s: %s", what.c_str(), name(status));
+        status = cudaStreamEndCapture(captured, &graph);
+        REQUIRE(status == cudaErrorStreamCaptureInvalidated && !graph, "%s, the capture's end: %s", what.c_str(), name(status));
+        name(status);
+    }
+    CHECK(cudaFree(managed));
+    CHECK(cudaFree(device));
 }
 
 int main(int argc, char **argv) {
@@ -197,6 +241,8 @@ int main(int argc, char **argv) {
     }
 
     failed_captures_end_objects(value, free_stream, other, event);
+    joined_streams_hold_the_default_stream(value, free_stream, stream, event);
+    without_nodes(free_stream);
 
     // Into a graph that is there, behind one of its nodes.
     CHECK(cudaGraphCreate(&graph, 0));

@@ -188,8 +188,14 @@ pub fn built(name: &str) -> Result<PathBuf> {
 }
 
 fn found(path: PathBuf) -> Result<PathBuf> {
-    ensure!(path.is_file(), "{} does not exist: run `cargo xtask programs`", path.display());
+    ensure!(path.is_file(), "{} does not exist: run `{}`", path.display(), builder(&path));
     Ok(path)
+}
+
+/// The command that builds a program.
+fn builder(program: &Path) -> &'static str {
+    // Not one of the test programs: only the parts of the tests that need it have it built.
+    if program.ends_with("bench") { "cargo xtask test round_trips" } else { "cargo xtask programs" }
 }
 
 /// Runs one program natively and in each of the given ways, and requires that all pass and print the same.
@@ -284,6 +290,13 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn a_missing_program_is_told_with_the_command_that_builds_it() {
+        let why = |name| found(Path::new("/nonexistent").join(name)).unwrap_err().to_string();
+        assert!(why("vectorAdd").ends_with("run `cargo xtask programs`"));
+        assert!(why("bench").ends_with("run `cargo xtask test round_trips`"));
     }
 
     #[test]

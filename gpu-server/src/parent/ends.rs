@@ -49,7 +49,8 @@ pub(super) fn end_sessions(
         );
         // The worker sends nothing more. Its own connection ends with it.
         state.workers.get(pid).inspect(|managed| managed.worker.kill());
-        session.control.iter().for_each(|control| control.bye(&reason));
+        // A client that was not welcomed is refused instead.
+        session.control.iter().filter(|_| session.begun).for_each(|control| control.bye(&reason));
         over.push((*pid, session.token, reason));
     }
     for (pid, token, reason) in over {

@@ -17,7 +17,7 @@
 pub(super) mod parked;
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -203,99 +203,127 @@ fn first_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(us
 /// Gives ready workers to waiting clients in the order of the queue, except for those whose devices others
 /// have.
 pub(super) fn serve(server: &Server, kind: Kind) {
+    while let Some(assigned) = assign(server, kind) {
+        hand_over(server, kind, assigned);
+    }
+}
+
+/// A client with a worker that does not know of it yet.
+struct Assigned {
+    worker: Arc<Worker>,
+    parked: Parked,
+    placed: Vec<u32>,
+    message: ToWorker,
+    /// The worker's ends of the account.
+    pages: [OwnedFd; 3],
+}
+
+/// Assigns a ready worker to the next client, if there are both.
+fn assign(server: &Server, kind: Kind) -> Option<Assigned> {
     loop {
-        let (worker, parked, placed, session, pages) = {
-            let mut state = server.lock();
-            if state.stopped() || state.pool(kind).idle.is_empty() && state.ill.is_empty() {
-                return;
-            }
-            let Some((at, devices)) = first_placeable(server, &mut state, kind) else { return };
-            if state.pool(kind).idle.is_empty() {
-                return;
-            }
-            let Some(parked) = state.pool_mut(kind).queue.remove(at) else { return };
-            let (mut account, pages) = match Account::open(&server.bell) {
-                Ok(opened) => opened,
-                Err(e) => {
-                    let why = format!("the server cannot make memory to share with a worker: {e}");
-                    server.refuse_parked(&parked, &Refused(Reason::Failed, why));
-                    continue;
-                }
-            };
-            let pool = state.pool_mut(kind);
-            let Some(worker) = pool.idle.pop_front() else { return };
-            pool.moved = Some(Instant::now());
-            pool.begun += 1;
-            if let Some(managed) = state.workers.get_mut(&worker.pid()) {
-                managed.stage = Stage::Serving;
-            }
-            state.tokens.insert(parked.token, Arc::clone(&worker));
-            let swaps = server.options.worker.swap.on() && kind == Kind::Gpu;
-            account.asks = parked.limits.total.device_memory > 0 || swaps;
-            let limits = Limits { devices: devices.clone(), ..parked.limits.clone() };
-            let key = state.settled.enter_for(parked.limits.owner(), names(&parked), Instant::now());
-            state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
-            state.measured_before(worker.pid());
-            state.publish(&parked.limits.principal);
-            state.measure = true;
-            state.sessions_begun += 1;
-            let message = ToWorker::Session {
-                transport: parked.transport,
-                program: parked.program.clone(),
-                client: parked.client.clone(),
-                door: parked.principal.key.filter(|_| parked.connection.is_encrypted()).map(|key| Visitor {
-                    key,
-                    token: parked.token,
-                    secret: parked.secret.0,
-                }),
-                limits,
-            };
-            (worker, parked, devices, message, pages)
-        };
-        let [terms, meter, bell] = &pages;
-        let cache = if matches!(parked.transport, Transport::Tcp { .. }) && kind == Kind::Gpu {
-            server.cache_of(&parked.principal.name)
-        } else {
-            None
-        };
-        let mut fds = vec![parked.connection.as_fd(), terms.as_fd(), meter.as_fd(), bell.as_fd()];
-        fds.extend(cache.as_ref().map(|cache| cache.as_fd()));
-        // Under TLS the client opens the session's connections itself.
-        let sent = worker.send(&session, if parked.connection.is_encrypted() { &fds[1..] } else { &fds });
         let mut state = server.lock();
-        // If the worker has died meanwhile, its session has been removed.
-        let begun = sent.is_ok()
-            && state.sessions.get_mut(&worker.pid()).is_some_and(|s| {
-                s.begun = true;
-                true
-            });
-        if begun {
-            // Before the session can end, which the state's lock prevents.
-            server.audit.started(&parked, &placed);
-            for failed in state.errors_of(&placed) {
-                // The watcher notices when the worker is gone.
-                let _ = worker.send(&failed, &[]);
-            }
-            // Before its client knows of it, so that no session that a client has is lost if this daemon is
-            // killed. A session that no client has ends as if its client were gone.
-            kept::keep(server, &mut state, &worker, meter);
-            state.save_daemon(&server.succession, false);
-            let presence = begin(&worker, &parked, cache.is_some());
-            if let (Some(presence), Some(session)) = (presence, state.sessions.get_mut(&worker.pid())) {
-                session.presence = Some(presence);
-            }
-            drop(state);
-            server.waits.observe(kind, parked.since.elapsed());
-            server.bell.ring();
-            continue;
+        if state.stopped() || state.pool(kind).idle.is_empty() && state.ill.is_empty() {
+            return None;
         }
-        tracing::debug!(worker = worker.pid(), "a ready worker is gone");
-        state.sessions.remove(&worker.pid());
-        state.tokens.remove(&parked.token);
-        state.sessions_begun -= 1;
+        let (at, devices) = first_placeable(server, &mut state, kind)?;
+        if state.pool(kind).idle.is_empty() {
+            return None;
+        }
+        let parked = state.pool_mut(kind).queue.remove(at)?;
+        let (mut account, pages) = match Account::open(&server.bell) {
+            Ok(opened) => opened,
+            Err(e) => {
+                let why = format!("the server cannot make memory to share with a worker: {e}");
+                server.refuse_parked(&parked, &Refused(Reason::Failed, why));
+                continue;
+            }
+        };
         let pool = state.pool_mut(kind);
-        pool.begun -= 1;
-        pool.queue.push_front(parked);
+        let worker = pool.idle.pop_front()?;
+        pool.moved = Some(Instant::now());
+        pool.begun += 1;
+        if let Some(managed) = state.workers.get_mut(&worker.pid()) {
+            managed.stage = Stage::Serving;
+        }
+        state.tokens.insert(parked.token, Arc::clone(&worker));
+        let swaps = server.options.worker.swap.on() && kind == Kind::Gpu;
+        account.asks = parked.limits.total.device_memory > 0 || swaps;
+        let limits = Limits { devices: devices.clone(), ..parked.limits.clone() };
+        let key = state.settled.enter_for(parked.limits.owner(), names(&parked), Instant::now());
+        state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
+        state.measured_before(worker.pid());
+        state.publish(&parked.limits.principal);
+        state.measure = true;
+        state.sessions_begun += 1;
+        let message = ToWorker::Session {
+            transport: parked.transport,
+            program: parked.program.clone(),
+            client: parked.client.clone(),
+            door: parked.principal.key.filter(|_| parked.connection.is_encrypted()).map(|key| Visitor {
+                key,
+                token: parked.token,
+                secret: parked.secret.0,
+            }),
+            limits,
+        };
+        return Some(Assigned { worker, parked, placed: devices, message, pages });
+    }
+}
+
+/// Gives a client's connection to its worker, and welcomes the client.
+fn hand_over(server: &Server, kind: Kind, assigned: Assigned) {
+    let Assigned { worker, parked, placed, message, pages } = assigned;
+    let [terms, meter, bell] = &pages;
+    let cache = if matches!(parked.transport, Transport::Tcp { .. }) && kind == Kind::Gpu {
+        server.cache_of(&parked.principal.name)
+    } else {
+        None
+    };
+    let mut fds = vec![parked.connection.as_fd(), terms.as_fd(), meter.as_fd(), bell.as_fd()];
+    fds.extend(cache.as_ref().map(|cache| cache.as_fd()));
+    // Under TLS the client opens the session's connections itself.
+    let sent = worker.send(&message, if parked.connection.is_encrypted() { &fds[1..] } else { &fds });
+    let mut state = server.lock();
+    // It may have been ended meanwhile.
+    let ended = state.end_of(&parked.token).map(str::to_owned);
+    // If the worker has died meanwhile, its session has been removed.
+    let begun = ended.is_none()
+        && sent.is_ok()
+        && state.sessions.get_mut(&worker.pid()).is_some_and(|s| {
+            s.begun = true;
+            true
+        });
+    if begun {
+        // Before the session can end, which the state's lock prevents.
+        server.audit.started(&parked, &placed);
+        for failed in state.errors_of(&placed) {
+            // The watcher notices when the worker is gone.
+            let _ = worker.send(&failed, &[]);
+        }
+        // Before its client knows of it, so that no session that a client has is lost if this daemon is
+        // killed. A session that no client has is ended by the next daemon.
+        kept::keep(server, &mut state, &worker, meter);
+        state.save_daemon(&server.succession, false);
+        let presence = begin(&worker, &parked, cache.is_some(), || state.welcomes(worker.pid()));
+        if let (Some(presence), Some(session)) = (presence, state.sessions.get_mut(&worker.pid())) {
+            session.presence = Some(presence);
+        }
+        drop(state);
+        server.waits.observe(kind, parked.since.elapsed());
+        server.bell.ring();
+        return;
+    }
+    state.sessions.remove(&worker.pid());
+    state.tokens.remove(&parked.token);
+    state.sessions_begun -= 1;
+    let pool = state.pool_mut(kind);
+    pool.begun -= 1;
+    match ended {
+        Some(why) => server.refuse_parked(&parked, &Refused(Reason::NotAllowed, why)),
+        None => {
+            tracing::debug!(worker = worker.pid(), "a ready worker is gone");
+            pool.queue.push_front(parked);
+        }
     }
 }
 
@@ -338,6 +366,7 @@ fn session_of(
         attempt: 0,
         resumed: 0,
         begun: false,
+        unwelcomed: true,
         overrun: false,
         ended: false,
         lost: false,
@@ -347,8 +376,8 @@ fn session_of(
     }
 }
 
-/// Welcomes a client. Gives the presence of one that has taken a pipe for that.
-fn begin(worker: &Worker, parked: &Parked, cache: bool) -> Option<Presence> {
+/// Welcomes a client, after calling `welcomes`. Gives the presence of one that has taken a pipe for that.
+fn begin(worker: &Worker, parked: &Parked, cache: bool, welcomes: impl FnOnce()) -> Option<Presence> {
     let Parked { peer, client, program, pid, principal, .. } = parked;
     tracing::info!(
         peer,
@@ -371,6 +400,7 @@ fn begin(worker: &Worker, parked: &Parked, cache: bool) -> Option<Presence> {
     };
     // Without one, the connection counts.
     let pipe = parked.takes_presence.then(|| pipe2(OFlag::O_CLOEXEC).ok()).flatten();
+    welcomes();
     let sent = match &pipe {
         Some((_, given)) => parked.connection.send_welcome_with(&welcome, given.as_fd()),
         None => parked.connection.send_welcome(&welcome),
@@ -566,6 +596,7 @@ fn last_failure(state: &State, kind: Kind) -> String {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::bells::Bell;
+    use super::super::ends::end_sessions;
     use super::super::workers::Managed;
     use super::*;
     use handover::Inherited;
@@ -613,9 +644,22 @@ pub(super) mod tests {
         for (number, client) in (0..8).zip(&clients) {
             ready(&server, 100 + number);
             assert_eq!(heard(client).0, Answer::Ok);
-            assert_eq!(server.lock().sessions[&(100 + number)].pid, number);
+            let session = &server.lock().sessions[&(100 + number)];
+            assert_eq!((session.pid, session.unwelcomed), (number, false));
         }
         assert!(server.lock().gpu.queue.is_empty() && server.lock().gpu.idle.is_empty());
+    }
+
+    #[test]
+    fn who_is_ended_before_its_session_has_begun_is_refused() {
+        let server = server(&[]);
+        let client = client(&server, 1).unwrap();
+        server.lock().gpu.idle.push_back(Worker::fake(100));
+        let assigned = assign(&server, Kind::Gpu).unwrap();
+        assert_eq!(end_sessions(&server, |_, _| Some("by a test".to_owned())), 1);
+        hand_over(&server, Kind::Gpu, assigned);
+        assert_eq!(heard(&client), (Reason::NotAllowed.answer(), 0, "by a test".to_owned()));
+        assert!(server.lock().sessions.is_empty() && server.lock().gpu.queue.is_empty());
     }
 
     #[test]

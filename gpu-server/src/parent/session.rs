@@ -93,6 +93,8 @@ pub(super) struct Session {
     pub(super) resumed: u64,
     /// Whether the worker has the connection. Before that, the client can still be given to another worker.
     pub(super) begun: bool,
+    /// Whether its client has not been welcomed yet, and so has no session.
+    pub(super) unwelcomed: bool,
     /// Whether a kernel has run too long.
     pub(super) overrun: bool,
     /// Whether the worker has reported the session's end, or the daemon has decided it.

@@ -15,8 +15,8 @@
 //! long as it needs nothing from it: its messages wait in the socket. A daemon consumes a message only after
 //! handling it, so its successor finds the one that it was killed over.
 //!
-//! Workers without a session, waiting clients, and connections without a first message are not kept. Bridges
-//! connect again.
+//! Workers without a session, waiting clients, and connections without a first message are not kept, and
+//! sessions whose clients were not welcomed are ended. Bridges connect again.
 
 pub(super) mod kept;
 
@@ -176,6 +176,13 @@ fn take_worker(server: &Server, parts: [Option<OwnedFd>; 4]) -> Result<Found, Go
         return Err(Gone { saved: None, why });
     }
     let mut saved = Box::new(Saved::read(&record).map_err(unreadable)?);
+    if saved.unwelcomed {
+        // While its worker has the client's connection, the client waits for its welcome. Without, it tries
+        // again. If this fails, the worker has ended by itself.
+        drop(server.confining.adopt(&saved.process, alive));
+        saved.ended = true;
+        return Err(Gone { saved: Some(saved), why: "it had not begun".to_owned() });
+    }
     let prepare = || {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
         let (socket, meter) = (socket.ok_or_else(gone)?, meter.ok_or_else(gone)?);
@@ -262,6 +269,7 @@ fn session_of(server: &Server, mut saved: Saved, mut account: Account) -> Sessio
         attempt: saved.attempt,
         resumed: saved.resumed,
         begun: true,
+        unwelcomed: saved.unwelcomed,
         overrun: saved.overrun,
         ended: saved.ended,
         lost: saved.lost,
@@ -426,6 +434,8 @@ mod tests {
 
     use super::*;
     use crate::config::Serve;
+    use crate::limits::Limits;
+    use crate::parent::queue::tests::session_of_limits;
     use crate::worker_protocol::{Counters, FromWorker};
 
     const KEY: [u8; 32] = [5; 32];
@@ -476,6 +486,33 @@ mod tests {
         });
         let (account, _terms) = Account::open(&server.bell).unwrap();
         session_of(server, from_value(saved).unwrap(), account)
+    }
+
+    #[test]
+    fn a_session_to_which_no_client_was_welcomed_is_ended_so_that_the_client_tries_again() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let mut worker = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = worker.id();
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        // The 22nd field.
+        let started: u64 = stat.split(' ').nth(21).unwrap().parse().unwrap();
+        let process = json!({
+            "process": { "pid": pid, "started": started }, "guard": null, "isolation": "Root", "user": null,
+            "group": null
+        });
+        let mut state = State::default();
+        let process = Some(from_value(process).unwrap());
+        state.workers.insert(pid, Managed::serving(&Worker::fake_of(pid, process), Kind::Gpu));
+        let session = session_of_limits(Limits::default());
+        let record = session.account.record().as_fd().try_clone_to_owned().unwrap();
+        state.sessions.insert(pid, Session { kept: true, ..session });
+        state.save(pid);
+        let next = Record::open(record.try_clone().unwrap()).unwrap();
+        let Err(gone) = take_worker(&server, [Some(record), None, None, None]) else { panic!("it goes on") };
+        assert!(gone.saved.unwrap().ended, "nobody has lost a session");
+        assert!(worker.wait().is_err(), "nobody has ended it, so it has the client's connection");
+        state.welcomes(pid);
+        assert!(!Saved::read(&next).unwrap().unwelcomed);
     }
 
     #[test]

@@ -34,7 +34,8 @@ use protocol::ops::green::{GreenDestroy, GreenStream};
 use protocol::ops::memory::MemShrink;
 use protocol::ops::module::{FunctionPreset, FunctionSetAttribute};
 use protocol::ops::stream::{
-    StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamRoom, StreamWaitEvent,
+    StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamRoom, StreamSynchronize,
+    StreamWaitEvent,
 };
 use protocol::ops::{self, Lane, Op, Order};
 use protocol::wire::Reader;
@@ -71,6 +72,7 @@ const ELAPSED: u16 = <EventElapsed as Op>::INFO.opcode;
 const WAIT: u16 = <StreamHostWait as Op>::INFO.opcode;
 const SIGNAL: u16 = <StreamHostSignal as Op>::INFO.opcode;
 const ROOM: u16 = <StreamRoom as Op>::INFO.opcode;
+const STREAM_SYNCHRONIZE: u16 = <StreamSynchronize as Op>::INFO.opcode;
 const RESET: u16 = <PrimaryReset as Op>::INFO.opcode;
 
 /// Operations with [`Order::Session`] in the table that later commands need not wait for. What a client sends
@@ -173,6 +175,9 @@ impl Ties {
             if matches!(order, Order::Streams | Order::Object) {
                 let reads_events = matches!(opcode, WAIT_EVENT | SYNCHRONIZE | ELAPSED);
                 let _ = (info.visit_handles)(body, &mut |handle| match handle {
+                    // Not an operation of its stream: it does not wait for the legacy default stream's later
+                    // work, which may wait for what the client does after the answer.
+                    Handle::Stream(_) if opcode == STREAM_SYNCHRONIZE => ties.changes.push(handle),
                     Handle::Stream(stream) => ties.add_stream(stream, streams),
                     Handle::Event(_) if !reads_events => ties.changes.push(handle),
                     _ if order == Order::Object => ties.changes.push(handle),

@@ -65,6 +65,22 @@ fn progress_goes_on_in_a_failed_context() {
     on_each_transport!(Server::start(&[]), body);
 }
 
+/// A client takes a record for a mark, and so waits for it also if it is refused.
+#[test]
+fn a_record_that_is_refused_raises_its_streams_word_once_the_stream_gets_there() {
+    fn body<S: Session>(s: &mut S) {
+        s.push(&StreamCreate { context: ContextId(0), stream: StreamId(MADE), flags: 1, priority: 0 });
+        s.push(&StreamHostWait { stream: StreamId(MADE), ticket: TicketId(1) });
+        let recorded = s.push(&EventRecord { event: EventId(7), stream: StreamId(MADE), flags: 0 });
+        s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        assert!(s.word(MADE) < recorded);
+        s.push(&StreamHostSignal { ticket: TicketId(1) });
+        until("the refused record is passed", || s.word(MADE) >= recorded);
+        assert_eq!(s.error(0), Some((Status::INVALID_HANDLE, false)));
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
 /// As long as no mark, record or synchronization stands behind the fault, only the answers themselves can
 /// tell the client.
 #[test]

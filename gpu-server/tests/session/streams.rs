@@ -98,6 +98,26 @@ fn the_legacy_stream_waits_for_blocking_streams_and_they_for_it() {
 }
 
 #[test]
+fn a_blocking_stream_is_synchronized_while_the_legacy_stream_waits_for_the_client() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        let (blocking, legacy) = (StreamId(MADE), StreamId(0));
+        s.push(&StreamCreate { context: ContextId(0), stream: blocking, flags: 0, priority: 0 });
+        let set =
+            |stream, value| Memset { stream, dst: BASE, pitch: 0, value, element: 1, width: 1, height: 1 };
+        s.push(&set(blocking, 1));
+        s.push(&StreamHostWait { stream: legacy, ticket: TicketId(1) });
+        s.push(&set(legacy, 2));
+        // If this waited for the signal, so would the test.
+        s.call(&StreamSynchronize { stream: blocking }).unwrap();
+        s.push(&StreamHostSignal { ticket: TicketId(1) });
+        let bytes = s.call(&MemcpyDtoHInline { stream: blocking, src: BASE, len: 1 }).unwrap().bytes.0;
+        assert_eq!(bytes, [2]);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
 fn events_order_streams_and_measure_time() {
     fn body<S: Session>(s: &mut S) {
         grow(s, 4096);

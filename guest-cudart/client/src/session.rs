@@ -508,6 +508,12 @@ impl Session {
         self.header.appended()
     }
 
+    /// Whether at least half of the ring is free. Otherwise the server may be silent, and the next records
+    /// wait for it.
+    pub fn has_much_room(&self) -> bool {
+        self.header.waiting() <= self.geometry.ring_size as u64 / 2
+    }
+
     /// Whether the source data of a record of this session, and of all before it, has been read.
     pub fn has_released(&self, seq: Seq) -> bool {
         seq.is_reached_at(self.progress.released())

@@ -294,6 +294,13 @@ impl Header {
         self.tail.load(Ordering::Relaxed)
     }
 
+    /// Bytes in the ring that the host side has not taken. For the client, as a hint: a hostile host side can
+    /// make this return anything.
+    pub fn waiting(&self) -> u64 {
+        let head = self.head.load(Ordering::Relaxed);
+        self.tail.load(Ordering::Relaxed).wrapping_sub(head)
+    }
+
     /// Acknowledges a doorbell. For the host side: a guest may have rung to find out whether the host is
     /// still there.
     pub fn raise_alive(&self) {

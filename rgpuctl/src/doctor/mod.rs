@@ -255,6 +255,18 @@ struct Unit {
     said: String,
 }
 
+impl Unit {
+    /// Whether it starts when it should, as far as is known.
+    fn starts(&self) -> bool {
+        !["activating", "failed"].contains(&self.state.as_str())
+    }
+}
+
+/// The step that shows why a daemon does not start.
+fn why_not(program: &str) -> String {
+    format!("{program} --config /etc/rgpu/{program}.toml --check-config; journalctl -u {program} has more")
+}
+
 /// The unit of a daemon; `None` if there is none.
 fn unit(program: &str) -> Option<Unit> {
     let file = format!("{program}.service");
@@ -278,14 +290,10 @@ fn silent(program: &str, socket: &Path, cause: ErrorKind, unit: Option<&Unit>) -
             format!("this user may not ask {program} for its status ({})", socket.display()),
             Some("run rgpuctl doctor as root to see more".into()),
         ),
-        (_, Some(Unit { detail, said, .. })) if ["activating", "failed"].contains(&state) => {
+        (_, Some(unit)) if !unit.starts() => {
+            let Unit { detail, said, .. } = unit;
             let said = if said.is_empty() { String::new() } else { format!("; it last said: {said}") };
-            Wrong(
-                format!("{program} does not start: its unit is {state} ({detail}){said}"),
-                format!(
-                    "{program} --config /etc/rgpu/{program}.toml --check-config; journalctl -u {program} has more"
-                ),
-            )
+            Wrong(format!("{program} does not start: its unit is {state} ({detail}){said}"), why_not(program))
         }
         (ErrorKind::NotFound, _) if state == "active" => Note(
             format!("{program} runs as a service, but does not tell its status at {}", socket.display()),
@@ -362,15 +370,27 @@ fn sandbox(name: &str, process: &serde_json::Value) -> Finding {
 fn native_socket() -> Finding {
     let named = std::env::var_os("RGPU_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
     let path = named.as_deref().unwrap_or(Path::new("/run/rgpu/native.sock"));
-    native(path, named.is_some(), connect_packets(path))
+    // Before connecting, which starts it.
+    let unit = if named.is_none() { unit("vhost-rgpu") } else { None };
+    native(path, named.is_some(), connect_packets(path), unit.as_ref())
 }
 
 /// What the result of a connection to the socket for programs means. `named`: whether RGPU_SOCKET names it.
-fn native(path: &Path, named: bool, connected: std::io::Result<()>) -> Finding {
+/// `unit`: what systemd knew of vhost-rgpu before, if the socket may be systemd's.
+fn native(path: &Path, named: bool, connected: std::io::Result<()>, unit: Option<&Unit>) -> Finding {
     let origin = if named { " (named by RGPU_SOCKET)" } else { "" };
     let shown = format!("{}{origin}", path.display());
-    let Err(error) = connected else {
-        return Good(format!("{shown}: programs on this host can reach vhost-rgpu"));
+    let error = match (connected, unit) {
+        (Err(error), _) => error,
+        (Ok(()), Some(unit)) if !unit.starts() => {
+            return Wrong(
+                format!(
+                    "{shown}: systemd has programs on this host wait there for vhost-rgpu, which does not start"
+                ),
+                why_not("vhost-rgpu"),
+            );
+        }
+        (Ok(()), _) => return Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
     };
     let step = match error.kind() {
         ErrorKind::NotFound if !named => {
@@ -614,7 +634,7 @@ mod tests {
 
     #[test]
     fn each_reason_why_programs_do_not_reach_the_socket_has_its_step() {
-        let step = |kind: ErrorKind, named| match native(Path::new("/s"), named, Err(kind.into())) {
+        let step = |kind: ErrorKind, named| match native(Path::new("/s"), named, Err(kind.into()), None) {
             Wrong(_, step) => step,
             Note(text, _) | Good(text) => text,
         };
@@ -623,7 +643,14 @@ mod tests {
         assert!(step(ErrorKind::ConnectionRefused, true).contains("RGPU_SOCKET"));
         assert!(step(ErrorKind::NotFound, true).contains("RGPU_SOCKET"));
         assert!(step(ErrorKind::NotFound, false).contains("rgpuctl run"));
-        assert!(matches!(native(Path::new("/s"), false, Ok(())), Good(_)));
+        let reached = |unit: Option<&Unit>| native(Path::new("/s"), false, Ok(()), unit);
+        assert!(matches!(reached(None), Good(_)));
+        for (state, starts) in
+            [("active", true), ("inactive", true), ("activating", false), ("failed", false)]
+        {
+            let found = reached(Some(&Unit { state: state.to_owned(), ..Unit::default() }));
+            assert_eq!(matches!(found, Good(_)), starts, "{state}: {found:?}");
+        }
     }
 
     #[test]

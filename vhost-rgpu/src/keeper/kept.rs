@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::takeover::{FORMAT, takes_over};
 
 /// Maximum size of a record in bytes.
-const ROOM: u64 = 16 << 20;
+pub(super) const ROOM: u64 = 16 << 20;
 /// The last part of the record's name.
 const RECORD: &str = "record";
 

@@ -27,6 +27,7 @@ use super::takeover::Succession;
 use super::ties::{self, StoredByChannel, Tied, Ties};
 use crate::config::Native;
 use crate::link::{Stored, ToDevice};
+use crate::memory_file::memory_file;
 use crate::native::{Answering, MAX_STORED, answer, client_of, is_region_of};
 use crate::role::Role;
 use crate::sockets::Listening;
@@ -437,6 +438,20 @@ pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
     }
 }
 
+/// Says what takes the place of what clients had stored, if descriptors of it are missing. A device process
+/// cannot read that, so it disconnects that client, and no other. The client's memory is its own, so nobody
+/// has to wait until a worker has released it.
+fn incomplete() -> impl FnMut(u64, io::Error) -> io::Result<Stored> {
+    let mut told = None;
+    move |place, why| {
+        let client = client_of(place);
+        if told.replace(client) != Some(client) {
+            tracing::error!("native client {client} cannot go on: {why}");
+        }
+        Ok(Stored { known: memory_file(c"missing", &[])?, descriptors: Vec::new() })
+    }
+}
+
 /// An empty file.
 fn answering_file() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"answering", MFdFlags::MFD_CLOEXEC)?)
@@ -552,7 +567,7 @@ impl Server {
             let server = self.clone();
             let serve = move || {
                 let _stays = server.succession.stays();
-                match kept.end_device_process(&found, MAX_STORED, |reply| {
+                match kept.end_device_process(&found, MAX_STORED, incomplete(), |reply| {
                     let state = server.lock();
                     let client = state.users.get(&uid).and_then(|user| user.clients.get(&reply.number));
                     // Without a request there is nothing to answer.
@@ -714,7 +729,10 @@ impl Server {
 
 #[cfg(test)]
 mod tests {
+    use super::super::kept::ROOM;
+    use super::super::takeover::FORMAT;
     use super::*;
+    use handover::Text;
 
     /// Where something of client 1 or 2 is stored: its channel, or a region.
     const PLACES: [u64; 4] = [1 << 33, 1 << 33 | 1, 1 << 33 | 2, 2 << 33];
@@ -735,6 +753,28 @@ mod tests {
         let each = (written() - before) / COUNT;
         assert!(each < 200, "{each} bytes");
         kept.read(|words| assert_eq!(words.numbers(), vec![0; COUNT as usize]));
+    }
+
+    #[test]
+    fn a_client_whose_descriptors_are_missing_takes_no_other_with_it() {
+        let mut programs = Programs::default();
+        for (place, number) in PLACES.into_iter().zip((0..).step_by(2)) {
+            programs.ties.step((place, Some(vec![number, number + 1])));
+        }
+        let record = serde_json::json!({ "format": FORMAT, "next": 8, "words": programs });
+        let text = Text::new(ROOM).unwrap();
+        text.write(record.to_string().as_bytes()).unwrap();
+        let record = ("user-1-record".to_owned(), text.as_fd().try_clone_to_owned().unwrap());
+        // The service manager had no room for what is known of a region of the first client's, nor for a
+        // descriptor of another.
+        let there = (0..8).filter(|number| ![2, 5].contains(number));
+        let given = there.map(|number| (format!("user-1-{number}"), answering_file().unwrap()));
+        let mut inherited = Inherited::from_pairs(given.chain(std::iter::once(record)));
+        let (kept, found) = find(&Arc::default(), 1, &mut inherited).unwrap();
+        let stored = kept.end_device_process(&found, MAX_STORED, incomplete(), drop).unwrap();
+        let descriptors: Vec<_> =
+            stored.iter().map(|(place, stored)| (*place, stored.descriptors.len())).collect();
+        assert_eq!(descriptors, PLACES.into_iter().zip([1, 0, 0, 1]).collect::<Vec<_>>());
     }
 
     #[test]

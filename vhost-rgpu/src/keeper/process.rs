@@ -418,7 +418,7 @@ impl Process {
     fn hear(self: &Arc<Self>) -> bool {
         match self.control.hear(|message| self.act_on(message)) {
             Ok(goes_on) => goes_on.unwrap_or(false),
-            Err(e) => self.is_broken(&format!("does not keep to the protocol ({e})")),
+            Err(e) => self.is_broken(&unheard(&e)),
         }
     }
 
@@ -664,5 +664,32 @@ fn describe(status: Option<ExitStatus>) -> String {
         }
         Some((None, Some(code))) => format!("exited with status {code}"),
         _ => "ended".to_owned(),
+    }
+}
+
+/// Why a device process whose next message could not be taken is ended, after its name.
+fn unheard(e: &io::Error) -> String {
+    match e.kind() {
+        io::ErrorKind::InvalidData => format!("does not keep to the protocol ({e})"),
+        // The fault is this process's, or the machine's.
+        _ => format!("cannot be heard ({e})"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::socket::{MsgFlags, send};
+
+    use super::*;
+
+    #[test]
+    fn only_a_device_process_that_sends_something_wrong_is_said_to_break_the_protocol() {
+        let (keeper, device) = link::pair().unwrap();
+        send(device.as_raw_fd(), b"a packet", MsgFlags::empty()).unwrap();
+        let wrong = keeper.hear(drop).unwrap_err();
+        assert!(unheard(&wrong).starts_with("does not keep to the protocol"), "{wrong}");
+        // There is nothing to consume, or it is no socket.
+        let own = keeper.consume().and_then(|()| keeper.consume()).unwrap_err();
+        assert_eq!(unheard(&own), format!("cannot be heard ({own})"));
     }
 }

@@ -90,20 +90,27 @@ impl<W: Tied> Kept<W> {
     }
 
     /// Waits until nothing of that device process is left, and returns what it has stored, including messages
-    /// that no keeper has read. Those may store up to `most` channels.
+    /// that no keeper has read. Those may store up to `most` channels. If descriptors of a channel are
+    /// missing, because the service manager had no room for them, `missing` returns what takes the place of
+    /// what was stored, or an error, which ends all of this.
     pub fn end_device_process(
         &self,
         found: &Found,
         most: usize,
+        mut missing: impl FnMut(u64, io::Error) -> io::Result<Stored>,
         mut answer: impl FnMut(Reply),
     ) -> io::Result<StoredByChannel> {
+        let of = |numbers: &[u64]| {
+            let mut fds = numbers.iter().map(|number| found.get(*number));
+            let known = fds.next().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))??;
+            io::Result::Ok(Stored { known, descriptors: fds.collect::<io::Result<_>>()? })
+        };
         let mut stored = self.read(|words| {
-            let one = |(channel, numbers): (&u64, &Vec<u64>)| {
-                let mut fds = numbers.iter().map(|number| found.get(*number));
-                let known = fds.next().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))??;
-                io::Result::Ok((*channel, Stored { known, descriptors: fds.collect::<io::Result<_>>()? }))
-            };
-            words.ties().stored.iter().map(one).collect::<io::Result<StoredByChannel>>()
+            let all = words.ties().stored.iter();
+            all.map(|(channel, numbers)| {
+                io::Result::Ok((*channel, of(numbers).or_else(|e| missing(*channel, e))?))
+            })
+            .collect::<io::Result<StoredByChannel>>()
         })?;
         // Without one, it was not even started.
         let Some((handle, control)) = self.device(found)? else { return Ok(stored) };

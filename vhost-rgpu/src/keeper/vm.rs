@@ -167,7 +167,10 @@ impl Server {
         let most = self.config.limits.max_channels as usize;
         // Nothing touches the guest's memory before the old process has ended.
         let Predecessor { connection, found } = before;
-        let ended = connection.kept.end_device_process(&found, most, drop);
+        // Without all of a channel's descriptors, nobody could tell its program, or wait until a worker has
+        // released its memory, which is the guest's.
+        let missing = |channel: u64, e: io::Error| Err(io::Error::other(format!("channel {channel}: {e}")));
+        let ended = connection.kept.end_device_process(&found, most, missing, drop);
         let mut stored = ended.context("what its device process has stored")?;
         let (vmm, requests, negotiation) = connection.restore(&found).context("what it has kept")?;
         drop(found);

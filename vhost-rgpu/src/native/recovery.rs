@@ -183,6 +183,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// What a keeper passes on if descriptors of a client are missing.
+    #[test]
+    fn an_empty_file_is_no_client() {
+        let stored = Stored { known: memory_file(c"empty", &[]).unwrap(), descriptors: Vec::new() };
+        assert!(Leftover::new(BTreeMap::from([(place(1, Some(0)), stored)]), &[]).is_err());
+    }
+
     proptest! {
         #[test]
         fn places_are_told_apart(client in 0u64..1 << 31, region in proptest::option::of(any::<u32>())) {

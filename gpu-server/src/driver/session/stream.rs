@@ -90,10 +90,12 @@ impl<G: Gpu> Session<G> {
         self.gpu.after_stream(cx, &mut self.streams, op.stream, Box::new(move |_| drop(running)))
     }
 
-    /// Returns the result of a command that raises its stream's progress word. If the context has failed, the
-    /// word rises at once: the client waits for it, and calls its host functions after it.
-    fn published(&mut self, cx: &Call, id: StreamId, result: Result) -> Result {
-        if let Err(status) = result
+    /// Returns the result of a command that raises its stream's progress word, for which the client waits.
+    /// One that is refused raises it, too: once the stream gets there, or at once if the context has failed.
+    fn published(&mut self, cx: &mut Call, id: StreamId, result: Result) -> Result {
+        let Err(status) = result else { return result };
+        let marked = if is_sticky(status) { result } else { self.gpu.mark_stream(cx, &mut self.streams, id) };
+        if let Err(status) = marked
             && is_sticky(status)
         {
             self.gpu.give_up(&mut self.streams, id, cx.seq, status);

@@ -46,6 +46,8 @@ pub(super) struct Saved {
     pub(super) data_connections: (u32, u32),
     pub(super) attempt: u32,
     pub(super) resumed: u64,
+    #[serde(default)]
+    pub(super) unwelcomed: bool,
     pub(super) overrun: bool,
     pub(super) ended: bool,
     pub(super) lost: bool,
@@ -183,6 +185,7 @@ impl State {
             data_connections: session.data_connections,
             attempt: session.attempt,
             resumed: session.resumed,
+            unwelcomed: session.unwelcomed,
             overrun: session.overrun,
             ended: session.ended,
             lost: session.lost,
@@ -190,6 +193,13 @@ impl State {
             imports,
         };
         session.account.record().write(&saved)
+    }
+
+    /// A client is about to be welcomed to its session.
+    pub(in crate::parent) fn welcomes(&mut self, worker: u32) {
+        let Some(session) = self.sessions.get_mut(&worker) else { return };
+        session.unwelcomed = false;
+        self.save(worker);
     }
 
     /// Saves that a session has opened another event, its last.

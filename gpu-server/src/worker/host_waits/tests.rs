@@ -317,6 +317,21 @@ fn waiting_spreads_by_events_and_by_the_legacy_default_stream() {
 }
 
 #[test]
+fn a_blocking_stream_is_synchronized_while_later_work_on_the_legacy_default_stream_waits() {
+    let mut fake = Fake::default();
+    let (stream, legacy) = (fake.stream(101, 0), StreamId(0));
+    fake.wait(legacy, 1);
+    let asked = fake.push(&StreamSynchronize { stream });
+    assert!(fake.has_executed(asked), "the client may signal only after the answer");
+    let marked = fake.mark(stream);
+    let behind = fake.push(&StreamSynchronize { stream });
+    let of_legacy = fake.push(&StreamSynchronize { stream: legacy });
+    assert!(![marked, behind, of_legacy].iter().any(|seq| fake.has_executed(*seq)));
+    fake.signal(1);
+    assert!([marked, behind, of_legacy].iter().all(|seq| fake.has_executed(*seq)));
+}
+
+#[test]
 fn work_still_counts_after_its_streams_id_is_reused() {
     let mut fake = Fake::default();
     let held = fake.stream(100, 0);

@@ -10,9 +10,18 @@ use crate::memory::address::{self, is_device};
 use crate::process::capture::Capture;
 use crate::process::context::{self, Context};
 use crate::process::driver::driver;
+use crate::streams::capture_rules;
 use crate::work::copy::{Copier, Mode};
 use crate::work::copy_boxes;
 use client::Status;
+
+/// A copier for a synchronous copy between devices' memory, for which the host does not wait. Like every
+/// synchronous copy it cannot be captured.
+fn for_devices(per_thread: bool) -> Result<Copier> {
+    let copier = Copier::new(0, per_thread, Mode::Async)?;
+    capture_rules::forbid(&copier.stream)?;
+    Ok(copier)
+}
 
 /// Puts a copy on the copier's stream, or adds it to the graph that the stream is captured into.
 ///
@@ -232,7 +241,7 @@ api! {
     }
 
     fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds(dst: u64, src: u64, len: usize) |pt| {
-        let copier = Copier::new(0, pt, Mode::Async)?;
+        let copier = for_devices(pt)?;
         on_device(&copier, dst, src, len)?;
         finish_on_devices(&copier, dst, src, len)
     }
@@ -244,7 +253,7 @@ api! {
     fn cuMemcpyPeer / cuMemcpyPeer_ptds(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize) |pt| {
         driver()?;
         let ends = peers(dst_ctx, src_ctx)?;
-        let copier = Copier::new(0, pt, Mode::Async)?;
+        let copier = for_devices(pt)?;
         between_peers(&copier, ends, dst, src, len)?;
         finish_on_devices(&copier, dst, src, len)
     }

@@ -5,7 +5,7 @@ use crate::api::modules::put_variable;
 use crate::code::library;
 use crate::memory::{address, stream_ordered};
 use crate::process::{capture, context};
-use crate::streams::stream_table;
+use crate::streams::{capture_rules, stream_table};
 use client::Status;
 
 /// `CU_MEM_ATTACH_GLOBAL`, `_HOST`, `_SINGLE`.
@@ -30,7 +30,8 @@ api! {
 
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
         let (driver, context, _lent) = stream_table::ready_on(handle)?;
-        stream_table::plain(context, handle, pt)?;
+        // "Not currently supported in graphs" (Programming Guide, "Prohibited and Unhandled Operations").
+        capture_rules::forbid(&*stream_table::plain(context, handle, pt)?)?;
         // Host accesses wait for all streams, whichever the memory is attached to.
         let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
         let found = found.ok_or(Status::INVALID_VALUE)?;

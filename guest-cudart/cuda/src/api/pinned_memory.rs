@@ -8,9 +8,9 @@ use crate::memory::managed::mirror;
 use crate::memory::pinned::{self, DEVICEMAP};
 use crate::memory::pinned_regions::{self, HostTag, REGIONS};
 use crate::memory::{host_mappings, host_pool, stream_ordered};
-use crate::process::context;
 use crate::process::driver::driver;
 use crate::process::ids::unique_id;
+use crate::process::{capture, context};
 use client::Status;
 use client::regions::RegisterError;
 
@@ -24,6 +24,7 @@ pub(crate) fn alloc(pp: Out<*mut c_void>, size: usize, flags: u32) -> Result {
     if size == 0 {
         return pp.put(std::ptr::null_mut());
     }
+    capture::unsafe_call()?;
     let address = pinned::pin_new(driver, context, size, None, flags)?;
     if flags & DEVICEMAP != 0 {
         // Requested explicitly, so kernels that find its address in other memory can also access it.
@@ -68,6 +69,7 @@ api! {
         if REGIONS.is_allocated(p as usize) {
             return Err(Status::INVALID_VALUE);
         }
+        capture::unsafe_call()?;
         let tag = HostTag { context, flags, buffer: unique_id() };
         let session = context.session();
         REGIONS.register(session, p as usize, size, tag).map_err(|error| match error {

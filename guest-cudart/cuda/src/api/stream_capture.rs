@@ -35,8 +35,8 @@ pub(crate) fn begin(
     let destroy = into.is_none().then_some(recording::destroy as fn(&Recorded));
     let (graph, before) = into.unwrap_or_else(|| (Arc::new(Graph::new(stream.context)), Vec::new()));
     let context = graph.context.unique;
-    let capture = Capture::begin(mode, stream.unique(), !stream.is_free(), context, graph, destroy, before);
-    stream.set_capture(capture);
+    let capture = Capture::begin(mode, stream.unique(), context, graph, destroy, before);
+    capture_rules::enter(&capture, &stream);
     Ok(())
 }
 

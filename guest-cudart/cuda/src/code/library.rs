@@ -76,9 +76,12 @@ pub(crate) struct Kernel {
     pub handle: usize,
     /// Its function in each context where it was used.
     instances: RwLock<Vec<(&'static Context, Arc<Function>)>>,
-    /// Settings by device, applied again when it is loaded in another context.
-    settings: Mutex<Vec<(u32, u32, i32)>>,
+    /// Settings, applied again when it is loaded in another context.
+    settings: Mutex<Vec<Setting>>,
 }
+
+/// A kernel's setting: the device, the attribute, and its value.
+type Setting = (u32, u32, i32);
 
 pub(crate) static LIBRARIES: Slab<Library> = Slab::new(6);
 
@@ -225,21 +228,28 @@ impl Kernel {
         let library = self.library.upgrade().ok_or(Status::INVALID_HANDLE)?;
         let module = library.in_context(context)?;
         let function = module.function(&self.name).ok_or(Status::NOT_FOUND)?.clone();
-        let settings = lock(&self.settings);
-        for (device, attribute, value) in settings.iter() {
-            if *device == context.device {
-                if *attribute == func::CACHE_CONFIG {
-                    function.set_cache_config(*value as u32)?;
-                } else {
-                    function.set(*attribute, *value, true)?;
-                }
+        loop {
+            // Not locked meanwhile: the server may be silent, and other contexts are loaded and set.
+            let settings = lock(&self.settings).clone();
+            let of_device = settings.iter().filter(|(device, ..)| *device == context.device);
+            of_device.clone().try_for_each(|(_, attribute, value)| apply(&function, *attribute, *value))?;
+            if self.note(context, &function, &settings) {
+                return Ok(function);
             }
         }
+    }
+
+    /// Notes the function in a context, to which these settings were applied. Returns false if others have
+    /// been made meanwhile.
+    fn note(&self, context: &'static Context, function: &Arc<Function>, applied: &[Setting]) -> bool {
         let mut instances = self.instances.write().unwrap_or_else(PoisonError::into_inner);
+        if *lock(&self.settings) != applied {
+            return false;
+        }
         if !instances.iter().any(|(c, _)| std::ptr::eq(*c, context)) {
             instances.push((context, function.clone()));
         }
-        Ok(function)
+        true
     }
 
     /// The kernel's function in some context of a device: the current one, or the primary.
@@ -265,21 +275,33 @@ impl Kernel {
     /// function itself.
     pub fn set(&self, device: i32, attribute: u32, value: i32) -> Result {
         let first = self.on_device(device)?;
-        let apply = |function: &Function| match attribute {
-            func::CACHE_CONFIG => function.set_cache_config(value as u32),
-            _ => function.set(attribute, value, true),
-        };
-        apply(&first)?;
-        let instances = self.instances.read().unwrap_or_else(PoisonError::into_inner);
-        for (context, function) in instances.iter() {
-            if context.device == device as u32 && !Arc::ptr_eq(function, &first) {
-                apply(function)?;
-            }
-        }
+        self.set_first(&first, attribute, value)
+    }
+
+    /// The same for the device of one of its functions, which comes first and so tells whether it is
+    /// possible.
+    fn set_first(&self, first: &Arc<Function>, attribute: u32, value: i32) -> Result {
+        let device = first.context.device;
+        apply(first, attribute, value)?;
+        // Before the others are looked at: a context that the function is just loaded into is then among
+        // them, or finds this.
         let mut settings = lock(&self.settings);
-        settings.retain(|(d, a, _)| (*d, *a) != (device as u32, attribute));
-        settings.push((device as u32, attribute, value));
-        Ok(())
+        settings.retain(|(d, a, _)| (*d, *a) != (device, attribute));
+        settings.push((device, attribute, value));
+        drop(settings);
+        let instances = self.instances.read().unwrap_or_else(PoisonError::into_inner);
+        let mut others = instances.iter().map(|(_, function)| function);
+        others.try_for_each(|other| {
+            if other.context.device == device { apply(other, attribute, value) } else { Ok(()) }
+        })
+    }
+}
+
+/// Applies a kernel's setting to one of its functions.
+fn apply(function: &Function, attribute: u32, value: i32) -> Result {
+    match attribute {
+        func::CACHE_CONFIG => function.set_cache_config(value as u32),
+        _ => function.set(attribute, value, true),
     }
 }
 
@@ -413,6 +435,7 @@ mod tests {
     use super::*;
     use crate::process::driver::Server;
     use client::handle::{ContextId, ModuleId};
+    use client::ops::module::FunctionInfo;
 
     fn unlisted() -> Arc<Library> {
         Arc::new(Library {
@@ -464,5 +487,26 @@ mod tests {
         silent.lose();
         assert!(loads.join().unwrap().is_err());
         assert!(!lock(&library.instances).is_loading(first));
+    }
+
+    #[test]
+    fn a_context_that_a_kernel_is_loaded_into_while_it_is_set_gets_the_setting() {
+        let contexts = [(); 2].map(|()| Context::new(ContextId(0), Server::unused(), 0, 0, false));
+        let info = || FunctionInfo { name: "f".into(), attributes: Vec::new(), params: Vec::new() };
+        let [first, second] = contexts
+            .map(|context| Arc::new(Function::new(ModuleId(1), 0, context, info(), false, "").unwrap()));
+        let kernel = unlisted().kernel(c"f").unwrap();
+        assert!(kernel.note(contexts[0], &first, &[]));
+        // Another thread loads it here, and has seen no setting.
+        let before = contexts[1].session().last_seq();
+        kernel.set_first(&first, func::CACHE_CONFIG, 1).unwrap();
+        assert!(!kernel.note(contexts[1], &second, &[]), "it would miss the setting");
+        let settings = lock(&kernel.settings).clone();
+        assert_eq!(settings, [(0, func::CACHE_CONFIG, 1)]);
+        assert!(kernel.note(contexts[1], &second, &settings));
+        assert_eq!(contexts[1].session().last_seq(), before);
+        kernel.set_first(&first, func::CACHE_CONFIG, 2).unwrap();
+        assert_ne!(contexts[1].session().last_seq(), before, "it is set here, too");
+        KERNELS.remove(kernel.handle);
     }
 }

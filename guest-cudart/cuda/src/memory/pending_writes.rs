@@ -126,7 +126,7 @@ pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) ->
         return Ok(());
     }
     released(driver, stream)?;
-    if may_change(stream.context.server, at, len) { stream.synchronize() } else { Ok(()) }
+    if may_change(stream.context.server, at, len) { stream.synchronize_as_operation() } else { Ok(()) }
 }
 
 /// Whether the program may be holding up work before a stream's next copy, so that it may write the copy's
@@ -160,7 +160,7 @@ pub(crate) fn settle_in_order(stream: &Stream) -> Result {
         // What is ahead on a server that is lost holds up nothing here.
         let _ = other.mark();
     }
-    stream.synchronize()
+    stream.synchronize_as_operation()
 }
 
 /// Whether a host function, or a wait for a word, may still be before a stream's next work.

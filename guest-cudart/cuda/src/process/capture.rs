@@ -40,11 +40,11 @@ pub(crate) struct Capture {
     pub id: u64,
     pub mode: u32,
     pub thread: ThreadId,
-    /// Unique number of the stream where it began, and whether the legacy default stream waits for that
-    /// stream.
+    /// Unique number of the stream where it began.
     pub origin: u64,
-    pub blocking: bool,
-    /// Unique number of its streams' context.
+    /// Unique numbers of the contexts whose legacy default streams would wait for one of its streams.
+    waiting: Mutex<Vec<u64>>,
+    /// Unique number of its graph's context.
     pub context: u64,
     /// The graph that it adds nodes to.
     pub graph: Arc<Recorded>,
@@ -66,7 +66,6 @@ impl Capture {
     pub fn begin(
         mode: u32,
         origin: u64,
-        blocking: bool,
         context: u64,
         graph: Arc<Recorded>,
         destroy: Option<fn(&Recorded)>,
@@ -77,7 +76,7 @@ impl Capture {
             mode,
             thread: std::thread::current().id(),
             origin,
-            blocking,
+            waiting: Mutex::default(),
             context,
             graph,
             destroy,
@@ -101,6 +100,19 @@ impl Capture {
 
     pub fn check(&self) -> Result {
         if self.broken.load(Ordering::Acquire) { Err(code::STREAM_CAPTURE_INVALIDATED) } else { Ok(()) }
+    }
+
+    /// Notes that the legacy default stream of this context would wait for a stream of the capture.
+    pub fn is_waited_for_in(&self, context: u64) {
+        let mut waiting = lock(&self.waiting);
+        if !waiting.contains(&context) {
+            waiting.push(context);
+        }
+    }
+
+    /// Whether the legacy default stream of this context would wait for a stream of the capture.
+    pub fn would_hold(&self, context: u64) -> bool {
+        lock(&self.waiting).contains(&context)
     }
 
     /// The nodes that the next node on the stream with this unique number depends on. An event recorded there

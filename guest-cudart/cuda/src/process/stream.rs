@@ -300,15 +300,31 @@ impl Stream {
     /// Appends a publishing record behind everything that the stream's next operation waits for: the same as
     /// [`mark`](Self::mark), and the legacy default stream's work so far. Returns its `seq`.
     pub fn mark_as_operation(&self) -> Result<Seq> {
-        if self.waits_by_itself(self.context.legacy())
-            && let Some(last) = self.context.legacy().last_work.get()
-            && !self.is_known_done(last)
+        let legacy = self.context.legacy();
+        // That this stream was waited for since says nothing: a wait is no operation.
+        if self.waits_by_itself(legacy)
+            && let Some(last) = legacy.last_work.get()
+            && !legacy.is_known_done(last)
             && !self.last_mark.has_reached(last)
         {
             // It counts as work of this stream, so later marks are behind it.
             return self.publishing_work(&StreamMark { stream: self.id });
         }
         self.mark()
+    }
+
+    /// Waits until everything is done that the stream's next operation waits for: the same as
+    /// [`synchronize`](Self::synchronize), and the legacy default stream's work so far. For operations that
+    /// this process carries out itself.
+    pub fn synchronize_as_operation(&self) -> Result {
+        let legacy = self.context.legacy();
+        let pending = || legacy.last_work.get().is_some_and(|last| !legacy.is_known_done(last));
+        if !self.legacy && !self.is_free() && pending() {
+            let mark = self.mark_as_operation()?;
+            self.session().wait_progress(|| self.has_passed(mark))?;
+            self.is_synced(mark);
+        }
+        self.synchronize()
     }
 
     /// Whether everything on the stream is done. Takes a round trip only if the program was already told that
@@ -574,6 +590,45 @@ mod tests {
         a.context.legacy().last_work.raise(seq(11));
         assert!(b.may_be_behind(&a, seq(10)) && !free.may_be_behind(&a, seq(10)));
         assert!(a.context.legacy().may_be_behind(&a, seq(10)));
+    }
+
+    #[test]
+    fn a_mark_as_an_operation_is_behind_the_legacy_stream_although_its_own_was_waited_for_since() {
+        let [stream, ..] = streams([0; 3]);
+        let legacy = stream.context.legacy();
+        let work = |stream: &Stream| stream.work(&StreamMark { stream: stream.id }).unwrap();
+        work(&stream);
+        let own = stream.mark().unwrap();
+        let other = work(legacy);
+        // A wait for the stream, which is answered although the legacy stream goes on.
+        stream.is_synced(stream.session().append(&StreamSynchronize { stream: stream.id }).unwrap());
+        assert_eq!(stream.mark(), Ok(own));
+        let mark = stream.mark_as_operation().unwrap();
+        assert!(!other.may_be_after(mark));
+        assert_eq!(stream.mark_as_operation(), Ok(mark));
+    }
+
+    #[test]
+    fn what_this_process_does_itself_waits_for_the_legacy_stream_like_any_operation() {
+        let [stream, _, free] = streams([0, 0, NON_BLOCKING]);
+        let legacy = stream.context.legacy();
+        legacy.work(&StreamMark { stream: legacy.id }).unwrap();
+        assert_eq!(free.synchronize_as_operation(), Ok(()));
+        assert_eq!(stream.synchronize(), Ok(()), "it has nothing to do");
+        let waiting = stream.clone();
+        let waits = std::thread::spawn(move || waiting.synchronize_as_operation());
+        let mark = loop {
+            assert!(!waits.is_finished(), "it waited for nothing");
+            match stream.last_mark.get() {
+                Some(mark) => break mark,
+                None => std::thread::sleep(std::time::Duration::from_millis(1)),
+            }
+        };
+        let word = stream.session().progress().stream(stream.id).unwrap();
+        while !mark.is_reached_at(word.load(Ordering::Relaxed)) {
+            word.fetch_add(1, Ordering::Release);
+        }
+        assert_eq!(waits.join().unwrap(), Ok(()));
     }
 
     #[test]

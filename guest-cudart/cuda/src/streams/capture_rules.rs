@@ -24,7 +24,7 @@ pub(crate) fn in_the_way(stream: &Stream) -> Option<Arc<Capture>> {
     if !capture::any() || !stream.is_legacy() {
         return None;
     }
-    capture::all().into_iter().find(|capture| capture.blocking && capture.context == stream.context.unique)
+    capture::all().into_iter().find(|capture| capture.would_hold(stream.context.unique))
 }
 
 /// Fails for work on the legacy default stream if a stream that would wait for it is being captured.
@@ -70,6 +70,15 @@ pub(crate) fn destroyed(stream: &Stream) {
     }
 }
 
+/// A stream becomes part of a capture, where it is not yet.
+pub(crate) fn enter(capture: &Arc<Capture>, stream: &Stream) {
+    // The legacy default stream gets no work from now on.
+    if !stream.is_free() {
+        capture.is_waited_for_in(stream.context.unique);
+    }
+    stream.set_capture(capture.clone());
+}
+
 /// Makes a stream wait for an event that stands for `point`. The stream joins the capture if it is not part
 /// of it.
 pub(crate) fn join(capture: &Arc<Capture>, stream: &Stream, point: &[u64]) -> Result {
@@ -85,7 +94,7 @@ pub(crate) fn join(capture: &Arc<Capture>, stream: &Stream, point: &[u64]) -> Re
             capture.spoil();
             return Err(code::STREAM_CAPTURE_IMPLICIT);
         }
-        None => stream.set_capture(capture.clone()),
+        None => enter(capture, stream),
     }
     let mut ends = lock(&capture.ends);
     let end = ends.entry(stream.unique()).or_default();
@@ -95,4 +104,31 @@ pub(crate) fn join(capture: &Arc<Capture>, stream: &Stream, point: &[u64]) -> Re
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::driver::Server;
+    use crate::process::stream::NON_BLOCKING;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::{ContextId, StreamId};
+
+    #[test]
+    fn a_capture_is_in_the_legacy_streams_way_once_a_blocking_stream_has_joined_it() {
+        let contexts = [(); 2].map(|()| Context::new(ContextId(0), Server::unused(), 0, 0, true));
+        let stream = |context, flags| Stream::new(StreamId(MAX_CONTEXTS), context, flags, 0, false);
+        let free = [(); 2].map(|()| stream(contexts[0], NON_BLOCKING));
+        let blocking = stream(contexts[0], 0);
+        let (unique, graph) = (contexts[0].unique, Arc::new(()));
+        let capture = Capture::begin(capture::RELAXED, free[0].unique(), unique, graph, None, Vec::new());
+        enter(&capture, &free[0]);
+        join(&capture, &free[1], &[]).unwrap();
+        assert!(in_the_way(contexts[0].legacy()).is_none());
+        join(&capture, &blocking, &[]).unwrap();
+        assert!(in_the_way(contexts[0].legacy()).is_some_and(|other| Arc::ptr_eq(&other, &capture)));
+        assert!(in_the_way(contexts[1].legacy()).is_none());
+        capture.end();
+        assert!(in_the_way(contexts[0].legacy()).is_none());
+    }
 }

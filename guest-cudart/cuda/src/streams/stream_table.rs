@@ -334,6 +334,17 @@ pub(crate) fn is_done(stream: &Stream) -> Result<bool> {
     Ok(true)
 }
 
+/// Called before the program is to let the legacy default stream go on. Until it does, it may ask blocking
+/// streams about their work so far. That work is marked here: a later mark would wait for the program.
+pub(crate) fn before_program(stream: &Stream) -> Result {
+    if !stream.is_legacy() {
+        return Ok(());
+    }
+    let mut others = all_of(stream.context);
+    others.retain(|other| !other.is_legacy() && !other.is_free() && !other.own_is_known_done());
+    others.iter().try_for_each(|other| other.mark().map(drop))
+}
+
 /// Whether all work of all contexts is known to be done, without asking: the program has waited for the
 /// contexts, or for each of their streams that has had work. No work may come meanwhile.
 pub(crate) fn all_are_known_done() -> bool {
@@ -380,16 +391,25 @@ pub(crate) fn make(context: &'static Context, flags: u32, priority: i32) -> Resu
 /// An unused stream id.
 pub(crate) fn fresh(context: &Context) -> Result<StreamId> {
     reap(context.server);
-    let id = ids::STREAMS.take().or_else(|| {
-        // All servers' streams have numbers of their own, and those of others may have ended.
-        driver().ok()?.servers.iter().for_each(|server| reap(server));
-        ids::STREAMS.take()
-    });
+    let id = ids::STREAMS.take().or_else(|| id_of_ended(&driver().ok()?.servers, || ids::STREAMS.take()));
     let id = StreamId(id.ok_or(Status::OUT_OF_MEMORY)?);
     if let Some(word) = context.session().progress().stream(id) {
         word.store(0, Ordering::Release);
     }
     Ok(id)
+}
+
+/// An ID that `take` finds as soon as one of the servers has been told of its ended streams: no two servers'
+/// streams have the same ID.
+fn id_of_ended(servers: &[&Server], take: impl Fn() -> Option<u32>) -> Option<u32> {
+    // One that may be silent is only waited for if no other has an ended stream: the ends of all streams fit
+    // in half of a ring.
+    let (first, last): (Vec<&Server>, Vec<&Server>) =
+        servers.iter().copied().partition(|server| server.session.has_much_room());
+    first.into_iter().chain(last).find_map(|server| {
+        reap(server);
+        take()
+    })
 }
 
 /// Destroys a stream. The server learns of it when the stream's work is done.
@@ -544,6 +564,57 @@ mod tests {
         full.lose();
         for thread in [fills, tells] {
             thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_stream_gets_the_id_of_an_ended_one_although_another_server_is_silent() {
+        let servers = [(); 2].map(|()| Server::unused());
+        let ended = servers.map(|server| {
+            let context = Context::new(ContextId(0), server, 0, 0, false);
+            let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, 0, false));
+            lock(&ENDING).push(stream.clone());
+            stream
+        });
+        let fills = servers[0].fill();
+        let (says, said) = mpsc::channel();
+        let takes = std::thread::spawn(move || {
+            let told = || ended[1].finished.load(Ordering::Acquire).then_some(7);
+            let id = id_of_ended(&servers, told);
+            says.send((id, ended[0].finished.load(Ordering::Acquire))).unwrap();
+        });
+        // If this waited for room, so would the test: there never is any.
+        let said = said.recv_timeout(Duration::from_secs(60)).expect("the silent server is waited for");
+        assert_eq!(said, (Some(7), false));
+        servers[0].lose();
+        for thread in [fills, takes] {
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_blocking_streams_work_is_marked_before_the_legacy_stream_waits_for_the_program() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        let make = |n, flags| {
+            let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false));
+            let handle = STREAMS.insert(stream.clone()).unwrap();
+            (stream, handle)
+        };
+        let [(blocking, first), (free, second)] = [make(1, 0), make(2, NON_BLOCKING)];
+        let work = |stream: &Stream| stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let done = [work(&blocking), work(&free)];
+        before_program(context.legacy()).unwrap();
+        let waits = work(context.legacy());
+        let mark = blocking.mark().unwrap();
+        assert!(mark.may_be_after(done[0]) && waits.may_be_after(mark));
+        assert!(free.last_mark.get().is_none(), "it is asked by itself");
+        // Once is enough.
+        let before = context.session().last_seq();
+        before_program(context.legacy()).unwrap();
+        before_program(&blocking).unwrap();
+        assert_eq!(context.session().last_seq(), before);
+        for handle in [first, second] {
+            STREAMS.remove(handle).unwrap();
         }
     }
 

@@ -106,7 +106,7 @@ impl Copier {
         match self.mode {
             Mode::Sync if self.own => Ok(()),
             Mode::Sync => pending_writes::settle_in_order(&self.stream),
-            Mode::Async if pinned => self.stream.synchronize(),
+            Mode::Async if pinned => self.stream.synchronize_as_operation(),
             Mode::Async => Ok(()),
         }
     }
@@ -438,7 +438,7 @@ impl Copier {
             }));
             return host_function::on(self.driver, self.stream.clone(), copied, std::ptr::null_mut());
         }
-        self.stream.synchronize()?;
+        self.stream.synchronize_as_operation()?;
         self.has_waited();
         // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy(src, dst, len) };

@@ -133,7 +133,7 @@ impl Copier {
                     self.on_host(dst.address as *mut u8, src.address as *const u8, bytes)
                 }
                 (false, false) => {
-                    self.stream.synchronize()?;
+                    self.stream.synchronize_as_operation()?;
                     self.has_waited();
                     for (z, y) in rows(&e) {
                         std::ptr::copy(
@@ -192,7 +192,7 @@ impl Copier {
                 }
                 return Ok(());
             }
-            self.stream.synchronize()?;
+            self.stream.synchronize_as_operation()?;
         } else {
             self.before_reading(REGIONS.any(src.address as usize).is_some())?;
         }

@@ -17,6 +17,7 @@ use crate::process::driver::{Driver, Server, driver};
 use crate::process::host_calls::{self, CALLED, CALLING, STOPPED};
 use crate::process::stream::Stream;
 use crate::process::{context, fences};
+use crate::streams::stream_table;
 use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
@@ -116,6 +117,9 @@ pub(crate) fn on(
         Function::Host(_) | Function::Callback(..) => (&queues.programs, "rgpu-callbacks"),
     };
     fences::host_sees();
+    if std::ptr::eq(queue, &queues.programs) {
+        stream_table::before_program(&stream)?;
+    }
     let ticket = host_calls::ticket();
     queue.start.call_once(|| {
         let started = if std::ptr::eq(queue, &queues.programs) {

@@ -21,6 +21,7 @@ use crate::process::driver::{Device, Driver};
 use crate::process::fences;
 use crate::process::host_calls::{self, WAITING};
 use crate::process::stream::Stream;
+use crate::streams::stream_table;
 use crate::work::host_function::{self, Function};
 use client::channel::MAX_SERVERS;
 use client::handle::{StreamId, TicketId};
@@ -267,6 +268,7 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
             log::error(format_args!("cannot start the thread for streams that wait for memory: {error}"));
         }
     });
+    stream_table::before_program(stream)?;
     let ticket = host_calls::ticket();
     let mut all = lock(&waits.all);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;

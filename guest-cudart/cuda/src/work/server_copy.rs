@@ -103,7 +103,7 @@ pub(crate) fn on_other(
     };
     if now {
         let told = told(home)?;
-        stream.synchronize()?;
+        stream.synchronize_as_operation()?;
         if stream.is_legacy() {
             home.legacy().synchronize()?;
         }

@@ -59,6 +59,8 @@ struct Said {
     seq: u64,
     order: Order,
     streams: Vec<u32>,
+    /// Whether it is no operation of its stream, and so not ordered with the legacy default stream.
+    asks: bool,
     events: Vec<u32>,
     reads: bool,
     /// Whether it is a record that need not come after earlier uses of the event.
@@ -75,6 +77,7 @@ impl Said {
             seq,
             order,
             streams,
+            asks: false,
             events,
             reads: false,
             renews: false,
@@ -106,7 +109,9 @@ impl Said {
         }
         let ordered = |a: u32, b: u32| {
             a == b
-                || (context(a) == context(b)
+                || (!self.asks
+                    && !earlier.asks
+                    && context(a) == context(b)
                     && [(a, b), (b, a)].iter().any(|(l, s)| is_legacy(*l) && is_blocking(*s)))
         };
         let by_stream = self.streams.iter().any(|a| earlier.streams.iter().any(|b| ordered(*a, *b)));
@@ -240,7 +245,8 @@ proptest! {
                     signals.insert(fake.seq);
                 }
                 Step::Synchronize(s) => {
-                    said.push(streams(fake.push(&StreamSynchronize { stream: id(s) })).on(s));
+                    let seq = fake.push(&StreamSynchronize { stream: id(s) });
+                    said.push(Said { asks: !is_legacy(s), ..streams(seq).on(s) });
                 }
                 Step::SynchronizeContext(c) => {
                     let seq = fake.push(&ContextSynchronize { context: ContextId(c) });
