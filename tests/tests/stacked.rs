@@ -57,7 +57,7 @@ const LONG: &[&str] = &[
 const UNFIT: &[(&str, &[&str])] = &[
     (
         "the server takes their machine code, and the software GPU runs only PTX",
-        &["dynamic_parallelism", "graph_conditional", "multi_rdc", "tensor_tiles", "unsupported_kernels"],
+        &["dynamic_parallelism", "graph_conditional", "multi_rdc"],
     ),
     (
         "the library cannot share the server's staging memory, so it waits where NVIDIA's driver would not: the \
