@@ -88,6 +88,10 @@ static int child(const std::string &way) {
     RETURNS(cudaSuccess, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     RETURNS(cudaSuccess, cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
     RETURNS(cudaSuccess, cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    int *kept = (int *)aligned_alloc(4096, 4096);
+    RETURNS(cudaSuccess, cudaHostRegister(kept, 4096, cudaHostRegisterMapped));
+    store<<<1, 1, 0, stream>>>(kept, 5);
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
     cudaError_t want = cudaErrorIllegalAddress;
     if (way == "trap") {
         stop<<<1, 1, 0, stream>>>();
@@ -120,6 +124,10 @@ static int child(const std::string &way) {
     RETURNS(cudaSuccess, cudaGetDevice(&value));
     RETURNS(cudaSuccess, cudaDeviceGetAttribute(&value, cudaDevAttrWarpSize, 0));
     TRUE_THAT(cudaPeekAtLastError() == cudaSuccess);
+    // Nor the program's own memory, which has what a kernel wrote there before.
+    IS(5, kept[0]);
+    kept[0] = 6;
+    IS(6, kept[0]);
     return mismatches ? 1 : 0;
 }
 

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Weak};
 
 use protocol::Status;
-use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
+use protocol::ops::memory::{SPACE_ALIGN, may_be_reserved};
 
 use super::quota::{Charge, Quota};
 use super::store::Place;
@@ -134,10 +134,16 @@ impl<M> Space<M> {
         self.reserved.is_empty() && self.memories.is_empty()
     }
 
-    /// Checks that these addresses may be reserved. `granule` is the largest of all devices, in bytes.
-    pub fn may_reserve(&self, address: u64, size: u64, granule: u64) -> Result<(), Status> {
-        let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
-        let inside = address >= SPACE && end <= SPACE + SPACE_SIZE;
+    /// Checks that a session with these windows may reserve these addresses. `granule` is the largest of all
+    /// devices, in bytes.
+    pub fn may_reserve(
+        &self,
+        address: u64,
+        size: u64,
+        granule: u64,
+        windows: impl IntoIterator<Item = u32>,
+    ) -> Result<(), Status> {
+        let inside = may_be_reserved(address, size, windows);
         let whole = size > 0 && size.is_multiple_of(granule) && address.is_multiple_of(SPACE_ALIGN);
         if !inside || !whole || self.has_reserved(address, size) {
             return Err(Status::INVALID_VALUE);
@@ -363,6 +369,9 @@ impl<M> Space<M> {
 
 #[cfg(test)]
 mod tests {
+    use protocol::channel::MAX_DEVICES;
+    use protocol::ops::memory::{SPACE, SPACE_SIZE, WINDOW_SIZE, window};
+
     use super::*;
 
     const G: u64 = 2 << 20;
@@ -383,7 +392,7 @@ mod tests {
     #[test]
     fn reservations_lie_inside_and_apart() {
         let space = space(&unlimited());
-        assert_eq!(space.may_reserve(SPACE + SPACE_ALIGN, G, G), Ok(()));
+        assert_eq!(space.may_reserve(SPACE + SPACE_ALIGN, G, G, 0..1), Ok(()));
         for (address, size) in [
             (SPACE, G),
             (SPACE - SPACE_ALIGN, SPACE_ALIGN),
@@ -393,13 +402,39 @@ mod tests {
             (SPACE + SPACE_ALIGN + G, G),
             (SPACE + SPACE_ALIGN, 0),
             (u64::MAX - SPACE_ALIGN + 1, SPACE_ALIGN),
-            (0x2000_0000_0000, G),
+            (window(0), WINDOW_SIZE),
+            (window(0) - SPACE_ALIGN, G),
+            (window(MAX_DEVICES), G),
         ] {
             assert_eq!(
-                space.may_reserve(address, size, G),
+                space.may_reserve(address, size, G, 0..1),
                 Err(Status::INVALID_VALUE),
                 "{address:#x} {size:#x}"
             );
+        }
+    }
+
+    #[test]
+    fn windows_that_no_device_has_may_be_reserved() {
+        let space = space(&unlimited());
+        let may = |address, size| space.may_reserve(address, size, G, [1, 3]);
+        for (address, size) in [
+            (window(0), WINDOW_SIZE),
+            (window(2), WINDOW_SIZE),
+            (window(2) + SPACE_ALIGN, G),
+            (window(4), window(MAX_DEVICES) - window(4)),
+        ] {
+            assert_eq!(may(address, size), Ok(()), "{address:#x} {size:#x}");
+        }
+        for (address, size) in [
+            (window(1), G),
+            (window(3) + WINDOW_SIZE - SPACE_ALIGN, SPACE_ALIGN),
+            (window(0), WINDOW_SIZE + G),
+            (window(2) + SPACE_ALIGN, WINDOW_SIZE),
+            (window(0), 4 * WINDOW_SIZE),
+            (window(31), WINDOW_SIZE + G),
+        ] {
+            assert_eq!(may(address, size), Err(Status::INVALID_VALUE), "{address:#x} {size:#x}");
         }
     }
 

@@ -144,15 +144,16 @@ struct Piece {
 }
 
 impl<T> DeviceMemory<T> {
-    /// Memory on device `ordinal` only, with nothing backed yet. `granule` is in bytes and a power of two.
-    pub fn new(device: u32, granule: u64) -> Self {
-        Self::within(device, granule, (window(device), DEVICE_PART), ALIGN)
+    /// Memory on device `ordinal` only, with nothing backed yet, in the window with this number. `granule` is
+    /// in bytes and a power of two.
+    pub fn new(device: u32, number: u32, granule: u64) -> Self {
+        Self::within(device, granule, (window(number), DEVICE_PART), ALIGN)
     }
 
     /// Memory on device `ordinal` at addresses that the host also maps. Allocations are aligned to `page`
     /// bytes.
-    pub fn both(device: u32, granule: u64, page: u64) -> Self {
-        Self::within(device, granule, (window(device) + DEVICE_PART, WINDOW_SIZE - DEVICE_PART), page)
+    pub fn both(device: u32, number: u32, granule: u64, page: u64) -> Self {
+        Self::within(device, granule, (window(number) + DEVICE_PART, WINDOW_SIZE - DEVICE_PART), page)
     }
 
     fn within(device: u32, granule: u64, window: (u64, u64), align: u64) -> Self {
@@ -547,7 +548,7 @@ mod tests {
     #[test]
     fn small_allocations_grow_the_window_once() {
         let fake = Fake::new(1 << 30);
-        let mut memory = DeviceMemory::new(1, 2 << 20);
+        let mut memory = DeviceMemory::new(1, 1, 2 << 20);
         for _ in 0..100 {
             memory.alloc(1000, (), &fake).unwrap();
         }
@@ -557,11 +558,11 @@ mod tests {
     #[test]
     fn memory_shared_with_the_host_is_separate_and_page_aligned() {
         let fake = Fake::new(1 << 30);
-        let mut both = DeviceMemory::both(1, 2 << 20, 4096);
+        let mut both = DeviceMemory::both(1, 1, 2 << 20, 4096);
         for _ in 0..10 {
             let address = both.alloc(5000, (), &fake).unwrap();
             assert!(address.is_multiple_of(4096) && both.holds(address));
-            assert!(!DeviceMemory::<()>::new(1, 2 << 20).holds(address));
+            assert!(!DeviceMemory::<()>::new(1, 1, 2 << 20).holds(address));
         }
         assert_eq!(both.chunks().len(), 1);
     }
@@ -569,7 +570,7 @@ mod tests {
     #[test]
     fn a_full_device_retries_with_the_exact_size() {
         let fake = Fake::new(4 << 20);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         memory.alloc(3 << 20, (), &fake).unwrap();
         assert_eq!(memory.alloc(3 << 20, (), &fake), Err(Status::OUT_OF_MEMORY));
     }
@@ -577,7 +578,7 @@ mod tests {
     #[test]
     fn an_empty_chunk_is_given_back_when_its_memory_is_needed() {
         let fake = Fake::new(64 << 20);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         let first = memory.alloc(40 << 20, (), &fake).unwrap();
         memory.free(first, &fake).unwrap();
         assert!(memory.alloc(60 << 20, (), &fake).is_ok());
@@ -587,7 +588,7 @@ mod tests {
     fn memory_is_given_back_without_waiting_and_its_addresses_are_used_when_it_is() {
         const SIZE: u64 = 300 << 20;
         let fake = Fake::new(700 << 20);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         let first = memory.alloc(SIZE, (), &fake).unwrap();
         fake.hold(true);
         memory.free(first, &fake).unwrap();
@@ -609,7 +610,7 @@ mod tests {
     #[test]
     fn a_chunk_that_is_given_back_does_not_wait_for_an_earlier_one() {
         let fake = Fake::new(1 << 30);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         let both = [300_u64 << 20, 350 << 20].map(|size| memory.alloc(size, (), &fake).unwrap());
         fake.hold(true);
         for address in both {
@@ -623,7 +624,7 @@ mod tests {
     #[test]
     fn a_far_server_is_waited_for_once() {
         let fake = Fake::far(4 << 30);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         for _ in 0..30 {
             memory.alloc(20 << 20, (), &fake).unwrap();
         }
@@ -639,7 +640,7 @@ mod tests {
     #[test]
     fn large_sizes_are_requested_early_only_while_they_repeat() {
         let fake = Fake::far(64 << 30);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         let mut waits = Vec::new();
         for _ in 0..20 {
             memory.alloc(256 << 20, (), &fake).unwrap();
@@ -710,7 +711,7 @@ mod tests {
     fn a_program_that_allocates_faster_than_answers_come_soon_waits_no_more() {
         let clock = Arc::new(Clock::default());
         let far = Far(clock.clone());
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         let waits: Vec<u64> = (0..200)
             .map(|_| {
                 memory.alloc(20 << 20, (), &far).unwrap();
@@ -726,7 +727,7 @@ mod tests {
     #[test]
     fn chunks_requested_early_are_given_back_when_memory_is_needed() {
         let fake = Fake::far(128 << 20);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         let first = memory.alloc(32 << 20, (), &fake).unwrap();
         assert_eq!(fake.backed(), 64 << 20);
         memory.alloc(96 << 20, (), &fake).unwrap();
@@ -739,7 +740,7 @@ mod tests {
     #[test]
     fn huge_sizes_are_out_of_memory() {
         let fake = Fake::new(1 << 30);
-        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
         for size in [u64::MAX, 1 << 60, WINDOW_SIZE, u64::MAX - 511] {
             assert_eq!(memory.alloc(size, (), &fake), Err(Status::OUT_OF_MEMORY));
         }
@@ -749,7 +750,7 @@ mod tests {
         #[test]
         fn allocations_are_backed_and_do_not_overlap(far in any::<bool>(), steps in proptest::collection::vec((1u64..(9 << 20), any::<u16>()), 1..120)) {
             let fake = Fake { far, ..Fake::new(160 << 20) };
-            let mut memory = DeviceMemory::new(2, 2 << 20);
+            let mut memory = DeviceMemory::new(2, 2, 2 << 20);
             let mut held: Vec<(u64, u64)> = Vec::new();
             for (size, choice) in steps {
                 if choice % 5 < 2 && !held.is_empty() {

@@ -42,6 +42,19 @@ pub const SPACE_SIZE: u64 = 16 << 40;
 /// a range that it has reserved already, instead of the requested address.
 pub const SPACE_ALIGN: u64 = 1 << 30;
 
+/// Whether a session with these windows may reserve `size` bytes at an address ([`AddressReserve`]).
+pub fn may_be_reserved(address: u64, size: u64, windows: impl IntoIterator<Item = u32>) -> bool {
+    let Some(end) = address.checked_add(size) else { return false };
+    let inside = |first, over| first <= address && end <= over;
+    inside(SPACE, SPACE + SPACE_SIZE)
+        || inside(window(0), window(MAX_DEVICES)) && is_apart(address, end, windows)
+}
+
+/// Whether nothing of a range is in these windows.
+fn is_apart(address: u64, end: u64, windows: impl IntoIterator<Item = u32>) -> bool {
+    windows.into_iter().all(|number| end <= window(number) || window(number) + WINDOW_SIZE <= address)
+}
+
 /// Maximum words of one [`HostPatch`].
 pub const MOST_PATCHES: usize = 256;
 
@@ -79,20 +92,18 @@ crate::wire_struct! {
 }
 
 impl HostMirror {
-    /// Checks that the range consists of whole pages in the lower half of a process's addresses, outside all
-    /// windows. It may be in a part of [`SPACE`] where the session has nothing reserved.
+    /// Checks that the range consists of whole pages in the lower half of a process's addresses, outside
+    /// these windows, which are the session's. It may be where the session has nothing reserved.
     ///
     /// # Errors
     /// `INVALID_VALUE` if not.
-    pub fn check(&self) -> Result<(), Status> {
+    pub fn check(&self, windows: impl IntoIterator<Item = u32>) -> Result<(), Status> {
         const LOWEST: u64 = 1 << 20;
         const HIGHEST: u64 = 1 << 47;
         let whole = self.address.is_multiple_of(MIRROR_PAGE) && self.size.is_multiple_of(MIRROR_PAGE);
         let end = self.address.checked_add(self.size).filter(|end| *end <= HIGHEST);
         let end = end.ok_or(Status::INVALID_VALUE)?;
-        let apart = |start: u64, size: u64| end <= start || start + size <= self.address;
-        let windows = apart(window(0), u64::from(MAX_DEVICES) * WINDOW_SIZE);
-        let good = self.size > 0 && whole && self.address >= LOWEST && windows;
+        let good = self.size > 0 && whole && self.address >= LOWEST && is_apart(self.address, end, windows);
         if good { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 }
@@ -197,9 +208,9 @@ ops! {
     /// Lets kernels use pinned program memory that the server does not share: the server maps memory of its
     /// own, zeroed, at the address that the memory has in the program. From then on copies, fills and memory
     /// operations treat these addresses as a device's; the client keeps both sides equal. Address and size
-    /// are whole pages, outside all windows; in [`SPACE`] only where the session has nothing reserved. The
-    /// status is `CUDA_ERROR_NOT_SUPPORTED` if the server's process has something else there. Counts against
-    /// the session's memory limit.
+    /// are whole pages, outside the windows of the session's devices, where the session has nothing reserved.
+    /// The status is `CUDA_ERROR_NOT_SUPPORTED` if the server's process has something else there. Counts
+    /// against the session's memory limit.
     sync 0x0308 host_mirror: HostMirror
         [order None, may_block Never, lane Main]
     {
@@ -320,7 +331,8 @@ ops! {
     }
 
     /// Reserves addresses for later mappings: `cuMemAddressReserve`. The client chooses them inside
-    /// [`SPACE`]. The first is a multiple of [`SPACE_ALIGN`], the size a multiple of every device's granule.
+    /// [`SPACE`], or, for a program that asks for them, in windows that no device of the session has. The
+    /// first is a multiple of [`SPACE_ALIGN`], the size a multiple of every device's granule.
     /// The status is `CUDA_ERROR_OUT_OF_MEMORY` if the server's process has something else there.
     sync 0x0340 address_reserve: AddressReserve
         [order None, may_block Never, lane Main]
@@ -480,5 +492,37 @@ ops! {
     } -> EventQueryReply {
         /// Whether it is.
         done: bool,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mirrors_are_outside_the_windows_of_the_sessions_devices() {
+        let check = |address, size| {
+            HostMirror { context: ContextId(0), address, size }.check([0, 2]).map_err(|status| status.0)
+        };
+        let refused = Err(Status::INVALID_VALUE.0);
+        // A process with the layout of old has its mappings in window 25 or 26.
+        for address in
+            [1 << 20, window(0) - MIRROR_PAGE, window(1), window(26), SPACE, (1 << 47) - MIRROR_PAGE]
+        {
+            assert_eq!(check(address, MIRROR_PAGE), Ok(()), "{address:#x}");
+        }
+        for (address, size) in [
+            (window(0), MIRROR_PAGE),
+            (window(0) - MIRROR_PAGE, 2 * MIRROR_PAGE),
+            (window(1), WINDOW_SIZE + MIRROR_PAGE),
+            (window(3) - MIRROR_PAGE, MIRROR_PAGE),
+            (window(1), 4 * WINDOW_SIZE),
+            (window(1) + 1, MIRROR_PAGE),
+            (window(1), 0),
+            (1 << 47, MIRROR_PAGE),
+            (u64::MAX - MIRROR_PAGE + 1, MIRROR_PAGE),
+        ] {
+            assert_eq!(check(address, size), refused, "{address:#x} {size:#x}");
+        }
     }
 }

@@ -38,6 +38,7 @@ impl Gpu {
     /// Reads a word of 4 or (with `wide`) 8 bytes atomically, before anything that this thread does next.
     /// `addr` must be a multiple of its size.
     pub fn load(&self, addr: u64, wide: bool) -> Result<u64> {
+        self.status()?;
         let word = self.word(addr, wide)?;
         // SAFETY: `word` has checked an aligned word inside a window that lives as long as the GPU. Kernels
         // access it only by raw accesses and atomics.
@@ -53,6 +54,7 @@ impl Gpu {
     /// Writes a word of 4 bytes (the lower half of `value`) or (with `wide`) 8 bytes atomically, after
     /// everything that this thread did before.
     pub fn store(&self, addr: u64, wide: bool, value: u64) -> Result<()> {
+        self.status()?;
         let word = self.word(addr, wide)?;
         // SAFETY: `word` has checked an aligned word inside a window that lives as long as the GPU. Kernels
         // access it only by raw accesses and atomics.
@@ -66,9 +68,28 @@ impl Gpu {
         Ok(())
     }
 
+    /// Reads memory that stands for the host's. A failure of the GPU leaves it as it is.
+    pub fn host_read(&self, addr: u64, out: &mut [u8]) -> Result<()> {
+        self.memory().read(addr, out)
+    }
+
+    /// Writes such memory.
+    pub fn host_write(&self, addr: u64, data: &[u8]) -> Result<()> {
+        self.memory().write(addr, data)
+    }
+
+    /// Changes an aligned word of 8 bytes of such memory atomically.
+    pub fn host_patch(&self, addr: u64, patch: impl Fn(u64) -> u64) -> Result<()> {
+        let word = self.word(addr, true)?;
+        // SAFETY: `word` has checked an aligned word inside a window that lives as long as the GPU. Kernels
+        // access it only by raw accesses and atomics.
+        let word = unsafe { AtomicU64::from_ptr(word.cast()) };
+        let _ = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| Some(patch(now)));
+        Ok(())
+    }
+
     /// The host address of an aligned word of 4 or 8 bytes.
     fn word(&self, addr: u64, wide: bool) -> Result<*mut u8> {
-        self.status()?;
         let size = if wide { 8 } else { 4 };
         if !addr.is_multiple_of(size) {
             return Err(Error::InvalidArgument(format!("word of {size} bytes at {addr:#x}")));

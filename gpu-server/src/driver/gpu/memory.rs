@@ -103,7 +103,7 @@ pub trait GpuMemory {
     /// not know it, because the client has not asked for it by name.
     fn module_memory(&self, address: u64, device: u32) -> Option<(u64, u64)>;
 
-    /// Reserves addresses of [`SPACE`](protocol::ops::memory::SPACE).
+    /// Reserves addresses that a client [may reserve](protocol::ops::memory::may_be_reserved).
     fn reserve(&mut self, address: u64, size: u64) -> Result;
 
     /// Releases what [`reserve`](GpuMemory::reserve) reserved. Nothing is mapped there.

@@ -31,6 +31,10 @@ impl<G: Gpu> Session<G> {
         ordinal.or_else(|| self.windows.iter().position(is_it)).map(|ordinal| ordinal as u32)
     }
 
+    fn window_numbers(&self) -> impl Iterator<Item = u32> {
+        self.windows.iter().map(|window| window.number)
+    }
+
     fn window_mut(&mut self, device: u32) -> Result<&mut Window<G::Piece>> {
         self.windows.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)
     }
@@ -272,7 +276,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
 
     fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Reply<HostMirrorReply> {
         cx.context = op.context;
-        op.check()?;
+        op.check(self.window_numbers())?;
         if self.touches_host_view(op.address, op.size) || self.space.has_reserved(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
@@ -328,7 +332,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     }
 
     fn address_reserve(&mut self, _cx: &mut Call, op: AddressReserve) -> Reply<AddressReserveReply> {
-        self.space.may_reserve(op.address, op.size, self.granule())?;
+        self.space.may_reserve(op.address, op.size, self.granule(), self.window_numbers())?;
         if self.touches_host_view(op.address, op.size) {
             // The client then tries other addresses.
             return Err(Status::OUT_OF_MEMORY);

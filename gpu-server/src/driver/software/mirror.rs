@@ -111,11 +111,11 @@ impl Beside for Reach {
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result {
-        self.at(address, bytes.len() as u64, |gpu| gpu.read(address, bytes))
+        self.at(address, bytes.len() as u64, |gpu| gpu.host_read(address, bytes))
     }
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result {
-        self.at(address, bytes.len() as u64, |gpu| gpu.write(address, bytes))
+        self.at(address, bytes.len() as u64, |gpu| gpu.host_write(address, bytes))
     }
 
     fn watches(&self) -> &Watches {
@@ -128,10 +128,7 @@ impl Beside for Reach {
 
     fn patch(&self, words: &[WordPatch]) -> Result {
         words.iter().try_for_each(|patch| {
-            self.at(patch.address, 8, |gpu| {
-                let word = gpu.load(patch.address, true)?;
-                gpu.store(patch.address, true, patch.apply(word))
-            })
+            self.at(patch.address, 8, |gpu| gpu.host_patch(patch.address, |word| patch.apply(word)))
         })
     }
 }

@@ -33,7 +33,8 @@ impl Found {
 
 /// The device whose window an address lies in.
 pub(crate) fn device_of(driver: &Driver, address: u64) -> Option<&Device> {
-    let ordinal = address.checked_sub(window(0))? / WINDOW_SIZE;
+    let number = address.checked_sub(window(0))? / WINDOW_SIZE;
+    let ordinal = number.checked_sub(u64::from(driver.first_window))?;
     driver.devices.get(usize::try_from(ordinal).ok()?)
 }
 

@@ -290,7 +290,7 @@ mod tests {
             Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, NON_BLOCKING, 0, false))
         });
         let (at, len, seq) = (0x5eed_0000, 64, Seq::for_tests(0, 10));
-        let driver = Driver { servers: Vec::new(), version: 0, devices: Vec::new(), hidden: Vec::new() };
+        let driver = Driver::for_tests(&[]);
         writes(&gone, seq, at, len);
         holds(&gone, seq);
         stream.waits_for(Seq::for_tests(0, 20), &gone, seq);
@@ -300,8 +300,8 @@ mod tests {
         lost.server.lose();
         assert!(!is_held());
         assert!(lock(&HOLDS).iter().all(|(held, _)| !Arc::ptr_eq(held, &gone)), "it is looked at again");
-        assert_eq!(released(&driver, &stream), Ok(()));
-        assert_eq!(settle_all(&driver, at, len), Ok(()));
+        assert_eq!(released(driver, &stream), Ok(()));
+        assert_eq!(settle_all(driver, at, len), Ok(()));
     }
 
     #[test]

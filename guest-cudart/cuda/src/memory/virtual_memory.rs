@@ -3,14 +3,14 @@
 //!
 //! The server has the same tables and checks everything again. The tables here answer the program's queries
 //! and recognize invalid pointers without a round trip. Addresses are chosen here, outside of all devices'
-//! windows.
+//! windows: in [`SPACE`], unless the program asks for others that are free.
 //!
 //! While a server is asked to change something, the table is not locked: copies find there what they use, and
 //! a server that does not answer must not stop those of others. Whoever changes something at some addresses
 //! has a [claim](Claims) on them instead.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::abi::result::Result;
@@ -27,7 +27,7 @@ use client::handle::MemoryId;
 use client::handles::Slab;
 use client::ops::memory::{
     AddressFree, AddressReserve, MemoryAccess, MemoryCreate, MemoryImport, MemoryMap, MemoryRelease,
-    MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE,
+    MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE, may_be_reserved,
 };
 use client::session::Session;
 use client::{Status, log};
@@ -117,13 +117,11 @@ pub(crate) struct Space {
     next: u64,
 }
 
-static SPACES: RwLock<Space> = RwLock::new(Space {
-    reserved: BTreeMap::new(),
-    given_up: BTreeSet::new(),
-    mappings: BTreeMap::new(),
-    next: 0,
-});
+static SPACES: RwLock<Space> = RwLock::new(Space::new());
 static MEMORIES: Slab<Memory> = Slab::new(14);
+
+/// Whether anything outside [`SPACE`] has ever been reserved.
+static ELSEWHERE: AtomicBool = AtomicBool::new(false);
 
 /// Addresses at which a thread reserves, maps, unmaps or gives access.
 static CHANGING: Claims = Claims::new();
@@ -165,12 +163,23 @@ pub(crate) fn write() -> RwLockWriteGuard<'static, Space> {
 /// Whether an address is in a reservation made here for device memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
-    in_space(address) && !host_mappings::is_here(address)
+    let here = in_space(address) || ELSEWHERE.load(Ordering::Acquire) && is_reserved(address);
+    here && !host_mappings::is_here(address)
 }
 
 #[inline]
 fn in_space(address: u64) -> bool {
     address.wrapping_sub(SPACE) < SPACE_SIZE
+}
+
+/// Whether an address that may be reserved is in a window: these are below [`SPACE`].
+fn in_windows(address: u64) -> bool {
+    address < SPACE
+}
+
+#[cold]
+fn is_reserved(address: u64) -> bool {
+    read().reservation(address, 1).is_some()
 }
 
 /// What is mapped at an address.
@@ -268,6 +277,10 @@ fn is_apart(mut ranges: impl DoubleEndedIterator<Item = (u64, u64)>, address: u6
 }
 
 impl Space {
+    const fn new() -> Space {
+        Space { reserved: BTreeMap::new(), given_up: BTreeSet::new(), mappings: BTreeMap::new(), next: 0 }
+    }
+
     pub fn granule(driver: &Driver) -> u64 {
         driver.devices.iter().map(|device| device.info.granule).max().unwrap_or(1).max(1)
     }
@@ -292,14 +305,25 @@ impl Space {
         }
     }
 
+    /// The first address to try: the wish, if it may be reserved and is free.
+    fn first(&self, driver: &Driver, size: u64, alignment: u64, wish: u64) -> u64 {
+        let wished = wish.is_multiple_of(alignment)
+            && may_be_reserved(wish, size, driver.windows())
+            && self.is_free(wish, size);
+        if wished { wish } else { self.next.max(SPACE) }
+    }
+
     /// Chooses addresses, from `from` on if there are some.
     fn take(&mut self, from: u64, alignment: u64, reservation: Reservation) -> Result<u64> {
         let size = reservation.size;
-        let found = self.free_from(from, size, alignment);
+        let there = || self.is_free(from, size).then_some(from);
+        let found = if in_windows(from) { there() } else { self.free_from(from, size, alignment) };
         let found = found.or_else(|| self.free_from(SPACE, size, alignment));
         let address = found.ok_or(Status::OUT_OF_MEMORY)?;
         self.reserved.insert(address, reservation);
-        self.next = address + size;
+        if !in_windows(address) {
+            self.next = address + size;
+        }
         Ok(address)
     }
 
@@ -383,14 +407,10 @@ fn reserve_at(driver: &Driver, reservation: Reservation, alignment: u64, wish: u
         return Err(Status::INVALID_VALUE);
     }
     let alignment = alignment.max(SPACE_ALIGN);
-    let mut from = {
-        let space = read();
-        let wished = in_space(wish)
-            && wish.is_multiple_of(alignment)
-            && wish.checked_add(size).is_some_and(|end| end <= SPACE + SPACE_SIZE)
-            && space.is_free(wish, size);
-        if wished { wish } else { space.next.max(SPACE) }
-    };
+    let mut from = read().first(driver, size, alignment, wish);
+    if in_windows(from) {
+        ELSEWHERE.store(true, Ordering::Release);
+    }
     for _ in 0..ATTEMPTS {
         // From here on no other thread gets these addresses.
         let address = write().take(from, alignment, reservation)?;
@@ -399,10 +419,12 @@ fn reserve_at(driver: &Driver, reservation: Reservation, alignment: u64, wish: u
             Ok(()) => return Ok(address),
             Err(status) => {
                 write().reserved.remove(&address);
-                if status != Status::OUT_OF_MEMORY {
+                // An older server reserves nothing outside [`SPACE`].
+                let may_be_older = in_windows(address) && status == Status::INVALID_VALUE;
+                if status != Status::OUT_OF_MEMORY && !may_be_older {
                     return Err(status);
                 }
-                from = address + size;
+                from = if in_windows(address) { read().next.max(SPACE) } else { address + size };
             }
         }
     }
@@ -767,6 +789,7 @@ mod tests {
     use client::data::HostIn;
     use client::handle::ContextId;
     use client::ops::copy::MemcpyHtoD;
+    use client::ops::memory::{WINDOW_SIZE, window};
 
     use super::*;
     use crate::streams::stream_table;
@@ -857,6 +880,27 @@ mod tests {
         let free = move || free(driver, address, 2 * SPACE_ALIGN);
         assert_eq!(without_asking(servers, free), Err(Status::INVALID_VALUE));
         assert!(read().reservation(address, SPACE_ALIGN).is_some());
+    }
+
+    #[test]
+    fn addresses_that_a_program_asks_for_are_taken_if_no_device_has_them() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server; 2]);
+        let mut space = Space::new();
+        let mut take = |wish, size| {
+            let from = space.first(driver, size, SPACE_ALIGN, wish);
+            space.take(from, SPACE_ALIGN, Reservation { size, only: None }).unwrap()
+        };
+        let far = SPACE + SPACE_SIZE / 2;
+        let last = SPACE + SPACE_SIZE - WINDOW_SIZE;
+        for wish in [window(2), window(4) + SPACE_ALIGN, far, last] {
+            assert_eq!(take(wish, WINDOW_SIZE), wish);
+        }
+        // The devices have these, other reservations those, and the last is not aligned.
+        for wish in [window(0), window(1), window(2), window(5), far, window(8) + SPACE_ALIGN / 2] {
+            let address = take(wish, SPACE_ALIGN);
+            assert!(in_space(address) && address != wish, "{wish:#x} {address:#x}");
+        }
     }
 
     #[test]

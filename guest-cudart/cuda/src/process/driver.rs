@@ -30,6 +30,8 @@ pub(crate) struct Driver {
     pub version: i32,
     /// The devices of all servers, by ordinal.
     pub devices: Vec<Device>,
+    /// The number of the first device's window; the others follow.
+    pub first_window: u32,
     /// The devices that `CUDA_VISIBLE_DEVICES` hides: UUIDs and servers. Other processes may have memory
     /// there.
     pub hidden: Vec<([u8; 16], &'static Server)>,
@@ -122,8 +124,13 @@ impl Driver {
             }
         }
         let found = devices.iter().map(|server| Found { server, number: 0, info: info() });
-        let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, found)).collect();
-        Box::leak(Box::new(Driver { servers, version: 0, devices, hidden: Vec::new() }))
+        let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, ordinal, found)).collect();
+        Box::leak(Box::new(Driver { servers, version: 0, devices, first_window: 0, hidden: Vec::new() }))
+    }
+
+    /// The numbers of all devices' windows.
+    pub fn windows(&self) -> std::ops::Range<u32> {
+        self.first_window..self.first_window + self.devices.len() as u32
     }
 
     /// The device with this number in the session with a server, if the program sees it.
@@ -190,18 +197,31 @@ pub(crate) fn init() -> Result<&'static Driver> {
     }
     let uuids: Vec<[u8; 16]> = found.iter().map(|found| found.info.uuid).collect();
     let mut hidden = Vec::new();
+    let mut first_window = 0;
     if let Some(chosen) = visible_devices::of_process(&uuids)? {
+        first_window = first_window_of(servers.len(), &chosen);
         let mut all: Vec<_> = found.into_iter().map(Some).collect();
         found = chosen.iter().filter_map(|ordinal| all[*ordinal as usize].take()).collect();
         hidden = all.into_iter().flatten().map(|found| (found.info.uuid, found.server)).collect();
     }
     for (index, server) in servers.iter().enumerate() {
-        place(index, server, &mut found)?;
+        place(index, server, &mut found, first_window)?;
     }
-    let devices = (0..).zip(found).map(|(ordinal, found)| Device::new(ordinal, found)).collect();
+    let numbered = (0..).zip(found);
+    let devices =
+        numbered.map(|(ordinal, found)| Device::new(ordinal, first_window + ordinal, found)).collect();
     // This library implements this version of the API, even if a server's driver is newer.
     let version = version.min(API_VERSION);
-    Ok(DRIVER.get_or_init(|| Driver { servers, version, devices, hidden }))
+    Ok(DRIVER.get_or_init(|| Driver { servers, version, devices, first_window, hidden }))
+}
+
+/// The number of the first device's window for a program that sees only these devices, by their numbers.
+///
+/// The windows of devices before the first that it sees stay free for its own reservations. A worker has
+/// reserved the windows of all its server's devices beforehand, but not those of other servers' devices. With
+/// several servers, higher windows than necessary would have to be reserved now, which may fail.
+fn first_window_of(servers: usize, chosen: &[u32]) -> u32 {
+    if servers == 1 { chosen.iter().copied().min().unwrap_or(0) } else { 0 }
 }
 
 /// A device found in a session.
@@ -266,9 +286,9 @@ impl Asked {
 
 /// Tells a server which of its devices the program sees and where their memory is in the process's address
 /// windows, if that differs from the session's default. Makes values distinct that two servers may share.
-fn place(index: usize, server: &'static Server, found: &mut [Found]) -> Result {
+fn place(index: usize, server: &'static Server, found: &mut [Found], first_window: u32) -> Result {
     let own = |(_, found): &(u32, &mut Found)| std::ptr::eq(found.server, server);
-    let mine: Vec<(u32, &mut Found)> = (0..).zip(found).filter(own).collect();
+    let mine: Vec<(u32, &mut Found)> = (first_window..).zip(found).filter(own).collect();
     let (windows, devices): (Vec<u32>, Vec<u32>) =
         mine.iter().map(|(window, found)| (*window, found.number)).unzip();
     let as_they_are = |numbers: &[u32]| numbers.iter().copied().eq(0..numbers.len() as u32);
@@ -339,7 +359,7 @@ impl Device {
         self.server.session.call(&PeerInfo { device: self.number, peer: peer.number }).map(Some)
     }
 
-    fn new(ordinal: u32, found: Found) -> Device {
+    fn new(ordinal: u32, window: u32, found: Found) -> Device {
         let Found { server, number, info } = found;
         let most = info
             .attributes
@@ -356,8 +376,9 @@ impl Device {
         }
         let shares_host_memory = attributes.get(attr::CAN_MAP_HOST_MEMORY) == Some(&Some(1));
         crate::process::device_attributes::complete_attributes(&mut attributes);
-        let memory = Mutex::new(DeviceMemory::new(ordinal, info.granule));
-        let managed = Mutex::new(DeviceMemory::both(ordinal, info.granule, client::pages::PAGE as u64));
+        let memory = Mutex::new(DeviceMemory::new(ordinal, window, info.granule));
+        let page = client::pages::PAGE as u64;
+        let managed = Mutex::new(DeviceMemory::both(ordinal, window, info.granule, page));
         let primary = Context::new(ContextId(number), server, ordinal, 0, true);
         Device { ordinal, number, server, info, attributes, memory, managed, primary, shares_host_memory }
     }
@@ -593,5 +614,18 @@ mod unused {
         assert_eq!(outcome(), Status::OUT_OF_MEMORY);
         lose(session);
         assert_eq!(outcome(), Status::DEVICE_UNAVAILABLE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_before_the_first_device_that_a_program_sees_stay_free() {
+        assert_eq!(first_window_of(1, &[0, 1]), 0);
+        assert_eq!(first_window_of(1, &[3, 1]), 1);
+        // Other servers' workers have reserved only the first windows.
+        assert_eq!(first_window_of(2, &[3, 1]), 0);
     }
 }

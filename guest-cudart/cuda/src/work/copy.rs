@@ -106,7 +106,12 @@ impl Copier {
         match self.mode {
             Mode::Sync if self.own => Ok(()),
             Mode::Sync => pending_writes::settle_in_order(&self.stream),
-            Mode::Async if pinned => self.stream.synchronize_as_operation(),
+            Mode::Async if pinned => {
+                self.stream.synchronize_as_operation()?;
+                // Kernels may have written the same pages at another address.
+                self.has_waited();
+                Ok(())
+            }
             Mode::Async => Ok(()),
         }
     }

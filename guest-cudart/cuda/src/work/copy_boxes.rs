@@ -193,6 +193,7 @@ impl Copier {
                 return Ok(());
             }
             self.stream.synchronize_as_operation()?;
+            self.has_waited();
         } else {
             self.before_reading(REGIONS.any(src.address as usize).is_some())?;
         }

@@ -128,7 +128,7 @@ static PIECES: AtomicUsize = AtomicUsize::new(0);
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// Number of pieces outside of the windows' parts for managed memory: variables and pinned memory. The others
+/// Number of pieces outside the windows' parts for managed memory: variables and pinned memory. The others
 /// are recognized by their address.
 static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
 
@@ -215,6 +215,12 @@ impl Backing for Both<'_> {
     }
 }
 
+/// Whether a piece has other addresses than the windows' parts for managed memory. Pinned memory may also be
+/// in windows that no device has.
+fn is_elsewhere(base: u64, piece: &Piece) -> bool {
+    piece.pinned || !is_managed(base)
+}
+
 impl State {
     pub fn find(&self, address: u64) -> Option<(u64, u64)> {
         let (base, (size, _)) = self.pieces.range(..=address).next_back()?;
@@ -233,7 +239,7 @@ impl State {
         if piece.blocks.is_held() {
             self.held.insert(base);
         }
-        self.elsewhere += usize::from(!is_managed(base));
+        self.elsewhere += usize::from(is_elsewhere(base, &piece));
         self.pieces.insert(base, (size, piece));
         self.counted();
     }
@@ -242,7 +248,7 @@ impl State {
         self.held.remove(&base);
         self.together.retain(|together| together.base != base);
         let piece = self.pieces.remove(&base);
-        self.elsewhere -= usize::from(piece.is_some() && !is_managed(base));
+        self.elsewhere -= usize::from(piece.as_ref().is_some_and(|(_, piece)| is_elsewhere(base, piece)));
         self.counted();
         piece
     }
