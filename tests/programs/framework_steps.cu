@@ -233,27 +233,34 @@ static void graph(CUstream stream, int) {
     check(value);
 }
 
-// A token of llama.cpp. Each input is copied on the thread's default stream, which is waited for, as it was when the
-// program cleared memory there; what it cleared on the legacy default stream it never waited for. Then come a graph on a
-// stream of its own, and the logits, to page-locked memory.
-static void llama(CUstream stream, int) {
+// A token of llama.cpp. Each input, in pageable or in page-locked memory, is copied on the thread's default stream, which
+// is waited for, as it was when the program cleared memory there; what it cleared on the legacy default stream it never
+// waited for. Then come a graph on a stream of its own, and the logits (and, to be checked, the inputs), to page-locked
+// memory.
+static void llama(CUstream stream, int step) {
     static Graph layers(12);
-    static float *logits = nullptr;
+    static float *logits = nullptr, *pinned = nullptr, *inputs = nullptr;
     if (!logits) {
         logits = (float *)pinned_bytes(4 * N);
+        pinned = (float *)pinned_bytes(4 * N);
+        inputs = (float *)pinned_bytes(4 * N);
         OK(cuMemsetD8Async(data + 6 * N, 0, 2 * N, CU_STREAM_LEGACY));
         OK(cuMemsetD8Async(data + 4 * N, 0, 4 * N, CU_STREAM_PER_THREAD));
         OK(cuStreamSynchronize(CU_STREAM_PER_THREAD));
     }
     for (int input = 0; input < 6; input++) {
-        float pageable[N / 6] = {};
-        OK(cuMemcpyHtoDAsync(data + 4 * N + input * sizeof pageable, pageable, sizeof pageable, CU_STREAM_PER_THREAD));
+        // The next input is written where this one was.
+        float pageable[N / 6], *source = input % 2 ? pageable : pinned;
+        for (int i = 0; i < N / 6; i++) source[i] = 10 * step + input;
+        OK(cuMemcpyHtoDAsync(data + 4 * N + input * sizeof pageable, source, sizeof pageable, CU_STREAM_PER_THREAD));
         OK(cuStreamSynchronize(CU_STREAM_PER_THREAD));
     }
     layers.launch(stream);
     OK(cuMemcpyDtoHAsync(logits, data, 4 * N, stream));
+    OK(cuMemcpyDtoHAsync(inputs, data + 4 * N, 4 * N, stream));
     OK(cuStreamSynchronize(stream));
     check(logits[N - 1]);
+    for (int i = 0; i < N / 6 * 6; i++) REQUIRE(inputs[i] == 10 * step + i / (N / 6), "input %d is %f", i, inputs[i]);
 }
 
 // A stream that the default stream waits for, and a synchronous copy in the default stream once that stream is done.

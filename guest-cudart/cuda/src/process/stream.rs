@@ -252,9 +252,7 @@ impl Stream {
 
     /// The same for its own work.
     pub fn own_is_settled(&self) -> bool {
-        self.last_unread
-            .get()
-            .is_none_or(|last| self.own_synced.has_reached(last) || self.is_known_done(last))
+        self.last_unread.get().is_none_or(|last| self.own_is_known_done_to(last))
     }
 
     /// Whether the stream is known, without asking, to be done up to record `seq`.
@@ -344,7 +342,21 @@ impl Stream {
 
     /// Whether its own work is known to be done, without asking.
     pub fn own_is_known_done(&self) -> bool {
-        self.last_work.get().is_none_or(|last| self.is_known_done(last))
+        self.last_work.get().is_none_or(|last| self.own_is_known_done_to(last))
+    }
+
+    /// Whether its own work up to record `seq` is known to be done, without asking.
+    fn own_is_known_done_to(&self, seq: Seq) -> bool {
+        self.own_synced.has_reached(seq) || self.is_known_done(seq)
+    }
+
+    /// Whether it is known, without asking, that nothing can hold up the stream's next work: before that come
+    /// only copies whose source has been read, which nothing holds up either.
+    pub fn starts_at_once(&self) -> bool {
+        if self.legacy {
+            return !self.context.is_busy();
+        }
+        self.own_is_settled() && (self.is_free() || self.context.legacy().own_is_known_done())
     }
 
     /// Whether its own work is known to be done, without waiting.

@@ -29,10 +29,14 @@ use crate::work::host_function::{self, Function};
 use crate::work::server_copy::{self, Linear, Part, Split};
 use client::Status;
 use client::activity;
-use client::data::HostOut;
+use client::data::{HostIn, HostOut};
 use client::ops::Op;
 use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyHtoD, Pitched};
 use client::seq::Seq;
+
+/// Up to this many bytes, an asynchronous copy from pinned memory that starts at once reads them during the
+/// call, so that a wait for the stream needs no answer. More cost the call longer than most such waits.
+const SHORT: usize = 32 << 10;
 
 /// Whether the call returns before the copy is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -199,13 +203,21 @@ impl Copier {
     /// As there.
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let (session, stream) = (self.stream.session(), self.stream.id);
+        let mut is_read_now = false;
         REACHING.wait(src as u64);
         while let Some(range) = REGIONS.range(session, src as usize, len) {
             let read_in_place = || pinned::read_in_place(self.driver, self.stream.context, src as u64);
             let from =
                 pending_writes::source(self.driver, &self.stream, range, src as usize, len, read_in_place)?;
-            // The record is cheaper for few bytes, but only if nothing pending may still write them.
-            if self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy() {
+            // The record is cheaper for few bytes, but only if nothing pending may still write them. The
+            // program need not wait for an asynchronous copy whose source has been read.
+            is_read_now = match self.mode {
+                Mode::Sync => len <= INLINE && !self.stream.context.is_busy(),
+                Mode::Async => {
+                    len <= SHORT && matches!(from, HostIn::Range(_)) && self.stream.starts_at_once()
+                }
+            };
+            if is_read_now {
                 break;
             }
             let steady = pinned_regions::steady(session);
@@ -228,13 +240,19 @@ impl Copier {
         if pinned && !in_place && Self::has_become_a_mirror(src as u64) {
             return self.on_device(dst, src as u64, len);
         }
-        self.before_reading(pinned)?;
+        let unheld = pending_writes::is_unheld(&self.stream);
+        if self.mode == Mode::Sync || !is_read_now {
+            self.before_reading(pinned)?;
+        }
         if !in_place {
             activity::copies_pageable();
         }
         // SAFETY: guaranteed by the caller.
         let last = unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
         self.last.set(last);
+        if let Some(last) = last.filter(|_| is_read_now && unheld) {
+            self.stream.unheld.raise(last);
+        }
         if managed::is_here(dst) {
             self.stream.host_sees_last_work();
         }
