@@ -260,8 +260,8 @@ fn run_launch_loop(bed: &Bed, transport: &str, poll_us: Option<u32>) -> Result<(
     Ok((commands, [kicks, interrupts]))
 }
 
-/// A launch in an emulated guest may take longer than both sides usually poll, and on a busy machine each side
-/// waits for its turn longer than that now and then. So these bounds are generous.
+/// A launch in an emulated guest may take longer than both sides usually poll, and on a busy machine each
+/// side waits for its turn longer than that now and then. So these bounds are generous.
 fn launches_need_no_exit_over(transport: &'static str) -> Result<()> {
     launches_need_no_exit(transport, Some(10_000), 10)?;
     launches_need_no_exit(transport, None, 25)
