@@ -710,7 +710,8 @@ mod tests {
     fn defaults_are_those_of_a_session() {
         let vm = config(VM, &[]).unwrap().vms.remove(0);
         let session = vm.servers.first();
-        let expected = SessionConfig::new("tcp:gpu:9700".parse().unwrap(), "a");
+        let mut expected = SessionConfig::new("tcp:gpu:9700".parse().unwrap(), "a");
+        expected.data_connections = expected.security.usual_data_connections();
         assert_eq!(format!("{session:?}"), format!("{expected:?}"));
     }
 
