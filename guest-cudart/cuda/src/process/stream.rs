@@ -299,10 +299,10 @@ impl Stream {
     /// [`mark`](Self::mark), and the legacy default stream's work so far. Returns its `seq`.
     pub fn mark_as_operation(&self) -> Result<Seq> {
         let legacy = self.context.legacy();
-        // That this stream was waited for since says nothing: a wait is no operation.
+        // A wait for this stream since then tells nothing of the legacy one: only operations wait for that.
         if self.waits_by_itself(legacy)
             && let Some(last) = legacy.last_work.get()
-            && !legacy.is_known_done(last)
+            && !legacy.own_is_known_done_to(last)
             && !self.last_mark.has_reached(last)
         {
             // It counts as work of this stream, so later marks are behind it.
@@ -315,9 +315,7 @@ impl Stream {
     /// [`synchronize`](Self::synchronize), and the legacy default stream's work so far. For operations that
     /// this process carries out itself.
     pub fn synchronize_as_operation(&self) -> Result {
-        let legacy = self.context.legacy();
-        let pending = || legacy.last_work.get().is_some_and(|last| !legacy.is_known_done(last));
-        if !self.legacy && !self.is_free() && pending() {
+        if !self.legacy && !self.is_free() && !self.context.legacy().own_is_known_done() {
             let mark = self.mark_as_operation()?;
             self.session().wait_progress(|| self.has_passed(mark))?;
             self.is_synced(mark);
@@ -612,7 +610,7 @@ mod tests {
         work(&stream);
         let own = stream.mark().unwrap();
         let other = work(legacy);
-        // A wait for the stream, which is answered although the legacy stream goes on.
+        // The program waits for the stream. The answer comes while the legacy stream is still at work.
         stream.is_synced(stream.session().append(&StreamSynchronize { stream: stream.id }).unwrap());
         assert_eq!(stream.mark(), Ok(own));
         let mark = stream.mark_as_operation().unwrap();

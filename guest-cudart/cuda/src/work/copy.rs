@@ -35,7 +35,7 @@ use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyHtoD, Pitched};
 use client::seq::Seq;
 
 /// Up to this many bytes, an asynchronous copy from pinned memory that starts at once reads them during the
-/// call, so that a wait for the stream needs no answer. More cost the call longer than most such waits.
+/// call, so that a wait for the stream needs no answer. Reading more takes longer than most such waits.
 const SHORT: usize = 32 << 10;
 
 /// Whether the call returns before the copy is done.
@@ -240,7 +240,7 @@ impl Copier {
         if pinned && !in_place && Self::has_become_a_mirror(src as u64) {
             return self.on_device(dst, src as u64, len);
         }
-        let unheld = pending_writes::is_unheld(&self.stream);
+        let unheld = is_read_now && pending_writes::is_unheld(&self.stream);
         if self.mode == Mode::Sync || !is_read_now {
             self.before_reading(pinned)?;
         }
@@ -250,7 +250,7 @@ impl Copier {
         // SAFETY: guaranteed by the caller.
         let last = unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
         self.last.set(last);
-        if let Some(last) = last.filter(|_| is_read_now && unheld) {
+        if let Some(last) = last.filter(|_| unheld) {
             self.stream.unheld.raise(last);
         }
         if managed::is_here(dst) {
