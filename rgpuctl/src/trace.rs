@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use protocol::trace::{DEVICES, VARIABLE};
 
-use crate::recording::{self, Commands, FIRST, STAGES};
+use crate::recording::{self, Command, Commands, FIRST, STAGES};
 use crate::run::run_program;
 use crate::session::Target;
 use crate::timeline;
@@ -148,16 +148,29 @@ fn median(values: &mut [u64]) -> String {
     }
 }
 
+/// When a command reached the stages after the first, none later than a stage that follows it. An answer that
+/// waits for a device is given by another thread than the one that executes commands. So the answer can be on
+/// its way, or have arrived, before the worker notes that the command is executed.
+fn in_order(command: &Command) -> [Option<u64>; STAGES.len()] {
+    let mut times = STAGES.map(|stage| command.at(stage));
+    let mut after = u64::MAX;
+    for at in times.iter_mut().rev().flatten() {
+        *at = (*at).min(after);
+        after = *at;
+    }
+    times
+}
+
 fn table(commands: &Commands) -> String {
     let mut by_operation: BTreeMap<&str, Times> = BTreeMap::new();
     for command in commands.values() {
         let Some(first) = command.at(FIRST) else { continue };
         let times = by_operation.entry(&command.operation).or_default();
         let mut before = first;
-        for (stage, steps) in STAGES.iter().zip(&mut times.steps) {
-            if let Some(at) = command.at(stage) {
+        for (at, steps) in in_order(command).into_iter().zip(&mut times.steps) {
+            if let Some(at) = at {
                 steps.push(at.saturating_sub(before));
-                before = at;
+                before = before.max(at);
             }
         }
         times.total.push(before.saturating_sub(first));
@@ -226,5 +239,29 @@ mod tests {
             ["stream_synchronize", "1", "28.0", "1.0", "2.5", "0.5", "1.0", "10.0", "5.0", "8.0"]
         );
         assert_eq!(lines[2], ["launch", "1", "3.0", "–", "–", "2.0", "1.0", "–", "–", "–"]);
+    }
+
+    #[test]
+    fn the_stages_add_up_if_the_worker_notes_the_execution_after_the_answer() {
+        let mut command = Command { operation: "stream_synchronize".to_owned(), ..Command::default() };
+        let times = [
+            (FIRST, 1000),
+            ("taken", 2000),
+            ("received", 4500),
+            ("begun", 5000),
+            ("executed", 30000),
+            ("answered", 16000),
+            ("delivered", 21000),
+            ("woken", 29000),
+        ];
+        for (stage, at) in times {
+            command.stages.insert(stage.to_owned(), recording::Moment { at, thread: 1 });
+        }
+        let table = table(&BTreeMap::from([(1, command)]));
+        let words: Vec<&str> = table.lines().nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(
+            words,
+            ["stream_synchronize", "1", "28.0", "1.0", "2.5", "0.5", "11.0", "0.0", "5.0", "8.0"]
+        );
     }
 }
