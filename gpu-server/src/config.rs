@@ -111,7 +111,7 @@ pub struct Serve {
     #[arg(long, value_name = "FOLDER", default_value = SERVER_FOLDER)]
     pub identity: PathBuf,
     /// Unix socket for rgpuctl to enroll, list and revoke clients, and to drain or upgrade the daemon. Only
-    /// this daemon's user may connect. None by default
+    /// this daemon's user and root may connect. None by default
     #[arg(id = "admin.socket", long = "admin-socket", value_name = "PATH")]
     pub admin_socket: Option<PathBuf>,
     /// File with rules for what each client may use; clients.toml is an example. Read again on SIGHUP. By
@@ -315,8 +315,8 @@ pub struct WorkerOptions {
     /// carries at most this much per round trip; 16M are allowed in any case
     #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_size)]
     pub ahead_memory: u64,
-    /// Microseconds that a worker polls for commands before it sleeps. The default is 50, less on machines
-    /// with fewer than four processors
+    /// Microseconds that a worker polls for commands before it sleeps. The default is 50, and 5 with
+    /// one or two processors
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
     /// More device memory than the devices have.

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
 
 /// A section of the example file.
@@ -64,7 +65,7 @@ pub fn example(introduction: &str, parts: &[Part]) -> String {
                 table = prefix.to_owned();
                 writeln!(out, "\n{sign}[{}]", part.full(prefix)).unwrap_or_default();
             }
-            comment(&mut out, &help(arg));
+            comment(&mut out, &meaning(arg, '"'));
             let find =
                 |list: &[(&str, &str)]| list.iter().find(|(k, _)| *k == key).map(|(_, v)| (*v).to_owned());
             match find(part.set) {
@@ -88,7 +89,7 @@ pub fn table(parts: &[Part]) -> String {
             let flag = arg.get_long().unwrap_or_default();
             let default = default(arg).map_or_else(|| "–".to_owned(), |value| format!("`{value}`"));
             let key = part.full(&key);
-            let help = help(arg).replace('|', "\\|");
+            let help = meaning(arg, '`').replace('|', "\\|");
             writeln!(out, "| `{key}` | `--{flag}` | {default} | {help} |").unwrap_or_default();
         }
     }
@@ -100,14 +101,30 @@ pub fn keys(parts: &[Part]) -> String {
     let mut out = String::from("| key | meaning |\n|---|---|\n");
     for part in parts {
         for (key, arg) in part.options() {
-            let help = help(arg).replace('|', "\\|");
+            let help = meaning(arg, '`').replace('|', "\\|");
             writeln!(out, "| `{}` | {help} |", part.full(&key)).unwrap_or_default();
         }
     }
     out
 }
 
-pub(crate) fn help(arg: &Arg) -> String {
+/// An option's help, and what each of its values means if it has only some. Values are between `quotes`.
+pub(crate) fn meaning(arg: &Arg, quotes: char) -> String {
+    let mut text = help(arg);
+    let is_bool = arg.get_value_parser().type_id() == ValueParser::bool().type_id();
+    if arg.get_action().takes_values() && !is_bool {
+        for value in arg.get_possible_values().iter().filter(|value| !value.is_hide_set()) {
+            write!(text, " {quotes}{}{quotes}", value.get_name()).unwrap_or_default();
+            if let Some(help) = value.get_help() {
+                write!(text, ": {help}").unwrap_or_default();
+            }
+            text.push('.');
+        }
+    }
+    text
+}
+
+fn help(arg: &Arg) -> String {
     let help = arg.get_long_help().or_else(|| arg.get_help()).map(ToString::to_string).unwrap_or_default();
     help.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned() + "."
 }

@@ -46,10 +46,10 @@ impl File {
     /// Like [`read`](Self::read), with the text of a file; `path` is for error messages.
     pub fn parse(path: &Path, text: &str, sections: &[&str]) -> Result<File, Error> {
         let reader = Reader { path, text };
-        let table = DeTable::parse(text).map_err(|e| Error::Syntax {
-            path: path.to_owned(),
-            line: reader.line(e.span().unwrap_or_default()),
-            text: e.message().to_owned(),
+        let table = DeTable::parse(text).map_err(|e| {
+            let line = reader.line(e.span().unwrap_or_default());
+            let text = reader.repeated_section(line).unwrap_or_else(|| e.message().to_owned());
+            Error::Syntax { path: path.to_owned(), line, text }
         })?;
         let mut root = Section { name: String::new(), line: 1, values: Vec::new() };
         let mut found = Vec::new();
@@ -125,6 +125,19 @@ struct Reader<'t> {
 impl Reader<'_> {
     fn line(&self, at: Range<usize>) -> usize {
         self.text.get(..at.start).map_or(1, |before| before.matches('\n').count() + 1)
+    }
+
+    /// What to say of the section that begins in this line, if the file has the same one above. The packaged
+    /// files have every section, so this happens to whoever adds one at their end.
+    fn repeated_section(&self, line: usize) -> Option<String> {
+        let header = |line: &str| line.split('#').next().unwrap_or_default().trim().to_owned();
+        let own = header(self.text.lines().nth(line.checked_sub(1)?)?);
+        if !own.starts_with('[') || own.starts_with("[[") {
+            return None;
+        }
+        let first = self.text.lines().position(|text| header(text) == own)? + 1;
+        (first < line)
+            .then(|| format!("there is a section {own} already, in line {first}: put the keys there"))
     }
 
     fn wrong(&self, at: Range<usize>, key: &str, text: impl Into<String>) -> Error {

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use clap::{Arg, ArgAction, Command};
 
-use crate::document::help;
+use crate::document::meaning;
 use crate::manual::sections;
 
 /// Writes a program's commands: what each does, how it is called, its options, and what follows its help,
@@ -38,7 +38,8 @@ fn write_command(out: &mut String, command: &Command, elsewhere: &Command, level
     if !options.is_empty() {
         out.push_str("\n| option | default | meaning |\n|---|---|---|\n");
         for arg in options {
-            let _ = writeln!(out, "| `{}` | {} | {} |", form(arg), default(arg), meaning(arg));
+            let meaning = cell(&meaning(arg, '`'), " ").replace('|', "\\|");
+            let _ = writeln!(out, "| `{}` | {} | {meaning} |", form(arg), default(arg));
         }
     }
     let text = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
@@ -68,26 +69,6 @@ fn default(arg: &Arg) -> String {
         ArgAction::Set | ArgAction::Append if !values.is_empty() => values.join(", "),
         _ => "–".to_owned(),
     }
-}
-
-/// An option's help, and what each of its possible values means.
-fn meaning(arg: &Arg) -> String {
-    let mut text = help(arg);
-    let mut values = arg.get_possible_values();
-    values.retain(|value| !value.is_hide_set());
-    if arg.get_action().takes_values() {
-        for value in values {
-            match value.get_help() {
-                Some(help) => {
-                    let _ = write!(text, " `{}`: {help}.", value.get_name());
-                }
-                None => {
-                    let _ = write!(text, " `{}`.", value.get_name());
-                }
-            }
-        }
-    }
-    cell(&text, " ").replace('|', "\\|")
 }
 
 /// Text for Markdown, with paragraphs joined by `between`. Angle brackets are escaped, because placeholders

@@ -64,6 +64,16 @@ fn an_error_names_the_line_and_the_key() {
 }
 
 #[test]
+fn a_section_that_is_there_twice_is_named() {
+    let twice = "[net] # one\nlisten = \"a\"\n\n[net]\nlisten = \"b\"\n";
+    assert_eq!(
+        error(twice),
+        "x.toml: line 4: there is a section [net] already, in line 1: put the keys there"
+    );
+    assert_eq!(error("most = 1\nmost = 2\n"), "x.toml: line 2: duplicate key");
+}
+
+#[test]
 fn an_option_in_the_wrong_section_is_told_where_it_belongs() {
     let no_such = |key: &str| format!("{key}: there is no such option; there is");
     let above = "most outside any section: its line has to be above the first section";
@@ -102,11 +112,12 @@ fn documents_omit_only_hidden_options() {
         set: &[("most", "7")],
         examples: &[("way", "\"up\"")],
     };
-    let expected = "# An example.\n\n# A part.\n[[part]]\n# How many at most.\nmost = 7\n# Which way.\n#: way = \"up\"\n\n\
+    let expected = "# An example.\n\n# A part.\n[[part]]\n# How many at most.\nmost = 7\n# Which way. \"up\". \"down\".\n#: way = \"up\"\n\n\
                     [part.net]\n# Where to listen; may be given more than once.\n#: listen = [\"here\"]\n";
     let mut parts = [part];
     assert_eq!(example("An example.", &parts), expected);
     assert!(table(&parts).contains("| `part.most` | `--most` | `4` | How many at most. |"));
+    assert!(table(&parts).contains("| Which way. `up`. `down`. |"));
     parts[0].commented = true;
     let signs = ["[[part]]", "[part.net]", "most = 7"];
     let signed =

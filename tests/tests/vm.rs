@@ -600,10 +600,11 @@ fn the_readconfig_file_gives_a_guest_its_device() -> Result<()> {
     let host = Host::start("vm/readconfig", Options::software("local"))?;
     let text = std::fs::read_to_string(configs().join("rgpu.cfg"))?;
     let socket = host.socket().display().to_string();
-    for value in ["\"/run/rgpu/vm.sock\"", "\"4294967296\""] {
+    for value in ["\"/run/rgpu/vm-guest1.sock\"", "\"4294967296\""] {
         ensure!(text.contains(value), "rgpu.cfg has no {value}");
     }
-    let text = text.replace("/run/rgpu/vm.sock", &socket).replace("4294967296", &(1024u64 << 20).to_string());
+    let text =
+        text.replace("/run/rgpu/vm-guest1.sock", &socket).replace("4294967296", &(1024u64 << 20).to_string());
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("rgpu.cfg");
     std::fs::write(&file, text)?;

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use clap::builder::Resettable;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, value_parser};
 use host_bridge::bridge::{CacheUse, CompressUse, Security, SessionConfig, TransportKind};
 use host_bridge::framing::Address;
@@ -354,8 +355,12 @@ impl Config {
 impl Arguments {
     /// The command with every option.
     fn full_command() -> clap::Command {
-        let command = DaemonOptions::augment_args(Arguments::command());
-        SessionOptions::augment_args(NativeOptions::augment_args(VmOptions::augment_args(command)))
+        let command = Arguments::command();
+        // Each structure makes its own comment that of the program.
+        let (about, long_about) = (command.get_about().cloned(), command.get_long_about().cloned());
+        let command = VmOptions::augment_args(DaemonOptions::augment_args(command));
+        let command = SessionOptions::augment_args(NativeOptions::augment_args(command));
+        command.about(Resettable::from(about)).long_about(Resettable::from(long_about))
     }
 
     /// Parses a command line and returns it with all options that it sets. An invalid command line ends the
@@ -680,6 +685,14 @@ mod tests {
         let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/command-line.md");
         let text = options::reference::markdown(Arguments::command(), &clap::Command::new(""));
         test_kit::check_generated(page, Some("vhost-rgpu"), &text);
+    }
+
+    #[test]
+    fn the_help_begins_with_what_the_program_does() {
+        let about = |command: clap::Command| {
+            [command.get_about(), command.get_long_about()].map(|text| text.map(ToString::to_string))
+        };
+        assert_eq!(about(Arguments::full_command()), about(Arguments::command()));
     }
 
     #[test]

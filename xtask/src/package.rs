@@ -96,7 +96,7 @@ const PACKAGES: &[Package] = &[
     Package {
         name: "rgpu-libs",
         files: &[("lib/rgpu/*", "usr/lib/rgpu")],
-        crates: &["rgpu-cuda", "rgpu-cudart", "rgpu-nvml"],
+        crates: &["rgpu-cuda", "rgpu-cudart", "rgpu-nvml", "rgpu-cupti"],
         license: APACHE,
     },
     // All of its files are in packaging/.

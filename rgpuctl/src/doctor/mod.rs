@@ -7,7 +7,7 @@ mod rdma;
 mod slurm;
 
 use std::io::ErrorKind;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -482,21 +482,28 @@ fn in_loader_cache(cache: &str, name: &str) -> Option<PathBuf> {
         .map(|path| PathBuf::from(path.trim()))
 }
 
-fn server(address: &str) -> Finding {
-    let bare = address.strip_prefix("tcp:").unwrap_or(address);
+fn server(text: &str) -> Finding {
+    let form = || "give it as HOST or HOST:PORT".to_owned();
+    let address = match text.parse::<Address>() {
+        Ok(address) => address,
+        Err(error) => return Wrong(error.to_string(), form()),
+    };
+    let Address::Tcp(host, port) = &address else {
+        return Wrong(format!("{address} is on this machine, where no network has to be checked"), form());
+    };
+    let shown = address.to_string();
+    let bare = shown.strip_prefix("tcp:").unwrap_or(&shown);
     let step = format!(
         "start rgpu-server with a tcp address on the server, and allow {bare} in every firewall on the way"
     );
-    let addresses: Vec<_> = match bare.to_socket_addrs() {
+    let addresses: Vec<_> = match (host.as_str(), *port).to_socket_addrs() {
         Ok(addresses) => addresses.collect(),
-        Err(error) => {
-            return Wrong(format!("cannot look up {bare}: {error}"), "give it as HOST:PORT".into());
-        }
+        Err(error) => return Wrong(format!("cannot look up {host}: {error}"), form()),
     };
     let mut last = "it has no address".to_owned();
-    for address in addresses {
-        match TcpStream::connect_timeout(&address, Duration::from_secs(3)) {
-            Ok(socket) => return protected(bare, address, socket),
+    for at in addresses {
+        match TcpStream::connect_timeout(&at, Duration::from_secs(3)) {
+            Ok(socket) => return protected(&address, bare, at, socket),
             Err(error) => last = error.to_string(),
         }
     }
@@ -504,12 +511,8 @@ fn server(address: &str) -> Finding {
 }
 
 /// Whether this user and the server trust each other's keys, and the server has GPUs for this user.
-fn protected(server: &str, at: std::net::SocketAddr, socket: TcpStream) -> Finding {
+fn protected(address: &Address, server: &str, at: SocketAddr, socket: TcpStream) -> Finding {
     let files = ClientFiles { folder: client_folder() };
-    let address = match server.parse::<Address>() {
-        Ok(address) => address,
-        Err(e) => return Wrong(e.to_string(), "give it as HOST:PORT".into()),
-    };
     let credentials = match files.credentials(&address.to_string()) {
         Ok(credentials) => credentials,
         Err(e) => {
@@ -523,7 +526,7 @@ fn protected(server: &str, at: std::net::SocketAddr, socket: TcpStream) -> Findi
     let unnamed = rustls::pki_types::ServerName::IpAddress(at.ip().into());
     let deadline = Instant::now() + Duration::from_secs(5);
     match Stream::tls_client(socket.into(), credentials.greeting(), unnamed, deadline) {
-        Ok(_) => served(&format!("{server} ({at})"), &address, files),
+        Ok(_) => served(&format!("{server} ({at})"), address, files),
         Err(e) => Wrong(
             format!("no protected connection to {server} ({at}): {e}"),
             "if the server has a new key, join it again with rgpuctl enroll and rgpuctl join; otherwise somebody else answers there".into(),
@@ -669,5 +672,19 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+        // As in every other command, the port may be missing. No name ends in ".invalid".
+        match server("gpu.invalid") {
+            Wrong(text, step) => {
+                assert!(
+                    text.starts_with("cannot look up gpu.invalid: ") && step.contains("HOST"),
+                    "{text} {step}"
+                )
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(
+            matches!(server("unix:/run/rgpu/server.sock"), Wrong(text, _) if text.contains("this machine"))
+        );
+        assert!(matches!(server("gpu7:port"), Wrong(text, _) if text.contains("gpu7:port")));
     }
 }
