@@ -1,13 +1,12 @@
 //! The protocol between the daemon and its workers: JSON messages with descriptors over a seqpacket socket
 //! pair, one message per packet.
 
-use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, IoSlice};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
+use host_bridge::framing::recv_packet;
 use identity::Fingerprint;
-use nix::sys::socket::{
-    ControlMessage, ControlMessageOwned, MsgFlags, getsockopt, recvmsg, sendmsg, sockopt,
-};
+use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -491,29 +490,16 @@ fn receive_with<T: DeserializeOwned>(
     flags: MsgFlags,
 ) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut bytes = vec![0; MAX_MESSAGE];
-    let mut space = nix::cmsg_space!([RawFd; MOST_DESCRIPTORS]);
     let mut reset = false;
-    let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
     let (count, fds) = loop {
-        let mut slices = [IoSliceMut::new(&mut bytes)];
-        match recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags) {
-            Ok(message) => {
-                let mut fds = Vec::new();
-                for control in message.cmsgs().map_err(io::Error::from)? {
-                    if let ControlMessageOwned::ScmRights(received) = control {
-                        // SAFETY: the kernel has just installed these descriptors in this process, and
-                        // nothing else owns them.
-                        fds.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
-                    }
-                }
-                break (message.bytes, fds);
-            }
-            Err(nix::Error::EINTR) => {}
+        match recv_packet(socket, &mut bytes, MOST_DESCRIPTORS, flags) {
+            Ok(received) => break received,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             // The peer closed its end while it held unread messages. The kernel reports this once, before it
             // delivers what the peer had sent.
-            Err(nix::Error::ECONNRESET) if !reset => reset = true,
-            Err(nix::Error::ECONNRESET) => return Ok(None),
-            Err(e) => return Err(e.into()),
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset && !reset => reset = true,
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            Err(e) => return Err(e),
         }
     };
     if count == 0 {

@@ -6,7 +6,7 @@
 //! ([`FrameReader`]) in a relay's event loop.
 
 use std::fmt;
-use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::io::{self, IoSlice, Read};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -14,9 +14,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use nix::sys::socket::{
-    ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg, setsockopt, sockopt,
-};
+use nix::errno::Errno;
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg, setsockopt, sockopt};
 use protocol::link::{BadGreeting, DEFAULT_PORT, FrameHeader, Greeting, MAX_FRAME, Received, greeting};
 use protocol::version::{Speaks, Version};
 use thiserror::Error;
@@ -205,24 +204,67 @@ fn recv_with(
     fds: &mut Vec<OwnedFd>,
     flags: MsgFlags,
 ) -> io::Result<usize> {
-    let mut slices = [IoSliceMut::new(buf)];
-    let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
-    let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
-    let message =
-        recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags).map_err(io::Error::from)?;
-    let bytes = message.bytes;
-    for control in message.cmsgs().map_err(io::Error::from)? {
-        if let ControlMessageOwned::ScmRights(received) = control {
-            for fd in received {
-                // SAFETY: the kernel has just installed this descriptor for us; nobody else knows it.
-                let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-                if fds.len() < MAX_FDS {
-                    fds.push(fd);
-                }
+    let (bytes, mut came) = recv_packet(socket, buf, MAX_FDS, flags)?;
+    came.truncate(MAX_FDS.saturating_sub(fds.len()));
+    fds.append(&mut came);
+    Ok(bytes)
+}
+
+/// One `recvmsg` into `buf`: how many bytes came, and at most `most` descriptors that came along
+/// (close-on-exec).
+///
+/// # Errors
+/// If there are more of them, or if this process cannot open so many ([`lacks_descriptors`]): then none stays
+/// open.
+pub fn recv_packet(
+    socket: BorrowedFd<'_>,
+    buf: &mut [u8],
+    most: usize,
+    flags: MsgFlags,
+) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let size = (most * size_of::<RawFd>()) as u32;
+    // SAFETY: these two only calculate. A header of control data is aligned like the numbers of this vector.
+    let (room, len) = unsafe { (libc::CMSG_SPACE(size) as usize, libc::CMSG_LEN(size) as usize) };
+    let mut control = vec![0_u64; room.div_ceil(size_of::<u64>())];
+    let mut slice = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
+    // SAFETY: an all-zero `msghdr` is valid: it names nothing.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (&raw mut slice, 1);
+    // With the room of `CMSG_SPACE`, there would be one descriptor more if their number is odd.
+    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), len as _);
+    let flags = (flags | MsgFlags::MSG_CMSG_CLOEXEC).bits();
+    // SAFETY: an open descriptor, and a message that names `buf` and `control` with their sizes.
+    let bytes = Errno::result(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) })?;
+    let mut came = Vec::new();
+    // SAFETY: the kernel has filled in the message.
+    let mut at = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    while !at.is_null() {
+        // SAFETY: a header within `control`, with which its data is, too.
+        unsafe {
+            if (*at).cmsg_level == libc::SOL_SOCKET && (*at).cmsg_type == libc::SCM_RIGHTS {
+                let data = libc::CMSG_DATA(at).cast::<RawFd>();
+                let count = ((*at).cmsg_len as usize - libc::CMSG_LEN(0) as usize) / size_of::<RawFd>();
+                // The kernel has just installed these descriptors for us; nobody else knows them.
+                came.extend((0..count).map(|n| OwnedFd::from_raw_fd(data.add(n).read_unaligned())));
             }
+            at = libc::CMSG_NXTHDR(&raw const message, at);
         }
     }
-    Ok(bytes)
+    if message.msg_flags & libc::MSG_CTRUNC == 0 {
+        Ok((bytes as usize, came))
+    } else if came.len() >= most {
+        let text = format!("a packet with more than {most} descriptors");
+        Err(io::Error::new(io::ErrorKind::InvalidData, text))
+    } else {
+        Err(Errno::EMFILE.into())
+    }
+}
+
+/// Whether an error is that this process or its machine has no descriptors or memory left, for which the peer
+/// cannot be blamed.
+pub fn lacks_descriptors(error: &io::Error) -> bool {
+    let lacks = [Errno::EMFILE, Errno::ENFILE, Errno::ENOBUFS, Errno::ENOMEM];
+    error.raw_os_error().is_some_and(|number| lacks.contains(&Errno::from_raw(number)))
 }
 
 /// Receives a structure. `Ok(None)`: the peer closed the connection instead.
@@ -541,7 +583,34 @@ impl FrameReader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd;
+
+    #[test]
+    fn no_descriptor_of_a_packet_that_has_too_many_stays_open() {
+        use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+        let pair = || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
+        let (ours, theirs) = pair().unwrap();
+        // A pipe's other end says when nobody has it any more.
+        let (held, passed) = nix::unistd::pipe().unwrap();
+        let mut bytes = [0; 4];
+        for count in [5, 6, 7, 100] {
+            send_message(theirs.as_fd(), &[b"many"], &vec![passed.as_fd(); count]).unwrap();
+            let received = recv_packet(ours.as_fd(), &mut bytes, 5, MsgFlags::empty());
+            match received {
+                Ok((4, fds)) => assert_eq!((count, fds.len()), (5, 5)),
+                other => {
+                    let error = other.unwrap_err();
+                    assert!(count > 5 && error.kind() == io::ErrorKind::InvalidData, "{count}: {error}");
+                    assert!(!lacks_descriptors(&error), "{error}");
+                }
+            }
+        }
+        send_message(theirs.as_fd(), &[b"many"], &vec![passed.as_fd(); MAX_FDS + 3]).unwrap();
+        assert!(recv_some(ours.as_fd(), &mut bytes, &mut Vec::new()).is_err());
+        drop(passed);
+        // Reads the end of the pipe, and does not wait for somebody who still has the other one.
+        nix::fcntl::fcntl(&held, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK)).unwrap();
+        assert_eq!(nix::unistd::read(&held, &mut bytes), Ok(0));
+    }
 
     #[test]
     fn addresses_read_and_print() {

@@ -46,9 +46,9 @@ pub use recovery::{client_of, is_region_of};
 /// How long the server may hold a destroyed channel's memory before this is logged. The message is repeated
 /// at the same interval.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Maximum number of regions and channels that a process stores with the keeper, which holds a few
-/// descriptors for each.
-pub const MAX_STORED: usize = 65536;
+/// Maximum number of regions and channels that a process stores with the keeper. The keeper holds up to four
+/// descriptors for each, so one user takes at most a sixteenth of the million that its unit allows.
+pub const MAX_STORED: usize = 16384;
 
 /// The open connections, and how to end them.
 #[derive(Debug, Default)]

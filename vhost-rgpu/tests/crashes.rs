@@ -116,6 +116,32 @@ fn limit_descriptors(process: u32, most: u64) -> u64 {
     before.rlim_cur
 }
 
+/// Lets the keeper open nothing more, because no number below its limit is free. Returns the limit before.
+fn leave_no_descriptors(daemon: &Daemon) -> u64 {
+    let free = (0..).find(|number| !Path::new(&format!("/proc/{}/fd/{number}", daemon.pid())).exists());
+    limit_descriptors(daemon.pid(), free.unwrap())
+}
+
+#[test]
+fn a_keeper_without_descriptors_ends_no_device_process() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let (restarted, process) = (daemon.number("device_processes_restarted"), device_process(&daemon, "vm"));
+    let most = leave_no_descriptors(&daemon);
+    // The device process asks for a connection, with the socket for the answer.
+    let (extents, _) = guest.prepare(1);
+    let (head, at) = guest.send(&message(create(1, &extents), &extents));
+    eventually(|| daemon.log().contains("is not heard: this process cannot open more descriptors"));
+    channel.synchronize();
+    assert_eq!(guest.used(CONTROL_QUEUE), None);
+    limit_descriptors(daemon.pid(), most);
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);
+    assert_eq!(guest.answer_at(at), (Answer::Ok, String::new()));
+    assert_eq!((daemon.number("device_processes_restarted"), daemon.sessions()), (restarted, 2));
+    assert_eq!(device_process(&daemon, "vm"), process);
+}
+
 #[test]
 fn a_device_process_that_cannot_be_started_is_tried_again() {
     let daemon = Daemon::serving(&FakeServer::good());
@@ -123,9 +149,7 @@ fn a_device_process_that_cannot_be_started_is_tried_again() {
     let channel = guest.create(0);
     let before = daemon.number("device_processes_restarted");
     let process = device_process(&daemon, "vm");
-    // For a while the keeper can open nothing more, because no number below the limit is free.
-    let free = (0..).find(|number| !Path::new(&format!("/proc/{}/fd/{number}", daemon.pid())).exists());
-    let most = limit_descriptors(daemon.pid(), free.unwrap());
+    let most = leave_no_descriptors(&daemon);
     kill(Pid::from_raw(process), Signal::SIGKILL).unwrap();
     eventually(|| daemon.log().contains("Too many open files"));
     limit_descriptors(daemon.pid(), most);

@@ -37,7 +37,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::config::SessionConfig;
 use super::error::{ConnectError, RegionError};
-use super::saved::{About, InheritedRegion, Presence, SavedLocal, duplicate, forget_said, hears_paused, say};
+use super::saved::{About, InheritedRegion, Presence, SavedLocal, duplicate, hears_paused, say, say_pause};
 use super::state::{ChannelMemory, SessionState, thread_name};
 use super::transport::{Closed, RegionMemory, Transport};
 use super::welcome::{Handshake, Turn, hello, welcome_in_turn};
@@ -381,13 +381,10 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the worker pause. It may have paused for a process before this one, which did not read that. When
-    /// it says that it is taken over, it has said all of that. Needs the state's lock.
+    /// Has the worker pause. When it says that it is taken over, it has said all that it had to say to a
+    /// process before this one. Needs the state's lock.
     fn say_pause(&self) {
-        for worker in self.succession.iter().map(AsFd::as_fd) {
-            forget_said(worker);
-            say(worker, frame::PAUSE);
-        }
+        self.succession.iter().for_each(|worker| say_pause(worker.as_fd()));
     }
 
     /// The thread: passes wake-ups and acknowledgements on until the worker's socket is closed.

@@ -309,6 +309,12 @@ impl<'m> Consumer<'m> {
         }
     }
 
+    /// Tells the producer which room is free. [`release`](Self::release) does so, too: this is for a consumer
+    /// whose predecessor may have ended before it did.
+    pub fn publish(&self) {
+        self.cursors.head.store(self.released, Ordering::Release);
+    }
+
     /// Copies the next record out: returns its header and fills `body` with its body, including padding.
     /// `None`: the ring is empty.
     ///

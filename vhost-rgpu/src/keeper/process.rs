@@ -174,7 +174,8 @@ impl Processes {
             most_stored: most_stored.max(stored.len()),
             servers: servers.all().iter().map(|session| session.server.clone()).collect(),
             connect_timeout: servers.first().connect_timeout,
-            connecting: AtomicU32::new(0),
+            connecting: servers.all().iter().map(|_| AtomicU32::new(0)).collect(),
+            unheard: AtomicBool::new(false),
             ended: EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
             heard: Mutex::new(Heard { confined, ..Heard::default() }),
             logged: Arc::clone(&self.logged),
@@ -196,6 +197,7 @@ impl Processes {
         let heard = match process.control.next_from_device() {
             Ok(Some(ToKeeper::Confined { text })) if !process.confined => confined(text, &self.logged),
             Ok(_) => Err("it has ended".to_owned()),
+            Err(e) if framing::lacks_descriptors(&e) => return std::thread::sleep(SHORT),
             Err(e) => Err(e.to_string()),
         };
         let heard = heard.and_then(|()| process.control.consume().map_err(|e| e.to_string()));
@@ -241,8 +243,8 @@ impl Processes {
         let mut watched: Vec<PollFd<'_>> =
             processes.iter().map(|process| watch(process.control.as_fd())).collect();
         watched.push(watch(self.changed.as_fd()));
-        let spare =
-            self.spare().as_ref().map(|spare| spare.control.as_fd().try_clone_to_owned()).transpose()?;
+        // Without a descriptor for that, the spare process is heard at the next call.
+        let spare = self.spare().as_ref().and_then(|spare| spare.control.as_fd().try_clone_to_owned().ok());
         watched.extend(spare.as_ref().map(|control| watch(control.as_fd())));
         watched.extend(others.iter().map(|fd| watch(*fd)));
         let left = limit.map(|limit| limit.saturating_duration_since(Instant::now()).as_millis() + 1);
@@ -285,9 +287,13 @@ fn confined(text: OwnedFd, logged: &AtomicBool) -> Result<(), String> {
     Ok(())
 }
 
-/// Maximum concurrent connection attempts for a device process: six for each of many sessions that begin
-/// together.
+/// Maximum concurrent connection attempts of a device process with one server: several for each of many
+/// sessions that begin together. Those with other servers are counted for themselves, because attempts with a
+/// server that is gone take long, and are made again and again.
 const MOST_CONNECTING: u32 = 256;
+
+/// The pause before a keeper without descriptors tries again to read what a device process has sent.
+const SHORT: Duration = Duration::from_millis(10);
 
 /// A device process that reads no message for this long while its keeper has many is replaced.
 const READS_WITHIN: Duration = Duration::from_secs(60);
@@ -328,8 +334,10 @@ pub struct Process {
     /// The servers of its sessions, and how long to try each address of their names.
     servers: Vec<Address>,
     connect_timeout: Duration,
-    /// Number of connections being made for it.
-    connecting: AtomicU32,
+    /// Number of connections with each server that are being made for it.
+    connecting: Vec<AtomicU32>,
+    /// Whether the log says that this keeper had no descriptors for what it sends.
+    unheard: AtomicBool,
     ended: EventFd,
     logged: Arc<AtomicBool>,
     heard: Mutex<Heard>,
@@ -418,6 +426,20 @@ impl Process {
     fn hear(self: &Arc<Self>) -> bool {
         match self.control.hear(|message| self.act_on(message)) {
             Ok(goes_on) => goes_on.unwrap_or(false),
+            // The packet stays the next one, and the process is innocent.
+            Err(e) if framing::lacks_descriptors(&e) => {
+                if !self.unheard.swap(true, Ordering::Relaxed) {
+                    let why =
+                        "this process cannot open more descriptors, so nothing new begins (LimitNOFILE)";
+                    tracing::error!(
+                        "{}: its device process {} is not heard: {why}: {e}",
+                        self.name,
+                        self.pid
+                    );
+                }
+                std::thread::sleep(SHORT);
+                true
+            }
             Err(e) => self.is_broken(&unheard(&e)),
         }
     }
@@ -489,20 +511,21 @@ impl Process {
     /// Connects to a server for it. Never blocks: a thread connects and answers. At most [`MOST_CONNECTING`]
     /// attempts run at a time.
     fn connect(self: &Arc<Self>, server: usize, timeout: Duration, reply: Control) {
-        if self.connecting.fetch_add(1, Ordering::Relaxed) >= MOST_CONNECTING {
-            self.connecting.fetch_sub(1, Ordering::Relaxed);
+        if self.connecting[server].fetch_add(1, Ordering::Relaxed) >= MOST_CONNECTING {
+            self.connecting[server].fetch_sub(1, Ordering::Relaxed);
+            let text = format!("too many connections with {} are being made", self.servers[server]);
             // The requester may be gone.
-            let _ = reply.answer(&Err(io::Error::other("too many connections are being made")));
+            let _ = reply.answer(&Err(io::Error::other(text)));
             return;
         }
         let process = Arc::clone(self);
         let connect = move || {
             let _ = reply.answer(&framing::connect(&process.servers[server], timeout));
-            process.connecting.fetch_sub(1, Ordering::Relaxed);
+            process.connecting[server].fetch_sub(1, Ordering::Relaxed);
         };
         if let Err(e) = std::thread::Builder::new().name("connect".to_owned()).spawn(connect) {
             // The socket for the answer is closed with the thread's function.
-            self.connecting.fetch_sub(1, Ordering::Relaxed);
+            self.connecting[server].fetch_sub(1, Ordering::Relaxed);
             tracing::error!("{}: a thread to connect to the server: {e}", self.name);
         }
     }

@@ -28,7 +28,7 @@ use zerocopy::FromBytes;
 
 use super::end::EndReason;
 use super::knowledge::{Block, CacheUse, Knowledge};
-use super::ledger::{self, Ledger};
+use super::ledger::{self, Ledger, MOST_CHANGED};
 use super::pace::Pace;
 use super::regions::{ClientMemory, Span};
 use super::schedule::{Schedule, Upload};
@@ -620,6 +620,9 @@ impl<M: ClientMemory> Schedule for Flows<M> {
         job.granted = job.granted.max(upto.min(job.span.len()));
         if let Some(changed) = &mut self.changed {
             changed.push(job.to_note(*number));
+            if changed.len() > MOST_CHANGED {
+                return Err(EndReason::Server("it sent too many grants in a frame".to_owned()));
+            }
         }
         if at == 0 && job.has_room() {
             let number = *number;

@@ -44,6 +44,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"rGPUled1");
 const LOG: u32 = 1 << 17;
 /// Staged changes above which no further record is taken before a commit.
 const MUCH_STAGED: usize = LOG as usize / 4;
+/// Changes of uploads that may be noted at a time. Each stages up to four changes.
+pub(super) const MOST_CHANGED: usize = MUCH_STAGED / 4;
 /// Frames of the control stream that the server need not have acknowledged.
 const FRAMES: u32 = 1 << 14;
 /// Pieces of data under way, each way.

@@ -556,7 +556,7 @@ impl<'c, S: Schedule> Machine<'c, S> {
         self.unsent.bytes() + self.downloads.bytes() >= BULK
     }
 
-    fn publish_released(&mut self) {
+    pub(super) fn publish_released(&mut self) {
         let released = self.unsent.released(self.last_seq);
         if released <= self.released {
             return;

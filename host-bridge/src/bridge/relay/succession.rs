@@ -208,13 +208,15 @@ impl<'c, S: Schedule> Machine<'c, S> {
         (self.control_received, self.processed) = (content.control_in, content.control_in);
         self.again = true;
         self.commit();
+        // The process before may have ended between its last word and this.
+        self.publish_released();
     }
 
     /// Reads again what was sent of the control stream.
     fn restore_frames(&mut self, content: &Content) -> Result<SendBuffer, EndReason> {
         let begin = content.out_base;
         self.consumer = self.session.channel.view.consumer(content.ring);
-        self.consumer.release(content.ring);
+        self.consumer.publish();
         let (mut out, mut body) = (SendBuffer::restored(begin, Vec::new()), Vec::new());
         for (end, framed) in &content.frames {
             match framed {

@@ -31,6 +31,7 @@ use zerocopy::IntoBytes;
 
 use self::server::Server;
 pub(super) use super::fuzzing::AnyMemory as TestMemory;
+use super::ledger::{self, Ledger};
 use super::mailbox::Message;
 use super::regions::Span;
 use super::schedule::Schedule;
@@ -524,6 +525,26 @@ proptest! {
         any_records::<Flows<TestMemory>>(seed);
         any_records::<Slots<TestMemory>>(seed);
     }
+}
+
+#[test]
+fn a_frame_with_very_many_grants_ends_the_session_with_a_reason() {
+    let (session, _) = session();
+    let arena = Some(TestMemory::new(64 << 20, false));
+    let mut machine = Machine::new(&session, arena, Flows::begin().noted(), PATIENCE);
+    machine.note_in(Ledger::begin(&ledger::file().unwrap(), 4).unwrap());
+    let mut session = Session { machine, ..Session::new(&session, 1) };
+    let src = HostIn::Late(HostRange { place: Place::Arena, offset: 0, len: 1000 });
+    let seq = session.push(&MemcpyHtoD { stream: StreamId(1), dst: 0, src }, NO_SLOT);
+    session.machine.take_records(&mut session.out).unwrap();
+    let grants = vec![DataGrant { seq, piece: 0, reserved: 0, upto: 1 }; 100_000];
+    session.frames.frame(frame::DATA_GRANT, grants.as_bytes());
+    let mut bytes = session.frames.unsent();
+    while !bytes.is_empty() {
+        session.machine.read(&mut bytes).unwrap();
+    }
+    let ended = session.machine.take_frames();
+    assert!(matches!(&ended, Err(EndReason::Server(why)) if why.contains("too many grants")), "{ended:?}");
 }
 
 /// Late data of three commands, granted in one frame.

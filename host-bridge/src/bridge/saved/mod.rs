@@ -179,7 +179,7 @@ impl Saved {
             // Who touched the memory has ended.
             Kind::Remote(_) => true,
             Kind::Local(local) => {
-                say(local.worker.as_fd(), frame::PAUSE);
+                say_pause(local.worker.as_fd());
                 hears_paused(local.worker.as_fd(), patience)
             }
         }
@@ -218,7 +218,7 @@ pub(super) fn say(worker: BorrowedFd<'_>, kind: u32) {
 }
 
 /// Forgets what a worker has said so far, and nobody has read.
-pub(super) fn forget_said(worker: BorrowedFd<'_>) {
+fn forget_said(worker: BorrowedFd<'_>) {
     let (mut header, mut fds) = (FrameHeader { kind: 0, len: 0 }, Vec::new());
     // As much as it says for a few processes that did not listen. One that says more harms only its own
     // client.
@@ -229,6 +229,12 @@ pub(super) fn forget_said(worker: BorrowedFd<'_>) {
         }
         fds.clear();
     }
+}
+
+/// Has a worker pause. It may have paused for a process before this one, which did not read that.
+pub(super) fn say_pause(worker: BorrowedFd<'_>) {
+    forget_said(worker);
+    say(worker, frame::PAUSE);
 }
 
 /// Waits up to `patience` until a worker says that it is paused, or nothing of it is left.
@@ -262,6 +268,22 @@ mod tests {
 
     fn files(count: usize) -> Vec<OwnedFd> {
         (0..count).map(|_| std::fs::File::open("/dev/null").unwrap().into()).collect()
+    }
+
+    #[test]
+    fn a_worker_that_paused_before_has_to_say_so_again() {
+        let event = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC).unwrap();
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        // What it said to a process that has ended without reading it.
+        say(theirs.as_fd(), frame::PAUSED);
+        let about = About::now("gpu-1");
+        let local =
+            SavedLocal { worker: ours.into(), doorbell: event(), wake: event(), presence: None, about };
+        let saved = Saved(Kind::Local(local));
+        assert!(!saved.pause(Duration::from_millis(1)));
+        say(theirs.as_fd(), frame::PAUSED);
+        let Kind::Local(local) = &saved.0 else { panic!("another kind") };
+        assert!(hears_paused(local.worker.as_fd(), Duration::from_secs(60)));
     }
 
     #[test]

@@ -67,6 +67,29 @@ fn any_number_of_chunks_may_be_acknowledged_at_once() {
     machine.commit();
 }
 
+#[test]
+fn room_that_a_process_had_no_time_to_return_comes_from_the_next() {
+    let (session, _) = session();
+    let mut model = Model::new(&session, 1);
+    while model.producer.last_seq() < COMMANDS {
+        match model.random.below(9) {
+            7 | 8 => model.command(),
+            what => drop(model.step(what)),
+        }
+    }
+    model.settle();
+    let (view, header) = (&session.channel.view, session.header());
+    let released = view.progress().released();
+    assert!(released > 0 && !header.has_records());
+    // Its last words are in the ledger, and that was all that it did.
+    view.progress().set_released(0);
+    view.consumer(protocol::channel::Position::default()).publish();
+    assert!(header.has_records());
+    model.succeed();
+    assert!(!header.has_records(), "the client would wait for room for ever");
+    assert_eq!(view.progress().released(), released, "the client would wait for its memory for ever");
+}
+
 /// A session whose bridge's process ends about every `every` steps. Gives how often, and how many bytes were
 /// compressed. False: one of them could not say what its predecessor had done.
 fn crash_often(seed: u64, every: usize) -> (u64, u64, bool) {
