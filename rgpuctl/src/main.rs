@@ -47,8 +47,9 @@ use host_bridge::framing::with_causes;
     max_term_width = 100,
     after_long_help = "Exit status:
   0    done
-  1    status: no daemon answers; doctor: something is missing that rgpu needs; renew, release, leases, inventory: not with
-       all servers
+  1    status: no daemon answers
+       doctor: something is missing that rgpu needs
+       renew, release, leases, inventory: not with all servers
   2    the command line is wrong
   3    drain: the server had to end sessions, or sessions were lost
   4    lease: no wait would help; the last line on standard error says why

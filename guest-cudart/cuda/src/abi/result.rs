@@ -50,7 +50,7 @@ pub(crate) fn failed(name: &str, status: Status) -> u32 {
 #[cold]
 pub(crate) fn refuse(name: &str, said: &AtomicBool) -> u32 {
     let say = if said.swap(true, Ordering::Relaxed) { log::unwritten } else { log::warn };
-    say(format_args!("{name} is not supported by rgpu yet; it answers CUDA_ERROR_NOT_SUPPORTED"));
+    say(format_args!("{name} is not supported by rgpu; it answers CUDA_ERROR_NOT_SUPPORTED"));
     Status::NOT_SUPPORTED.0
 }
 
