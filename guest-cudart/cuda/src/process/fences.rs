@@ -292,6 +292,10 @@ fn beside(server: &Server) {
 /// Records the event that other streams wait for.
 fn record(stream: &Arc<Stream>) -> Result {
     let context = stream.context;
+    let fences = &context.server.fences;
+    // The lock is held from before the record until it is noted: who respects a later fence must find this
+    // one, because an earlier fence than that is never looked for again.
+    let mut open = lock(&fences.open);
     let mut fence = lock(&stream.promise.fence);
     let event = match &mut *fence {
         Some(event) => event,
@@ -299,8 +303,6 @@ fn record(stream: &Arc<Stream>) -> Result {
     };
     let seq = event.record(stream)?;
     drop(fence);
-    let fences = &context.server.fences;
-    let mut open = lock(&fences.open);
     open.retain(|other| !Arc::ptr_eq(other, stream) && !is_passed(other));
     open.push(stream.clone());
     fences.latest.raise(seq);
@@ -384,6 +386,8 @@ pub(crate) fn shares() -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use client::data::HostIn;
     use client::handle::ContextId;
     use client::ops::copy::MemcpyHtoD;
@@ -417,6 +421,23 @@ mod tests {
             assert!(legacy.promise.covers(last.unwrap()) && !legacy.promise.covers(other), "{beside}");
             before_stream(context.server).unwrap();
         }
+    }
+
+    #[test]
+    fn nobody_respects_a_later_fence_between_the_record_of_one_and_its_entry() {
+        let server = Server::unused();
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        // The record stops where it is appended: there is no room.
+        let fills = server.fill();
+        let records = std::thread::spawn(|| record(context.legacy()));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while server.fences.open.try_lock().is_ok() {
+            assert!(Instant::now() < deadline, "who respects a later fence does not wait for the entry");
+            std::thread::yield_now();
+        }
+        server.lose();
+        assert!(records.join().unwrap().is_err());
+        fills.join().unwrap();
     }
 
     #[test]
