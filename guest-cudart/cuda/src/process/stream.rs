@@ -18,11 +18,11 @@ use crate::process::green::Green;
 use crate::process::host_calls;
 use crate::process::ids::unique_id;
 use crate::process::work_signal;
-use client::handle::StreamId;
+use client::handle::{StreamId, TicketId};
 use client::lock;
 use client::ops::Op;
 use client::ops::launch::LaunchAttribute;
-use client::ops::stream::{StreamMark, StreamSynchronize};
+use client::ops::stream::{StreamHostWait, StreamMark, StreamSynchronize};
 use client::seq::{LastSeq, Seq};
 use client::session::{Session, Slot};
 
@@ -52,6 +52,8 @@ pub(crate) struct Stream {
     /// `seq` of its last work, not counting event records and copies whose source has been read.
     pub last_unread: LastSeq,
     pub last_mark: LastSeq,
+    /// `seq` of its last [wait for a ticket](Self::wait_for_ticket).
+    pub last_wait: LastSeq,
     pub synced: LastSeq,
     /// Of a legacy default stream: its own work is known to be done up to this `seq`, because work behind it
     /// on a stream that waits for it is.
@@ -99,6 +101,7 @@ impl Stream {
             last_work: LastSeq::new(),
             last_unread: LastSeq::new(),
             last_mark: LastSeq::new(),
+            last_wait: LastSeq::new(),
             synced: LastSeq::new(),
             own_synced: LastSeq::new(),
             unheld: LastSeq::new(),
@@ -208,6 +211,27 @@ impl Stream {
         let seq = self.settled_work(op)?;
         self.last_mark.raise(seq);
         Ok(seq)
+    }
+
+    /// Makes the stream wait for a ticket. Returns the record's `seq`.
+    ///
+    /// The server holds back what follows, and the device never sees the wait. So it doesn't order the stream
+    /// with the legacy default stream, as an operation does. Where that matters, a mark comes before it.
+    pub fn wait_for_ticket(&self, ticket: TicketId) -> Result<Seq> {
+        let _appending = self.context.appending(self.is_free());
+        let seq = self.session().append(&StreamHostWait { stream: self.id, ticket })?;
+        self.must_be_waited_for(seq);
+        // First: who finds it as the last work must know what it is.
+        self.last_wait.raise(seq);
+        self.worked(seq);
+        Ok(seq)
+    }
+
+    /// `seq` of its last operation, or of an earlier one if a [wait for a ticket](Self::wait_for_ticket) has
+    /// followed since.
+    pub fn last_operation(&self) -> Option<Seq> {
+        let last = self.last_work.get()?;
+        if self.last_wait.has_reached(last) { self.last_mark.get() } else { Some(last) }
     }
 
     /// Puts a publishing operation of this library on the stream, for which the program never waits.
@@ -344,7 +368,7 @@ impl Stream {
     }
 
     /// Whether its own work up to record `seq` is known to be done, without asking.
-    fn own_is_known_done_to(&self, seq: Seq) -> bool {
+    pub fn own_is_known_done_to(&self, seq: Seq) -> bool {
         self.own_synced.has_reached(seq) || self.is_known_done(seq)
     }
 
@@ -375,7 +399,7 @@ impl Stream {
         if self.legacy {
             self.context.legacy_is_synced(seq);
         } else if !self.is_free()
-            && let Some(last) = self.last_work.get().filter(|last| !last.may_be_after(seq))
+            && let Some(last) = self.last_operation().filter(|last| !last.may_be_after(seq))
         {
             self.context.legacy().own_synced.raise(last);
         }
@@ -571,6 +595,33 @@ mod tests {
         legacy.is_synced(seq(16));
         free.must_be_waited_for(seq(17));
         assert_eq!(settled(), [true, true, false, true]);
+    }
+
+    #[test]
+    fn a_wait_for_a_ticket_says_nothing_of_the_legacy_streams_work_before_it() {
+        let [stream, ..] = streams([0; 3]);
+        let legacy = stream.context.legacy();
+        let work = |stream: &Stream| stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let waits_behind_a_mark = |between: &dyn Fn()| {
+            stream.publishing_work(&StreamMark { stream: stream.id }).unwrap();
+            between();
+            stream.wait_for_ticket(TicketId(1)).unwrap();
+        };
+        let is_over = || {
+            stream.is_synced(stream.session().append(&StreamSynchronize { stream: stream.id }).unwrap());
+            assert!(stream.own_is_known_done());
+        };
+        work(legacy);
+        waits_behind_a_mark(&|| {});
+        is_over();
+        assert!(legacy.own_is_known_done(), "the mark comes behind it");
+        // Another thread's work.
+        waits_behind_a_mark(&|| _ = work(legacy));
+        is_over();
+        assert!(!legacy.own_is_known_done(), "the wait does not");
+        work(&stream);
+        is_over();
+        assert!(legacy.own_is_known_done());
     }
 
     #[test]

@@ -273,9 +273,7 @@ pub(crate) fn marks(context: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>
     let mut streams = all_of(context);
     streams.retain(|stream| !stream.is_legacy());
     let mut marks = Vec::new();
-    if let Some(mark) = mark_of_legacy(context, &streams)? {
-        marks.push((context.legacy().clone(), mark));
-    }
+    marks.extend(mark_of_legacy(context, &streams)?);
     for stream in streams.into_iter().filter(|stream| !stream.own_is_known_done()) {
         let mark = stream.mark()?;
         marks.push((stream, mark));
@@ -283,26 +281,35 @@ pub(crate) fn marks(context: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>
     Ok(marks)
 }
 
-/// A mark behind the own work of a legacy default stream, unless that is known to be done or another stream
-/// of the context (`others`) has pending work that waits for it.
+/// A mark behind the own work of a legacy default stream, and the mark's stream. `None` if that work is known
+/// to be done, maybe because another stream of the context (`others`) has passed an operation that waits for
+/// it.
 ///
 /// A mark is work of its stream, so this one waits for the blocking streams, and they for it. It comes right
 /// after the legacy default stream's own work, which does the same. Behind work of a blocking stream it would
-/// make the other streams wait for that work.
-fn mark_of_legacy(context: &'static Context, others: &[Arc<Stream>]) -> Result<Option<Seq>> {
+/// make the other streams wait for that work, so then that stream is marked.
+fn mark_of_legacy(context: &'static Context, others: &[Arc<Stream>]) -> Result<Option<(Arc<Stream>, Seq)>> {
     let legacy = context.legacy();
     let Some(own) = legacy.last_work.get().filter(|own| !legacy.is_known_done(*own)) else { return Ok(None) };
-    let is_behind = |stream: &Stream| {
-        !stream.is_free() && stream.last_work.get().is_some_and(|last| last.may_be_after(own))
-    };
-    let mut behind = others.iter().filter(|stream| is_behind(stream)).peekable();
-    if behind.peek().is_some() {
-        if behind.any(|stream| stream.own_is_known_done()) {
+    let is_later = |last: &Seq| last.may_be_after(own);
+    let mut behind = None;
+    for stream in others.iter().filter(|stream| !stream.is_free()) {
+        let operation = stream.last_operation().filter(is_later);
+        if operation.is_some_and(|last| stream.is_known_done(last)) {
             legacy.is_synced(own);
+            return Ok(None);
         }
-        return Ok(None);
+        // A wait for a ticket is no operation: only what follows it comes behind the legacy stream's work.
+        let is_held = || stream.last_work.get().filter(is_later).is_some() && !stream.own_is_known_done();
+        if operation.is_some() || is_held() {
+            behind = Some(stream);
+        }
     }
-    legacy.last_mark.if_reached(own).map_or_else(|| legacy.mark(), Ok).map(Some)
+    let (stream, mark) = match behind {
+        Some(other) => (other, other.mark()?),
+        None => (legacy, legacy.last_mark.if_reached(own).map_or_else(|| legacy.mark(), Ok)?),
+    };
+    Ok(Some((stream.clone(), mark)))
 }
 
 /// Whether everything on a stream is done, as [`Stream::is_done`]. No stream waits for another because the
@@ -320,15 +327,16 @@ pub(crate) fn is_done(stream: &Stream) -> Result<bool> {
             return Ok(false);
         }
     }
-    if let Some(mark) = mark
-        && !stream.has_passed(mark)
+    if let Some((marked, mark)) = &mark
+        && !marked.has_passed(*mark)
     {
         if !own.is_some_and(|own| stream.has_promised(own)) {
             return Ok(false);
         }
         stream.synchronize()?;
     }
-    if let Some(done) = mark.or(own) {
+    let own_mark = mark.filter(|(marked, _)| marked.is_legacy()).map(|(_, mark)| mark);
+    if let Some(done) = own_mark.or(own) {
         stream.is_synced(done);
     }
     Ok(true)
@@ -531,7 +539,7 @@ mod tests {
 
     use super::*;
     use client::channel::MAX_CONTEXTS;
-    use client::handle::ContextId;
+    use client::handle::{ContextId, TicketId};
     use client::ops::stream::StreamMark;
 
     #[test]
@@ -616,6 +624,32 @@ mod tests {
         for handle in [first, second] {
             STREAMS.remove(handle).unwrap();
         }
+    }
+
+    #[test]
+    fn a_wait_for_a_ticket_does_not_show_that_the_legacy_streams_work_is_done() {
+        let held = || {
+            let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+            let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS + 1), context, 0, 0, false));
+            stream.publishing_work(&StreamMark { stream: stream.id }).unwrap();
+            let own = context.legacy().work(&StreamMark { stream: StreamId(0) }).unwrap();
+            stream.wait_for_ticket(TicketId(1)).unwrap();
+            (context, own, stream)
+        };
+        let mark = |stream: &Arc<Stream>| mark_of_legacy(stream.context, std::slice::from_ref(stream)).unwrap();
+        let (context, own, stream) = held();
+        stream.is_synced(stream.due().unwrap());
+        let (marked, last) = mark(&stream).unwrap();
+        assert!(Arc::ptr_eq(&marked, context.legacy()) && last.may_be_after(own));
+        // Behind the wait, a mark of the legacy stream would be held: other streams would wait for it.
+        let (context, own, stream) = held();
+        let (marked, last) = mark(&stream).unwrap();
+        assert!(Arc::ptr_eq(&marked, &stream) && last.may_be_after(own));
+        stream.is_synced(stream.due().unwrap());
+        assert!(mark(&stream).is_some_and(|(marked, _)| Arc::ptr_eq(&marked, &stream)));
+        assert!(!context.legacy().is_known_done(own), "the mark is behind it, the wait is not");
+        stream.synced.raise(last);
+        assert!(mark(&stream).is_none() && context.legacy().is_known_done(own));
     }
 
     #[test]

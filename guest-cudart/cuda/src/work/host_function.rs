@@ -20,7 +20,7 @@ use crate::process::{context, fences};
 use crate::streams::stream_table;
 use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
-use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
+use client::ops::stream::{StreamHostSignal, StreamMark};
 use client::seq::Seq;
 use client::{Status, lock, log};
 
@@ -137,7 +137,7 @@ pub(crate) fn on(
     // Under the queue's lock, so that calls are queued in their streams' order.
     let mut calls = lock(&queue.calls);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
-    let wait = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
+    let wait = stream.wait_for_ticket(ticket)?;
     pending_writes::calls(&stream, wait);
     // Otherwise another thread's work on the stream may be between them.
     let adjacent = wait.is_next_after(mark);

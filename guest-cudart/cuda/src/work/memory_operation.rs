@@ -25,9 +25,7 @@ use crate::streams::stream_table;
 use crate::work::host_function::{self, Function};
 use client::channel::MAX_SERVERS;
 use client::handle::{StreamId, TicketId};
-use client::ops::stream::{
-    MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamHostWait, StreamMark, memory_op,
-};
+use client::ops::stream::{MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamMark, memory_op};
 use client::seq::Seq;
 use client::session::Session;
 use client::{Status, lock, log};
@@ -272,7 +270,7 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
     let ticket = host_calls::ticket();
     let mut all = lock(&waits.all);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
-    let seq = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
+    let seq = stream.wait_for_ticket(ticket)?;
     pending_writes::holds(stream, seq);
     WAITING.fetch_add(1, Ordering::AcqRel);
     all.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
