@@ -141,11 +141,23 @@ fn may_be_held(stream: &Stream) -> bool {
     !is_unheld(stream) && (fences::shares() || mirror::any() && mirrors())
 }
 
-/// Whether a stream's next copy only comes behind work that is known to be done, and behind copies for which
-/// this was so. A copy for which it was must raise [`Stream::unheld`].
+/// Whether a stream's next copy only comes behind work that is known to be done, and behind what holds up
+/// nothing: event records, copies whose source has been read, and copies for which this was so, which are put
+/// on the stream by [`Stream::unheld_work`].
 pub(crate) fn is_unheld(stream: &Stream) -> bool {
-    let due = if stream.is_free() { stream.last_work.get() } else { stream.context.last_work() };
-    due.is_none_or(|due| stream.is_known_done(due) || stream.unheld.has_reached(due))
+    let context = stream.context;
+    let context_is = || context.last_holding.get().is_none_or(|last| context.has_synced(last, false));
+    if stream.is_legacy() {
+        return context_is();
+    }
+    let own_is = stream.last_holding.get().is_none_or(|last| stream.is_known_done(last));
+    own_is && (stream.is_free() || has_passed_all(context.legacy()) || context_is())
+}
+
+/// Whether a legacy default stream has passed all its own records. Otherwise work of other streams comes
+/// behind them, and so behind what blocking streams had to do before.
+fn has_passed_all(legacy: &Stream) -> bool {
+    legacy.own_is_known_done() && legacy.last_mark.get().is_none_or(|mark| legacy.has_passed(mark))
 }
 
 /// Called before the source of a synchronous copy is read during the call. Waits for the stream if a host
@@ -308,23 +320,34 @@ mod tests {
     fn only_finished_work_and_other_copies_leave_a_stream_unheld() {
         let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
         let stream = |n, flags| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false));
-        let (blocking, free) = (stream(2, 0), stream(3, NON_BLOCKING));
-        let seq = |number| Seq::for_tests(0, number);
-        let work = |stream: &Stream, number| {
-            stream.last_work.raise(seq(number));
-            context.worked(seq(number), stream.is_free());
-        };
+        let (blocking, other, free) = (stream(2, 0), stream(3, 0), stream(4, NON_BLOCKING));
+        let legacy = context.legacy();
+        let mark = |stream: &Stream| StreamMark { stream: stream.id };
+        let work = |stream: &Stream| stream.work(&mark(stream)).unwrap();
+        let copy = |stream: &Stream| stream.unheld_work(&mark(stream)).unwrap();
+        let is_over = |stream: &Stream| stream.is_synced(context.session().append(&mark(stream)).unwrap());
         assert!(is_unheld(&free));
-        work(&free, 10);
-        assert!(!is_unheld(&free));
-        free.unheld.raise(seq(10));
+        copy(&free);
         assert!(is_unheld(&free));
-        // A blocking stream may be behind the legacy default stream.
-        work(context.legacy(), 11);
+        // Another thread's work comes between the question and the copy.
+        work(&free);
+        copy(&free);
+        assert!(!is_unheld(&free) && is_unheld(&blocking));
+        is_over(&free);
+        assert!(is_unheld(&free));
+        // A blocking stream is behind the legacy default stream, and so behind others.
+        work(legacy);
         assert!(is_unheld(&free) && !is_unheld(&blocking));
-        work(&free, 12);
-        assert!(!is_unheld(&free));
-        free.is_synced(seq(13));
-        assert!(is_unheld(&free));
+        is_over(legacy);
+        assert!(is_unheld(&blocking));
+        work(&other);
+        assert!(is_unheld(&blocking) && !is_unheld(legacy));
+        legacy.settled_work(&mark(legacy)).unwrap();
+        assert!(!is_unheld(&blocking));
+        // That the stream itself is done tells nothing of them.
+        is_over(&blocking);
+        assert!(!is_unheld(&blocking));
+        is_over(legacy);
+        assert!(is_unheld(&blocking));
     }
 }

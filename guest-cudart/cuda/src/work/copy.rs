@@ -227,11 +227,14 @@ impl Copier {
                 REACHING.wait(src as u64);
                 continue;
             }
-            let unheld = pending_writes::is_unheld(&self.stream);
-            let seq = self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
-            if unheld {
-                self.stream.unheld.raise(seq);
+            let op = MemcpyHtoD { stream, dst, src: from };
+            let order = self.order(dst, len as u64)?;
+            if pending_writes::is_unheld(&self.stream) {
+                self.last.set(Some(self.stream.unheld_work(&op)?));
+            } else {
+                self.work(&op)?;
             }
+            drop(order);
             drop(steady);
             return self.finish();
         }
@@ -240,7 +243,6 @@ impl Copier {
         if pinned && !in_place && Self::has_become_a_mirror(src as u64) {
             return self.on_device(dst, src as u64, len);
         }
-        let unheld = is_read_now && pending_writes::is_unheld(&self.stream);
         if self.mode == Mode::Sync || !is_read_now {
             self.before_reading(pinned)?;
         }
@@ -250,9 +252,6 @@ impl Copier {
         // SAFETY: guaranteed by the caller.
         let last = unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
         self.last.set(last);
-        if let Some(last) = last.filter(|_| unheld) {
-            self.stream.unheld.raise(last);
-        }
         if managed::is_here(dst) {
             self.stream.host_sees_last_work();
         }
