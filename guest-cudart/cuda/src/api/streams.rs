@@ -98,6 +98,7 @@ api! {
                 Err(code::STREAM_CAPTURE_ISOLATION)
             };
         }
+        stream_table::before_work(&stream)?;
         fences::leave(&stream)?;
         event::wait(&stream, &event)
     }

@@ -132,9 +132,8 @@ mod tests {
     #[test]
     fn a_wait_for_another_server_is_an_operation_of_a_blocking_stream() {
         let [held, other] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
-        let stream = |context, n, flags| {
-            Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false))
-        };
+        let stream =
+            |context, n, flags| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false));
         let slow = stream(other, 1, NON_BLOCKING);
         let record = slow.mark().unwrap();
         let [blocking, free] = [(2, 0), (3, NON_BLOCKING)].map(|(n, flags)| stream(held, n, flags));

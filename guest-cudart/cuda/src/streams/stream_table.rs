@@ -14,7 +14,7 @@ use crate::process::driver::{Driver, Server, driver};
 use crate::process::green::Green;
 use crate::process::ids::{self, WithContext};
 use crate::process::stream::{LEGACY, NON_BLOCKING, PER_THREAD, Stream};
-use crate::process::{context, driver, fences, green, host_calls, room, stream};
+use crate::process::{context, driver, fences, green, holds, host_calls, room, stream};
 use crate::streams::{capture_rules, green_gates};
 use client::handle::StreamId;
 use client::handles::Slab;
@@ -128,6 +128,7 @@ pub(crate) fn for_copy(context: &'static Context, handle: usize, per_thread: boo
     let stream = plain(context, handle, per_thread)?;
     capture_rules::implicit(&stream)?;
     if stream.capture().is_none() {
+        before_work(&stream)?;
         fences::respect(&stream)?;
         room::wait(&stream)?;
     }
@@ -340,6 +341,21 @@ pub(crate) fn is_done(stream: &Stream) -> Result<bool> {
         stream.is_synced(done);
     }
     Ok(true)
+}
+
+/// Called before work is put on a stream that is not being captured, which the program may be holding up: as
+/// [`before_program`].
+#[inline]
+pub(crate) fn before_work(stream: &Stream) -> Result {
+    if stream.is_legacy() && holds::any() { before_held_work(stream) } else { Ok(()) }
+}
+
+#[cold]
+fn before_held_work(legacy: &Stream) -> Result {
+    before_program(legacy)?;
+    // Only now: one of these streams may be the legacy default stream, whose mark is held, too.
+    holds::mark_waits();
+    Ok(())
 }
 
 /// Called before the program is to let the legacy default stream go on. Until it does, it may ask blocking
@@ -636,7 +652,8 @@ mod tests {
             stream.wait_for_ticket(TicketId(1)).unwrap();
             (context, own, stream)
         };
-        let mark = |stream: &Arc<Stream>| mark_of_legacy(stream.context, std::slice::from_ref(stream)).unwrap();
+        let mark =
+            |stream: &Arc<Stream>| mark_of_legacy(stream.context, std::slice::from_ref(stream)).unwrap();
         let (context, own, stream) = held();
         stream.is_synced(stream.due().unwrap());
         let (marked, last) = mark(&stream).unwrap();

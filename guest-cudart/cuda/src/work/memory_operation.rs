@@ -14,11 +14,12 @@ use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
 use crate::abi::types::BatchMemOp;
 use crate::memory::managed::{self, mirror};
-use crate::memory::{address, pending_writes, pinned_regions};
+use crate::memory::{address, pinned_regions};
 use crate::process::context;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
 use crate::process::fences;
+use crate::process::holds;
 use crate::process::host_calls::{self, WAITING};
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
@@ -182,10 +183,14 @@ impl Operations {
                     .map(|Checked { op, .. }| managed::before_work_on(op.address, op.width()))
                     .collect::<Result<Vec<_>>>()?;
                 managed::before_telling()?;
+                let waits = ops.iter().any(|Checked { op, .. }| op.is_wait());
+                if waits {
+                    stream_table::before_program(stream)?;
+                }
                 let seq = stream.work(&on_server(stream.id, ops))?;
                 drop(order);
-                if ops.iter().any(|Checked { op, .. }| op.is_wait()) {
-                    pending_writes::holds(stream, seq);
+                if waits {
+                    holds::waits(stream, seq);
                 }
             } else if !is_pinned(op) {
                 return Err(Status::INVALID_VALUE);
@@ -271,7 +276,7 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
     let mut all = lock(&waits.all);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
     let seq = stream.wait_for_ticket(ticket)?;
-    pending_writes::holds(stream, seq);
+    holds::waits(stream, seq);
     WAITING.fetch_add(1, Ordering::AcqRel);
     all.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
     waits.came.notify_one();
