@@ -61,6 +61,11 @@ impl Mirrors {
         (address - base < region.size).then_some(region)
     }
 
+    /// Whether an address is in such memory.
+    pub(crate) fn has(&self, address: u64) -> bool {
+        self.find(address).is_some()
+    }
+
     /// Whether the memory at an address is compared as a whole.
     pub(crate) fn is_shared(&self, address: u64) -> bool {
         self.find(address).is_some_and(|region| region.shared)
@@ -84,7 +89,7 @@ pub(crate) fn any() -> bool {
 /// Whether an address is in such memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
-    any() && lock(&STATE).mirrors.find(address).is_some()
+    any() && lock(&STATE).mirrors.has(address)
 }
 
 /// Whether an address is in memory that a server has a mirror of.
