@@ -209,11 +209,27 @@ fn promise(stream: &Arc<Stream>, open: bool, upto: Option<Seq>, is_watched: impl
     stream.session().show_output();
     // A per-thread stream has all other streams beside it.
     let fenced = open || !stream.is_legacy() || any_beside.load(Ordering::Acquire);
+    let mut passed = None;
     if let Some(upto) = upto {
         stream.promise.upto.raise(upto);
+        // The program knows that what the stream has passed is done, too: the legacy default stream's work,
+        // and what other streams had before that.
+        let legacy = stream.context.legacy();
+        if !stream.is_legacy()
+            && stream.waits_by_itself(legacy)
+            && let Some(last) = legacy.last_work.get().filter(|last| !last.may_be_after(upto))
+        {
+            legacy.promise.upto.raise(last);
+            passed = Some((legacy, last));
+        }
     }
     if fenced {
-        return record(stream);
+        record(stream)?;
+        // Who waits for the stream's event waits for those copies.
+        if let Some((legacy, last)) = passed {
+            legacy.promise.fenced.raise(last);
+        }
+        return Ok(());
     }
     // Whoever is just making the first stream beside it may not have seen this copy.
     fence(Ordering::SeqCst);
@@ -388,8 +404,9 @@ pub(crate) fn shares() -> bool {
 mod tests {
     use std::time::{Duration, Instant};
 
+    use client::channel::MAX_CONTEXTS;
     use client::data::HostIn;
-    use client::handle::ContextId;
+    use client::handle::{ContextId, StreamId};
     use client::ops::copy::MemcpyHtoD;
     use client::ops::stream::StreamMark;
 
@@ -463,6 +480,22 @@ mod tests {
         // Now that there may be another stream, each copy leaves one.
         let third = copy();
         assert!(fence_of(legacy).unwrap().may_be_after(third));
+    }
+
+    #[test]
+    fn a_promise_covers_what_its_stream_has_passed_on_others() {
+        let context = context();
+        let legacy = context.legacy();
+        let [passing, other] =
+            [4, 5].map(|id| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + id), context, 0, 0, false)));
+        let kernel = other.work(&StreamMark { stream: other.id }).unwrap();
+        let [_, passed] = [copy(legacy), copy(&passing)].map(|(_, last)| last.unwrap());
+        let later = other.work(&StreamMark { stream: other.id }).unwrap();
+        // Without the condition that no other context is alive, for which the tests' contexts count.
+        promise(&passing, false, passing.due(), || false).unwrap();
+        assert!(passing.has_promised(passed) && other.has_promised(kernel) && !other.has_promised(later));
+        assert!(legacy.promise.is_fenced(), "others wait for the passing stream's event");
+        assert!(fence_of(&passing).unwrap().may_be_after(passed) && fence_of(legacy).is_none());
     }
 
     #[test]
