@@ -5,7 +5,7 @@
 //! reached. Until then the stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -72,24 +72,34 @@ pub(crate) static STREAMS: Slab<Stream> = Slab::new(2);
 /// Nothing is waited for while this is locked: threads that use other servers need it.
 static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
-/// How often a stream has begun to leave [`STREAMS`] for [`ENDING`], between which it is in neither, and how
-/// often one has arrived.
-static LEFT: AtomicU64 = AtomicU64::new(0);
-static ARRIVED: AtomicU64 = AtomicU64::new(0);
+/// Streams on their way from [`STREAMS`] to [`ENDING`]. Each is here before it leaves the first, and until it
+/// is in the second. So who looks into the three in this order finds each stream.
+static LEAVING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
 /// For whoever takes a stream out of [`STREAMS`], until it has [ended](end).
-pub(crate) struct Leaving(());
+pub(crate) struct Leaving(Arc<Stream>);
 
 impl Leaving {
-    pub fn begin() -> Leaving {
-        LEFT.fetch_add(1, Ordering::SeqCst);
-        Leaving(())
+    /// Invalidates the handle of a stream.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such stream.
+    pub fn begin(handle: usize) -> Result<(Arc<Stream>, Leaving)> {
+        let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
+        lock(&LEAVING).push(stream.clone());
+        let leaving = Leaving(stream);
+        // If two threads destroy it, only one finds it.
+        let stream = STREAMS.remove(handle).ok_or(Status::INVALID_HANDLE)?;
+        Ok((stream, leaving))
     }
 }
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        ARRIVED.fetch_add(1, Ordering::SeqCst);
+        let mut leaving = lock(&LEAVING);
+        if let Some(at) = leaving.iter().position(|stream| Arc::ptr_eq(stream, &self.0)) {
+            leaving.swap_remove(at);
+        }
     }
 }
 
@@ -240,25 +250,19 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
 /// The same, and those that were destroyed and still have work.
 fn all_of(context: &'static Context) -> Vec<Arc<Stream>> {
     let mut all = of_context(context, None);
-    all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
+    for destroyed in [&LEAVING, &ENDING] {
+        let of_context = |stream: &&Arc<Stream>| std::ptr::eq(stream.context, context);
+        all.extend(lock(destroyed).iter().filter(of_context).cloned());
+    }
     all
-}
-
-/// Whether a condition holds for all streams of a context that may have work. `false` also while a stream is
-/// being destroyed.
-fn each_of(context: &'static Context, mut holds: impl FnMut(&Stream) -> bool) -> bool {
-    let arrived = ARRIVED.load(Ordering::SeqCst);
-    let left = LEFT.load(Ordering::SeqCst);
-    left == arrived
-        && all_of(context).iter().all(|stream| holds(stream))
-        && LEFT.load(Ordering::SeqCst) == left
 }
 
 /// As [`Stream::is_settled`], and for the legacy default stream also if the program has waited for each of
 /// the streams that it waits for. Does not wait.
 pub(crate) fn is_settled(stream: &Stream) -> bool {
     stream.is_settled()
-        || stream.is_legacy() && each_of(stream.context, |other| other.is_free() || other.own_is_settled())
+        || stream.is_legacy()
+            && all_of(stream.context).iter().all(|other| other.is_free() || other.own_is_settled())
 }
 
 /// Whether all work of a context is known to be done, except work behind a running host function. Does not
@@ -379,10 +383,10 @@ pub(crate) fn all_are_known_done() -> bool {
 /// been read. It may read what this stream copies as soon as the program tells it that the copy is done, by
 /// memory that both see. Does not wait.
 pub(crate) fn is_watched(stream: &Stream) -> bool {
-    let rests = |other: &Stream| {
-        other.own || std::ptr::eq(other, stream) || other.own_is_settled() || other.is_idle()
+    let rests = |other: &Arc<Stream>| {
+        other.own || std::ptr::eq(&**other, stream) || other.own_is_settled() || other.is_idle()
     };
-    !context::alive_of(stream.context.server).all(|context| each_of(context, rests))
+    !context::alive_of(stream.context.server).all(|context| all_of(context).iter().all(rests))
 }
 
 /// Destroys the streams of a green context that is being destroyed.
@@ -589,6 +593,27 @@ mod tests {
         for thread in [fills, tells] {
             thread.join().unwrap();
         }
+    }
+
+    #[test]
+    fn a_stream_is_found_all_the_time_while_it_is_destroyed() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS + 1), context, 0, 0, false));
+        let handle = STREAMS.insert(stream.clone()).unwrap();
+        stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let is_found = || {
+            assert_eq!(is_done(context.legacy()), Ok(false), "the default stream waits for it");
+            assert!(all_of(context).iter().any(|other| Arc::ptr_eq(other, &stream)));
+        };
+        is_found();
+        let (taken, leaving) = Leaving::begin(handle).unwrap();
+        is_found();
+        end(taken);
+        is_found();
+        drop(leaving);
+        is_found();
+        assert!(Leaving::begin(handle).is_err() && lock(&LEAVING).iter().all(|s| !Arc::ptr_eq(s, &stream)));
+        take_ending(context.server, |_| true);
     }
 
     #[test]
