@@ -59,6 +59,20 @@ int main() {
         REQUIRE(ms > 0, "the kernel took %g ms", ms);
     }
 
+    // A wait for a blocking stream passes the default stream's copy, and what that has passed.
+    cudaStream_t passing;
+    CHECK(cudaStreamCreate(&passing));
+    CHECK(cudaEventRecord(start, blocking));
+    late<<<1, 32, 0, blocking>>>(LONG, before, SIZE, 3);
+    CHECK(cudaEventRecord(stop, blocking));
+    CHECK(cudaMemcpyAsync(copied, host.data(), 64, cudaMemcpyHostToDevice, cudaStreamLegacy));
+    CHECK(cudaMemcpyAsync(copied, host.data(), 64, cudaMemcpyHostToDevice, passing));
+    CHECK(cudaStreamSynchronize(passing));
+    float ms = -1;
+    CHECK(cudaEventElapsedTime(&ms, start, stop));
+    REQUIRE(ms > 0, "the kernel before a passed copy took %g ms", ms);
+    CHECK(cudaStreamDestroy(passing));
+
     // A stream that is made after the copy, and streams that were there before; copies of several forms and sizes.
     int rounds = 0;
     std::vector<cudaStream_t> beside;

@@ -4,6 +4,8 @@
 #define PROGRAM "default_stream"
 #endif
 #include "common.h"
+#include <cuda.h>
+
 #include <atomic>
 
 static std::atomic<bool> go;
@@ -48,23 +50,88 @@ static bool waits(cudaStream_t ahead, cudaStream_t behind, int *p, bool want) {
     return waited;
 }
 
-// What a blocking stream was given before the default stream is done, by query and by wait, although the default stream waits for the host.
-static void goes_ahead(cudaStream_t stream, int *p) {
-    for (bool query : {true, false}) {
-        go = false;
-        set<<<1, 1, 0, stream>>>(p, 1);
+// How the default stream comes to wait for the program: for a function or a word of its own, or of a stream that it waits for.
+enum Hold { FUNCTION, WORD, GRAPH, OTHERS_FUNCTION, OTHERS_WORD, EVENT, HOLDS };
+
+static cudaGraphExec_t graph_that_waits(int *word) {
+    CUcontext context;
+    REQUIRE(cuCtxGetCurrent(&context) == CUDA_SUCCESS, "no context");
+    CUstreamBatchMemOpParams operation = {};
+    operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    operation.waitValue.address = (CUdeviceptr)word;
+    operation.waitValue.value = 1;
+    operation.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+    CUDA_BATCH_MEM_OP_NODE_PARAMS parameters = {};
+    parameters.ctx = context;
+    parameters.count = 1;
+    parameters.paramArray = &operation;
+    cudaGraph_t graph;
+    cudaGraphNode_t node;
+    cudaGraphExec_t instance;
+    CHECK(cudaGraphCreate(&graph, 0));
+    REQUIRE(cuGraphAddBatchMemOpNode(&node, graph, nullptr, 0, &parameters) == CUDA_SUCCESS, "no node that waits");
+    CHECK(cudaGraphInstantiate(&instance, graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+    return instance;
+}
+
+static void hold_default_stream(Hold by, cudaStream_t other, cudaStream_t free_one, int *p, int *word, cudaGraphExec_t graph) {
+    cudaEvent_t event;
+    switch (by) {
+    case FUNCTION:
         CHECK(cudaLaunchHostFunc(cudaStreamLegacy, hold, nullptr));
-        cudaError_t status = cudaErrorNotReady;
-        if (!query) status = cudaStreamSynchronize(stream);
-        for (int i = 0; i < 100000 && status == cudaErrorNotReady; i++) {
-            status = cudaStreamQuery(stream);
-            struct timespec nap = {0, 1000000};
-            if (status == cudaErrorNotReady) nanosleep(&nap, nullptr);
-        }
-        REQUIRE(status == cudaSuccess, "%s: %s", query ? "query" : "wait", cudaGetErrorName(status));
-        go = true;
-        CHECK(cudaDeviceSynchronize());
+        break;
+    case WORD:
+        REQUIRE(cuStreamWaitValue32(CU_STREAM_LEGACY, (CUdeviceptr)word, 1, CU_STREAM_WAIT_VALUE_EQ) == CUDA_SUCCESS, "no wait");
+        break;
+    case GRAPH:
+        CHECK(cudaGraphLaunch(graph, cudaStreamLegacy));
+        break;
+    case OTHERS_FUNCTION:
+        CHECK(cudaLaunchHostFunc(other, hold, nullptr));
+        set<<<1, 1, 0, cudaStreamLegacy>>>(p, 1);
+        break;
+    case OTHERS_WORD:
+        REQUIRE(cuStreamWaitValue32(other, (CUdeviceptr)word, 1, CU_STREAM_WAIT_VALUE_EQ) == CUDA_SUCCESS, "no wait");
+        set<<<1, 1, 0, cudaStreamLegacy>>>(p, 1);
+        break;
+    default:
+        CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        CHECK(cudaLaunchHostFunc(free_one, hold, nullptr));
+        CHECK(cudaEventRecord(event, free_one));
+        CHECK(cudaStreamWaitEvent(cudaStreamLegacy, event, 0));
+        CHECK(cudaEventDestroy(event));
     }
+}
+
+// What a blocking stream was given before the default stream is done, by query and by wait, although the default stream waits for the host.
+static void goes_ahead(cudaStream_t stream, cudaStream_t other, cudaStream_t free_one, int *p) {
+    const char *names[] = {"a function", "a word", "a graph that waits for a word", "another stream's function", "another stream's word", "an event behind a function"};
+    int *word;
+    CHECK(cudaMalloc(&word, sizeof *word));
+    cudaGraphExec_t graph = graph_that_waits(word);
+    for (int by = 0; by < HOLDS; by++) {
+        for (bool query : {true, false}) {
+            go = false;
+            CHECK(cudaMemset(word, 0, sizeof *word));
+            CHECK(cudaDeviceSynchronize());
+            set<<<1, 1, 0, stream>>>(p, 1);
+            hold_default_stream(Hold(by), other, free_one, p, word, graph);
+            cudaError_t status = cudaErrorNotReady;
+            if (!query) status = cudaStreamSynchronize(stream);
+            for (int i = 0; i < 100000 && status == cudaErrorNotReady; i++) {
+                status = cudaStreamQuery(stream);
+                struct timespec nap = {0, 1000000};
+                if (status == cudaErrorNotReady) nanosleep(&nap, nullptr);
+            }
+            REQUIRE(status == cudaSuccess, "%s, held by %s: %s", query ? "query" : "wait", names[by], cudaGetErrorName(status));
+            go = true;
+            if (by == WORD || by == GRAPH || by == OTHERS_WORD) set<<<1, 1, 0, free_one>>>(word, 1);
+            CHECK(cudaDeviceSynchronize());
+        }
+    }
+    CHECK(cudaGraphExecDestroy(graph));
+    CHECK(cudaFree(word));
 }
 
 static std::atomic<int> from;
@@ -154,8 +221,8 @@ int main(int argc, char **argv) {
         bool waited = waits(pair.ahead, pair.behind, p, pair.want);
         REQUIRE(waited == pair.want, "%s: it %s", pair.what, waited ? "waited" : "did not wait");
     }
-    goes_ahead(blocking, p);
-    goes_ahead(cudaStreamPerThread, p);
+    goes_ahead(blocking, other, free_one, p);
+    goes_ahead(cudaStreamPerThread, other, free_one, p);
     copies_behind(blocking);
     copies_behind(cudaStreamPerThread);
     function_waits(cudaStreamLegacy, blocking, free_one);

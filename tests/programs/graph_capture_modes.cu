@@ -77,17 +77,19 @@ static void without_nodes(cudaStream_t stream) {
     int *managed, *device;
     CHECK(cudaMallocManaged(&managed, 4));
     CHECK(cudaMalloc(&device, 8));
-    CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t);
+    CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t), (*copy_any)(CUdeviceptr, CUdeviceptr, size_t);
     cudaDriverEntryPointQueryResult found;
     CHECK(cudaGetDriverEntryPointByVersion("cuMemcpyDtoD", (void **)&copy, 12000, cudaEnablePerThreadDefaultStream, &found));
-    for (std::string what : {"attach", "copy", "allocate", "register"}) {
+    CHECK(cudaGetDriverEntryPointByVersion("cuMemcpy", (void **)&copy_any, 12000, cudaEnablePerThreadDefaultStream, &found));
+    for (std::string what : {"attach", "copy", "copy of any memory", "allocate", "register"}) {
         cudaGraph_t graph = nullptr;
         static char bytes[4096];
         void *pinned = nullptr;
-        cudaStream_t captured = what == "copy" ? cudaStreamPerThread : stream;
+        cudaStream_t captured = what.find("copy") == 0 ? cudaStreamPerThread : stream;
         CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
         cudaError_t status = what == "attach"     ? cudaStreamAttachMemAsync(captured, managed)
                              : what == "copy"     ? (cudaError_t)copy((CUdeviceptr)device, (CUdeviceptr)(device + 1), 4)
+                             : what == "copy of any memory" ? (cudaError_t)copy_any((CUdeviceptr)device, (CUdeviceptr)(device + 1), 4)
                              : what == "allocate" ? cudaMallocHost(&pinned, 256)
                                                   : cudaHostRegister(bytes, sizeof bytes, 0);
         REQUIRE(status == cudaErrorStreamCaptureUnsupported, "%s: %s", what.c_str(), name(status));

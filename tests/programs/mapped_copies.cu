@@ -2,6 +2,8 @@
 #define PROGRAM "mapped_copies"
 #include "common.h"
 
+#include <vector>
+
 static const int WORDS = 1 << 20, ROWS = 64, WIDTH = 1000, PITCH = 4096;
 
 // Writes numbers, after a while.
@@ -106,6 +108,48 @@ static void as_device(bool asked) {
     for (int *memory : {from, to}) CHECK(cudaFreeHost(memory));
 }
 
+__global__ void write_late(int *memory, int words, int value, volatile int *count) {
+    for (int i = 0; i < 200000; i++) *count = *count + 1;
+    for (int i = 0; i < words; i++) memory[i] = value;
+}
+
+// Registered memory that neither begins nor ends on a page: the first and the last page are only partly the device's.
+static void beside_other_memory() {
+    const int words = ROWS * WIDTH, row = WIDTH * sizeof(int), width = row / 2;
+    char *around = (char *)malloc(words * sizeof(int) + 8192);
+    int *memory = (int *)(around + 4096 - (uintptr_t)around % 4096 + 48), *device, *count;
+    CHECK(cudaHostRegister(memory, words * sizeof(int), cudaHostRegisterDefault));
+    CHECK(cudaMalloc(&device, ROWS * PITCH));
+    CHECK(cudaMalloc(&count, sizeof *count));
+    std::vector<int> rows(ROWS * PITCH / sizeof(int));
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    write_late<<<1, 1>>>(memory, words, 1, count);
+    CHECK(cudaDeviceSynchronize());
+    for (int round = 2; round < 6; round++) {
+        write_late<<<1, 1>>>(memory, words, round, count);
+        CHECK(cudaMemcpy2D(device, PITCH, memory, row, width, ROWS, cudaMemcpyHostToDevice));
+        CHECK(cudaMemcpy(rows.data(), device, ROWS * PITCH, cudaMemcpyDeviceToHost));
+        for (int y = 0; y < ROWS; y++)
+            for (int x = 0; x < width / 4; x++) {
+                int found = rows[y * (PITCH / sizeof(int)) + x];
+                REQUIRE(found == round, "row %d, word %d of registered memory: %d instead of %d", y, x, found, round);
+            }
+    }
+    std::vector<int> source(words);
+    for (int round = 0; round < 100; round++) {
+        for (int i = 0; i < words; i++) source[i] = round + i;
+        CHECK(cudaMemcpyAsync(memory, source.data(), words * sizeof(int), cudaMemcpyDefault, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        for (int i : {words - 1, 0, words / 2}) REQUIRE(memory[i] == round + i, "round %d: registered word %d is %d", round, i, memory[i]);
+    }
+    CHECK(cudaStreamDestroy(stream));
+    CHECK(cudaHostUnregister(memory));
+    CHECK(cudaFree(device));
+    CHECK(cudaFree(count));
+    free(around);
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     int *device, *other, *source = mapped(WORDS), *target = mapped(WORDS), *rows = mapped(ROWS * PITCH / sizeof(int));
@@ -164,5 +208,6 @@ int main(int argc, char **argv) {
     CHECK(cudaFree(other));
     CHECK(cudaFreeArray(array));
     for (bool asked : {false, true}) as_device(asked);
-    return pass("in both directions, in rows, from and to arrays, filled, named as device memory");
+    beside_other_memory();
+    return pass("in both directions, in rows, from and to arrays, filled, named as device memory, beside other memory");
 }

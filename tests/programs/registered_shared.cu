@@ -144,9 +144,52 @@ static void both(bool file) {
     REQUIRE(waitpid(child, &status, 0) == child && status == 0, "the other process ended with %x", status);
 }
 
+__global__ void write_late(int *p, int n, int start, volatile int *rounds) {
+    for (int i = 0; i < 200000; i++) *rounds = *rounds + 1;
+    for (int i = 0; i < n; i++) p[i] = start + i;
+}
+
+// The same pages at two addresses of this process: kernels write them at one, and synchronous copies read them at the other, which may be registered, too.
+static void at_two_addresses(bool registered) {
+    const int pitch = 4096, row = 2048, rows = N * 4 / pitch;
+    int fd = memfd_create("registered_shared", 0);
+    REQUIRE(fd >= 0 && ftruncate(fd, N * 4) == 0, "no file");
+    int *at[2], *device, *rounds;
+    for (int *&p : at) {
+        p = (int *)mmap(nullptr, N * 4, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        REQUIRE(p != MAP_FAILED, "no shared memory");
+    }
+    CHECK(cudaMalloc(&device, N * 4));
+    CHECK(cudaMalloc(&rounds, 4));
+    CHECK(cudaHostRegister(at[0], N * 4, cudaHostRegisterMapped));
+    if (registered) CHECK(cudaHostRegister(at[1], N * 4, cudaHostRegisterDefault));
+    static int copied[N];
+    add<<<1, 128>>>(at[0], N);
+    CHECK(cudaDeviceSynchronize());
+    for (int round = 0; round < 8; round++) {
+        const char *what = round % 2 ? "rows" : "a copy";
+        memset(copied, 0, sizeof copied);
+        write_late<<<1, 1>>>(at[0], N, round + 2, rounds);
+        if (round % 2)
+            CHECK(cudaMemcpy2D(device, pitch, at[1], pitch, row, rows, cudaMemcpyHostToDevice));
+        else
+            CHECK(cudaMemcpy(device, at[1], N * 4, cudaMemcpyHostToDevice));
+        CHECK(cudaMemcpy(copied, device, N * 4, cudaMemcpyDeviceToHost));
+        int wrong_words = 0;
+        for (int i = 0; i < rows * pitch / 4; i++) wrong_words += (i % (pitch / 4) < row / 4 || round % 2 == 0) && copied[i] != round + 2 + i;
+        REQUIRE(wrong_words == 0, "%s from the other %s address has %d words wrong", what, registered ? "registered" : "pageable", wrong_words);
+    }
+    for (int i = 0; i < 1 + registered; i++) CHECK(cudaHostUnregister(at[i]));
+    for (int *p : at) munmap(p, N * 4);
+    close(fd);
+    CHECK(cudaFree(device));
+    CHECK(cudaFree(rounds));
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     both(false);
     both(true);
-    return pass("anonymous memory and a file's");
+    for (bool registered : {true, false}) at_two_addresses(registered);
+    return pass("anonymous memory and a file's, at two addresses");
 }

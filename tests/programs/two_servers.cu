@@ -336,6 +336,86 @@ static void default_streams() {
     CHECK(cudaFree(data));
 }
 
+__global__ void until(volatile int *gate) {
+    while (*gate == 0) {
+    }
+}
+
+__global__ void set_behind(volatile int *gate, int *to, int value) {
+    while (*gate == 0) {
+    }
+    *to = value;
+}
+
+__global__ void copy_word(const volatile int *from, int *to) { *to = *from; }
+
+// A wait for the other server's event is an operation of its stream. In the default stream it comes behind what blocking streams have, and they wait for it. In a blocking stream it comes behind what the default stream has.
+static void waits_are_operations(int here, int there) {
+    int *far_gate = on_device(there, 1, 0), *gate = on_device(here, 1, 0);
+    int *value = on_device(here, 1, 0), *seen = on_device(here, 1, -1), *rounds = on_device(here, 1, 0);
+    cudaStream_t far, far_beside, first, second, beside;
+    cudaEvent_t event;
+    set_device(there);
+    CHECK(cudaStreamCreateWithFlags(&far, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&far_beside, cudaStreamNonBlocking));
+    CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    set_device(here);
+    CHECK(cudaStreamCreate(&first));
+    CHECK(cudaStreamCreate(&second));
+    CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    auto record_behind_gate = [&] {
+        set_device(there);
+        CHECK(cudaMemsetAsync(far_gate, 0, sizeof(int), far));
+        CHECK(cudaStreamSynchronize(far));
+        until<<<1, 1, 0, far>>>(far_gate);
+        CHECK(cudaEventRecord(event, far));
+        set_device(here);
+    };
+    // Opens the event's gate. When it returns, work that waits only for the event has had much time, and then this device's gate is opened.
+    auto open_both = [&] {
+        set_device(there);
+        CHECK(cudaMemsetAsync(far_gate, 1, sizeof(int), far_beside));
+        set_device(here);
+        for (int round = 0; round < 50; round++) {
+            add<<<1, 1, 0, beside>>>(rounds, 1, 1);
+            CHECK(cudaStreamSynchronize(beside));
+        }
+        CHECK(cudaMemsetAsync(gate, 1, sizeof(int), beside));
+    };
+    auto value_of = [&](const int *word) {
+        int found = -2;
+        CHECK(cudaMemcpyAsync(&found, word, sizeof(int), cudaMemcpyDeviceToHost, beside));
+        CHECK(cudaStreamSynchronize(beside));
+        return found;
+    };
+    record_behind_gate();
+    set_behind<<<1, 1, 0, first>>>(gate, value, 1);
+    CHECK(cudaStreamWaitEvent(cudaStreamLegacy, event, 0));
+    copy_word<<<1, 1, 0, second>>>(value, seen);
+    CHECK(cudaStreamWaitEvent(beside, event, 0));
+    open_both();
+    CHECK(cudaStreamSynchronize(second));
+    expect_value("a blocking stream behind a default stream that waits for an event", 1, value_of(seen));
+
+    CHECK(cudaMemsetAsync(gate, 0, sizeof(int), beside));
+    CHECK(cudaStreamSynchronize(beside));
+    record_behind_gate();
+    set_behind<<<1, 1>>>(gate, value, 2);
+    CHECK(cudaStreamWaitEvent(second, event, 0));
+    CHECK(cudaStreamWaitEvent(beside, event, 0));
+    std::thread opens(open_both);
+    CHECK(cudaStreamSynchronize(second));
+    expect_value("the default stream's work when a blocking stream is done", 2, value_of(value));
+    opens.join();
+    CHECK(cudaDeviceSynchronize());
+    for (cudaStream_t stream : {first, second, beside}) CHECK(cudaStreamDestroy(stream));
+    for (int *memory : {gate, value, seen, rounds}) CHECK(cudaFree(memory));
+    set_device(there);
+    for (cudaStream_t stream : {far, far_beside}) CHECK(cudaStreamDestroy(stream));
+    CHECK(cudaEventDestroy(event));
+    CHECK(cudaFree(far_gate));
+}
+
 static void other_servers_objects() {
     int *b = on_device(1, 1, 0);
     cudaStream_t stream;
@@ -1001,6 +1081,8 @@ int main(int argc, char **argv) {
     other_servers_event(0, 1);
     other_servers_event(1, 0);
     default_streams();
+    waits_are_operations(0, 1);
+    waits_are_operations(1, 0);
     other_servers_objects();
     for (size_t bytes : {size_t(4), size_t(1000), size_t(1) << 20, (size_t(5) << 20) + 20}) copies(bytes);
     boxes();

@@ -84,7 +84,8 @@ unsafe fn on_host(copier: &Copier, dst: *mut u8, src: *const u8, len: usize) -> 
 
 /// Device to device, in the same way.
 fn on_device(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
-    let Some(capture) = copier.stream.capture().filter(|_| len != 0) else {
+    let capture = if len == 0 { None } else { copier.capture()? };
+    let Some(capture) = capture else {
         return copier.on_device(dst, src, len);
     };
     if copier.is_on_device(dst, src, len)? {

@@ -9,7 +9,7 @@ use crate::graph::recording;
 use crate::memory::managed::{self, shared_blocks};
 use crate::process::driver::driver;
 use crate::process::{context, fences, green, host_calls};
-use crate::streams::stream_table::{self, STREAMS};
+use crate::streams::stream_table;
 use crate::streams::{capture_rules, event};
 use client::Status;
 
@@ -36,8 +36,7 @@ api! {
         driver()?;
         // Between the two tables, nobody would know of its work.
         let _order = managed::Order::take();
-        let _leaving = stream_table::Leaving::begin();
-        let stream = STREAMS.remove(stream).ok_or(Status::INVALID_HANDLE)?;
+        let (stream, _leaving) = stream_table::Leaving::begin(stream)?;
         if stream.green().is_some_and(|green| !green.is_alive()) {
             return Err(Status::CONTEXT_IS_DESTROYED);
         }
@@ -98,6 +97,7 @@ api! {
                 Err(code::STREAM_CAPTURE_ISOLATION)
             };
         }
+        stream_table::before_work(&stream)?;
         fences::leave(&stream)?;
         event::wait(&stream, &event)
     }

@@ -21,11 +21,13 @@ use crate::graph::{Graph, conditional};
 use crate::memory::graph_chunks::{self, Segment};
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::staging::Staging;
-use crate::memory::{pending_writes, pinned_regions, transfer};
+use crate::memory::{pinned_regions, transfer};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences::{self, OwnEvent};
+use crate::process::holds;
 use crate::process::stream::Stream;
+use crate::streams::stream_table;
 use crate::work::{copy_boxes, fill};
 use client::data::HostIn;
 use client::handle::GraphId;
@@ -424,9 +426,13 @@ impl State {
             match step {
                 Step::Server(graph, places) => {
                     let op = GraphLaunch { graph: *graph, stream: stream.id };
+                    let waits = places.iter().any(|place| nodes[*place].waits());
+                    if waits {
+                        stream_table::before_program(stream)?;
+                    }
                     let seq = stream.work(&op)?;
-                    if places.iter().any(|place| nodes[*place].waits()) {
-                        pending_writes::holds(stream, seq);
+                    if waits {
+                        holds::waits(stream, seq);
                     }
                 }
                 Step::Alone(place) => {

@@ -18,8 +18,9 @@ use crate::abi::result::Result;
 use crate::memory::managed::mirror;
 use crate::memory::pinned_regions;
 use crate::process::driver::{Driver, Server, driver};
+use crate::process::holds::{MANY, is_pending};
 use crate::process::stream::Stream;
-use crate::process::{context, fences};
+use crate::process::{context, fences, holds};
 use client::data::{HostIn, HostRange};
 use client::seq::Seq;
 use client::{Status, lock};
@@ -34,19 +35,8 @@ struct Write {
 
 static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
 
-/// Host functions that may still be called: a stream, and the `seq` of the record after the call, which
-/// [`Stream::called`] reaches when the function has returned.
-static CALLS: Mutex<Vec<(Arc<Stream>, Seq)>> = Mutex::new(Vec::new());
-
-/// Waits for words of memory that may still hold their streams: a stream, and the `seq` of the record after
-/// the wait.
-static HOLDS: Mutex<Vec<(Arc<Stream>, Seq)>> = Mutex::new(Vec::new());
-
 /// How long a copy waits for a stream that is held by such a wait.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Number of entries above which finished ones are removed.
-const MANY: usize = 64;
-
 /// Registers that record `seq` of a stream writes `len` bytes of pinned memory.
 pub(crate) fn writes(stream: &Arc<Stream>, seq: Seq, at: usize, len: usize) {
     if all_are_in_place(stream.context.server, at) {
@@ -61,27 +51,9 @@ pub(crate) fn writes(stream: &Arc<Stream>, seq: Seq, at: usize, len: usize) {
     writes.push(Write { stream: stream.clone(), seq, at, len });
 }
 
-/// Registers that a host function, which may write anything, is called before a stream passes record `seq`.
-pub(crate) fn calls(stream: &Arc<Stream>, seq: Seq) {
-    let mut calls = lock(&CALLS);
-    if calls.len() >= MANY && calls.len().is_power_of_two() {
-        calls.retain(|(stream, seq)| is_pending(stream, *seq));
-    }
-    calls.retain(|(other, _)| !Arc::ptr_eq(other, stream));
-    calls.push((stream.clone(), seq));
-}
-
-/// Registers that a stream waits for a word before it passes record `seq`. The program may write that word,
-/// and other bytes before it.
-pub(crate) fn holds(stream: &Arc<Stream>, seq: Seq) {
-    let mut holds = lock(&HOLDS);
-    holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && is_pending(other, *seq));
-    holds.push((stream.clone(), seq));
-}
-
 /// Waits until no stream that this one may be waiting for is held by a wait for a word.
 fn released(driver: &Driver, stream: &Stream) -> Result {
-    let mut waiting = lock(&HOLDS).clone();
+    let mut waiting = holds::of_words();
     waiting.retain(|(other, seq)| is_pending(other, *seq) && stream.may_be_behind(other, *seq));
     // What is published after the wait shows whether the stream has passed it.
     for (other, _) in &waiting {
@@ -141,11 +113,23 @@ fn may_be_held(stream: &Stream) -> bool {
     !is_unheld(stream) && (fences::shares() || mirror::any() && mirrors())
 }
 
-/// Whether a stream's next copy only comes behind work that is known to be done, and behind copies for which
-/// this was so. A copy for which it was must raise [`Stream::unheld`].
+/// Whether a stream's next copy only comes behind work that is known to be done, and behind what holds up
+/// nothing: event records, copies whose source has been read, and copies for which this was so, which are put
+/// on the stream by [`Stream::unheld_work`].
 pub(crate) fn is_unheld(stream: &Stream) -> bool {
-    let due = if stream.is_free() { stream.last_work.get() } else { stream.context.last_work() };
-    due.is_none_or(|due| stream.is_known_done(due) || stream.unheld.has_reached(due))
+    let context = stream.context;
+    let context_is = || context.last_holding.get().is_none_or(|last| context.has_synced(last, false));
+    if stream.is_legacy() {
+        return context_is();
+    }
+    let own_is = stream.last_holding.get().is_none_or(|last| stream.is_known_done(last));
+    own_is && (stream.is_free() || has_passed_all(context.legacy()) || context_is())
+}
+
+/// Whether a legacy default stream has passed all its own records. Otherwise work of other streams comes
+/// behind them, and so behind what blocking streams had to do before.
+fn has_passed_all(legacy: &Stream) -> bool {
+    legacy.own_is_known_done() && legacy.last_mark.get().is_none_or(|mark| legacy.has_passed(mark))
 }
 
 /// Called before the source of a synchronous copy is read during the call. Waits for the stream if a host
@@ -169,7 +153,7 @@ pub(crate) fn is_behind_calls(stream: &Stream) -> bool {
 }
 
 fn ahead_of(stream: &Stream) -> Vec<(Arc<Stream>, Seq)> {
-    let mut ahead = calls_and_holds();
+    let mut ahead = holds::all();
     ahead.retain(|(other, seq)| stream.may_be_behind(other, *seq));
     ahead
 }
@@ -221,11 +205,6 @@ fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool>
     Ok(true)
 }
 
-/// Whether a stream may still pass a record. One of a lost server never does: it holds up and writes nothing.
-fn is_pending(stream: &Stream, seq: Seq) -> bool {
-    !stream.has_passed(seq) && stream.session().check().is_ok()
-}
-
 /// Whether every device of the process accesses this pinned memory in place. A copy to another server may
 /// otherwise read too early what a device writes there.
 fn all_are_in_place(server: &Server, at: usize) -> bool {
@@ -245,16 +224,7 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
         })
     };
     // Work of any stream may come before.
-    !calls_and_holds().is_empty() || written()
-}
-
-/// The host functions that may not have returned, and the waits that may not have ended. Those that are over
-/// are removed: a lost server's would otherwise be looked at before every copy.
-pub(crate) fn calls_and_holds() -> Vec<(Arc<Stream>, Seq)> {
-    let (mut calls, mut holds) = (lock(&CALLS), lock(&HOLDS));
-    calls.retain(|(other, seq)| !other.called.has_reached(*seq) && is_pending(other, *seq));
-    holds.retain(|(other, seq)| is_pending(other, *seq));
-    calls.iter().chain(holds.iter()).cloned().collect()
+    !holds::all().is_empty() || written()
 }
 
 #[cfg(test)]
@@ -292,14 +262,14 @@ mod tests {
         let (at, len, seq) = (0x5eed_0000, 64, Seq::for_tests(0, 10));
         let driver = Driver::for_tests(&[]);
         writes(&gone, seq, at, len);
-        holds(&gone, seq);
+        holds::waits(&gone, seq);
         stream.waits_for(Seq::for_tests(0, 20), &gone, seq);
         stream.work(&StreamMark { stream: stream.id }).unwrap();
-        let is_held = || calls_and_holds().iter().any(|(held, _)| Arc::ptr_eq(held, &gone));
+        let is_held = || holds::all().iter().any(|(held, _)| Arc::ptr_eq(held, &gone));
         assert!(is_held());
         lost.server.lose();
         assert!(!is_held());
-        assert!(lock(&HOLDS).iter().all(|(held, _)| !Arc::ptr_eq(held, &gone)), "it is looked at again");
+        assert!(holds::of_words().iter().all(|(held, _)| !Arc::ptr_eq(held, &gone)), "it is looked at again");
         assert_eq!(released(driver, &stream), Ok(()));
         assert_eq!(settle_all(driver, at, len), Ok(()));
     }
@@ -308,23 +278,34 @@ mod tests {
     fn only_finished_work_and_other_copies_leave_a_stream_unheld() {
         let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
         let stream = |n, flags| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false));
-        let (blocking, free) = (stream(2, 0), stream(3, NON_BLOCKING));
-        let seq = |number| Seq::for_tests(0, number);
-        let work = |stream: &Stream, number| {
-            stream.last_work.raise(seq(number));
-            context.worked(seq(number), stream.is_free());
-        };
+        let (blocking, other, free) = (stream(2, 0), stream(3, 0), stream(4, NON_BLOCKING));
+        let legacy = context.legacy();
+        let mark = |stream: &Stream| StreamMark { stream: stream.id };
+        let work = |stream: &Stream| stream.work(&mark(stream)).unwrap();
+        let copy = |stream: &Stream| stream.unheld_work(&mark(stream)).unwrap();
+        let is_over = |stream: &Stream| stream.is_synced(context.session().append(&mark(stream)).unwrap());
         assert!(is_unheld(&free));
-        work(&free, 10);
-        assert!(!is_unheld(&free));
-        free.unheld.raise(seq(10));
+        copy(&free);
         assert!(is_unheld(&free));
-        // A blocking stream may be behind the legacy default stream.
-        work(context.legacy(), 11);
+        // Another thread's work comes between the question and the copy.
+        work(&free);
+        copy(&free);
+        assert!(!is_unheld(&free) && is_unheld(&blocking));
+        is_over(&free);
+        assert!(is_unheld(&free));
+        // A blocking stream is behind the legacy default stream, and so behind others.
+        work(legacy);
         assert!(is_unheld(&free) && !is_unheld(&blocking));
-        work(&free, 12);
-        assert!(!is_unheld(&free));
-        free.is_synced(seq(13));
-        assert!(is_unheld(&free));
+        is_over(legacy);
+        assert!(is_unheld(&blocking));
+        work(&other);
+        assert!(is_unheld(&blocking) && !is_unheld(legacy));
+        legacy.settled_work(&mark(legacy)).unwrap();
+        assert!(!is_unheld(&blocking));
+        // That the stream itself is done tells nothing of them.
+        is_over(&blocking);
+        assert!(!is_unheld(&blocking));
+        is_over(legacy);
+        assert!(is_unheld(&blocking));
     }
 }

@@ -51,9 +51,9 @@ pub(crate) struct Context {
     legacy_synced: LastSeq,
     /// `seq` of the last record of work in this context.
     last_work: LastSeq,
-    /// The same for streams that wait for the legacy default stream, not counting event records and copies
-    /// whose source has been read.
-    pub last_unread: LastSeq,
+    /// As the streams' own, for all that wait for the legacy default stream.
+    pub last_holding: LastSeq,
+    pub last_unheld: LastSeq,
     /// The same as `last_work`, for streams that don't wait for the legacy default stream.
     last_free_work: LastSeq,
     /// Records being appended to such streams: they may be in the ring but not yet counted in
@@ -179,7 +179,8 @@ impl Context {
                 legacy: std::sync::OnceLock::new(),
                 legacy_synced: LastSeq::new(),
                 last_work: LastSeq::new(),
-                last_unread: LastSeq::new(),
+                last_holding: LastSeq::new(),
+                last_unheld: LastSeq::new(),
                 last_free_work: LastSeq::new(),
                 appending_free: AtomicU64::new(0),
                 synced: LastSeq::new(),

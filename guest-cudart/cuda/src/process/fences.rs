@@ -209,11 +209,27 @@ fn promise(stream: &Arc<Stream>, open: bool, upto: Option<Seq>, is_watched: impl
     stream.session().show_output();
     // A per-thread stream has all other streams beside it.
     let fenced = open || !stream.is_legacy() || any_beside.load(Ordering::Acquire);
+    let mut passed = None;
     if let Some(upto) = upto {
         stream.promise.upto.raise(upto);
+        // The program knows that what the stream has passed is done, too: the legacy default stream's work,
+        // and what other streams had before that.
+        let legacy = stream.context.legacy();
+        if !stream.is_legacy()
+            && stream.waits_by_itself(legacy)
+            && let Some(last) = legacy.last_work.get().filter(|last| !last.may_be_after(upto))
+        {
+            legacy.promise.upto.raise(last);
+            passed = Some((legacy, last));
+        }
     }
     if fenced {
-        return record(stream);
+        record(stream)?;
+        // Who waits for the stream's event waits for those copies.
+        if let Some((legacy, last)) = passed {
+            legacy.promise.fenced.raise(last);
+        }
+        return Ok(());
     }
     // Whoever is just making the first stream beside it may not have seen this copy.
     fence(Ordering::SeqCst);
@@ -292,6 +308,10 @@ fn beside(server: &Server) {
 /// Records the event that other streams wait for.
 fn record(stream: &Arc<Stream>) -> Result {
     let context = stream.context;
+    let fences = &context.server.fences;
+    // The lock is held from before the record until it is noted: who respects a later fence must find this
+    // one, because an earlier fence than that is never looked for again.
+    let mut open = lock(&fences.open);
     let mut fence = lock(&stream.promise.fence);
     let event = match &mut *fence {
         Some(event) => event,
@@ -299,8 +319,6 @@ fn record(stream: &Arc<Stream>) -> Result {
     };
     let seq = event.record(stream)?;
     drop(fence);
-    let fences = &context.server.fences;
-    let mut open = lock(&fences.open);
     open.retain(|other| !Arc::ptr_eq(other, stream) && !is_passed(other));
     open.push(stream.clone());
     fences.latest.raise(seq);
@@ -384,8 +402,11 @@ pub(crate) fn shares() -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
+    use client::channel::MAX_CONTEXTS;
     use client::data::HostIn;
-    use client::handle::ContextId;
+    use client::handle::{ContextId, StreamId};
     use client::ops::copy::MemcpyHtoD;
     use client::ops::stream::StreamMark;
 
@@ -420,6 +441,23 @@ mod tests {
     }
 
     #[test]
+    fn nobody_respects_a_later_fence_between_the_record_of_one_and_its_entry() {
+        let server = Server::unused();
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        // The record stops where it is appended: there is no room.
+        let fills = server.fill();
+        let records = std::thread::spawn(|| record(context.legacy()));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while server.fences.open.try_lock().is_ok() {
+            assert!(Instant::now() < deadline, "who respects a later fence does not wait for the entry");
+            std::thread::yield_now();
+        }
+        server.lose();
+        assert!(records.join().unwrap().is_err());
+        fills.join().unwrap();
+    }
+
+    #[test]
     fn only_other_work_makes_a_copy_leave_its_event() {
         let context = context();
         let legacy = context.legacy();
@@ -442,6 +480,22 @@ mod tests {
         // Now that there may be another stream, each copy leaves one.
         let third = copy();
         assert!(fence_of(legacy).unwrap().may_be_after(third));
+    }
+
+    #[test]
+    fn a_promise_covers_what_its_stream_has_passed_on_others() {
+        let context = context();
+        let legacy = context.legacy();
+        let [passing, other] =
+            [4, 5].map(|id| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + id), context, 0, 0, false)));
+        let kernel = other.work(&StreamMark { stream: other.id }).unwrap();
+        let [_, passed] = [copy(legacy), copy(&passing)].map(|(_, last)| last.unwrap());
+        let later = other.work(&StreamMark { stream: other.id }).unwrap();
+        // Without the condition that no other context is alive, for which the tests' contexts count.
+        promise(&passing, false, passing.due(), || false).unwrap();
+        assert!(passing.has_promised(passed) && other.has_promised(kernel) && !other.has_promised(later));
+        assert!(legacy.promise.is_fenced(), "others wait for the passing stream's event");
+        assert!(fence_of(&passing).unwrap().may_be_after(passed) && fence_of(legacy).is_none());
     }
 
     #[test]

@@ -7,6 +7,7 @@ pub(crate) mod device_attributes;
 pub(crate) mod driver;
 pub(crate) mod fences;
 pub(crate) mod green;
+pub(crate) mod holds;
 pub(crate) mod host_calls;
 pub(crate) mod ids;
 pub(crate) mod limits;

@@ -14,7 +14,7 @@ use crate::process::stream::Stream;
 use crate::process::work_signal;
 use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
-use client::ops::stream::{StreamHostSignal, StreamHostWait};
+use client::ops::stream::{StreamHostSignal, StreamMark};
 use client::seq::Seq;
 use client::session::Session;
 use client::{Status, lock, log};
@@ -41,6 +41,11 @@ static WAITS: [Waits; MAX_SERVERS] =
 
 /// Makes a stream wait for a publishing record of another server's stream.
 pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result {
+    if !stream.is_free() {
+        // As a wait for an event is: an operation that comes behind the streams that this one waits for, and
+        // for which they wait. The wait for the ticket is none.
+        stream.publishing_work(&StreamMark { stream: stream.id })?;
+    }
     if other.has_passed(record) {
         work_signal::other_servers_work_is_done();
         return Ok(());
@@ -54,7 +59,7 @@ pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result 
         }
     });
     let ticket = host_calls::ticket();
-    let seq = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
+    let seq = stream.wait_for_ticket(ticket)?;
     stream.waits_for(seq, other, record);
     lock(&waits.all).push(Wait { held: stream.context, ticket, other: other.clone(), record });
     waits.came.notify_one();
@@ -113,5 +118,33 @@ fn serve(session: &'static Session, waits: &Waits) {
         let waited = session.wait_progress(|| lock(&waits.all).iter().any(Wait::is_over));
         let lost = waited.err();
         waits.end(lost, |wait| lost.is_some() || wait.is_over());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::driver::Server;
+    use crate::process::stream::NON_BLOCKING;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::{ContextId, StreamId};
+
+    #[test]
+    fn a_wait_for_another_server_is_an_operation_of_a_blocking_stream() {
+        let [held, other] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
+        let stream =
+            |context, n, flags| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, flags, 0, false));
+        let slow = stream(other, 1, NON_BLOCKING);
+        let record = slow.mark().unwrap();
+        let [blocking, free] = [(2, 0), (3, NON_BLOCKING)].map(|(n, flags)| stream(held, n, flags));
+        for stream in [held.legacy(), &blocking] {
+            let before = held.session().last_seq();
+            hold(stream, &slow, record).unwrap();
+            let mark = stream.last_mark.get().unwrap();
+            assert!(mark.is_next_after(before) && stream.due().unwrap().is_next_after(mark));
+            assert_eq!(stream.last_operation(), Some(mark));
+        }
+        hold(&free, &slow, record).unwrap();
+        assert!(free.due().is_some() && free.last_mark.get().is_none(), "it waits for no other");
     }
 }

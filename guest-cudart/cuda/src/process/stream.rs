@@ -18,11 +18,11 @@ use crate::process::green::Green;
 use crate::process::host_calls;
 use crate::process::ids::unique_id;
 use crate::process::work_signal;
-use client::handle::StreamId;
+use client::handle::{StreamId, TicketId};
 use client::lock;
 use client::ops::Op;
 use client::ops::launch::LaunchAttribute;
-use client::ops::stream::{StreamMark, StreamSynchronize};
+use client::ops::stream::{StreamHostWait, StreamMark, StreamSynchronize};
 use client::seq::{LastSeq, Seq};
 use client::session::{Session, Slot};
 
@@ -49,16 +49,18 @@ pub(crate) struct Stream {
     /// `seq` of its last work and of its last publishing record, and the `seq` up to which it is known to be
     /// done.
     pub last_work: LastSeq,
-    /// `seq` of its last work, not counting event records and copies whose source has been read.
-    pub last_unread: LastSeq,
+    /// `seq` of its last work that may hold up what comes behind it, and of its last copy that nothing holds
+    /// up (see [`pending_writes`](crate::memory::pending_writes)). Event records and copies whose source has
+    /// been read are neither.
+    pub last_holding: LastSeq,
+    pub last_unheld: LastSeq,
     pub last_mark: LastSeq,
+    /// `seq` of its last [wait for a ticket](Self::wait_for_ticket).
+    pub last_wait: LastSeq,
     pub synced: LastSeq,
     /// Of a legacy default stream: its own work is known to be done up to this `seq`, because work behind it
     /// on a stream that waits for it is.
     pub own_synced: LastSeq,
-    /// Up to this `seq`, all that isn't known to be done is copies that nothing holds up: see
-    /// [`pending_writes`](crate::memory::pending_writes).
-    pub unheld: LastSeq,
     /// Its last wait for a function of this process that directly follows the mark before it, and the last
     /// one whose function has returned or was not called. See [`synchronize`](Self::synchronize).
     pub last_call: LastSeq,
@@ -97,11 +99,12 @@ impl Stream {
             legacy,
             own: false,
             last_work: LastSeq::new(),
-            last_unread: LastSeq::new(),
+            last_holding: LastSeq::new(),
+            last_unheld: LastSeq::new(),
             last_mark: LastSeq::new(),
+            last_wait: LastSeq::new(),
             synced: LastSeq::new(),
             own_synced: LastSeq::new(),
-            unheld: LastSeq::new(),
             last_call: LastSeq::new(),
             called: LastSeq::new(),
             waited_for: Mutex::default(),
@@ -171,7 +174,16 @@ impl Stream {
     pub fn work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
         let _appending = self.context.appending(self.is_free());
         let seq = self.session().append(op)?;
-        self.must_be_waited_for(seq);
+        self.note_holding(seq);
+        self.worked(seq);
+        Ok(seq)
+    }
+
+    /// Puts a copy on the stream that nothing holds up, and whose source has not been read.
+    pub fn unheld_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
+        let _appending = self.context.appending(self.is_free());
+        let seq = self.session().append(op)?;
+        self.note_unheld(seq);
         self.worked(seq);
         Ok(seq)
     }
@@ -190,16 +202,25 @@ impl Stream {
     /// it does.
     pub fn host_sees_last_work(&self) {
         if let Some(last) = self.last_work.get() {
-            self.must_be_waited_for(last);
+            self.note_unheld(last);
         }
     }
 
-    /// Notes that record `seq` is work that the program has to wait for.
+    /// Notes that record `seq` is work that the program has to wait for, and that may hold up what comes
+    /// behind it.
     #[inline]
-    fn must_be_waited_for(&self, seq: Seq) {
-        self.last_unread.raise(seq);
+    fn note_holding(&self, seq: Seq) {
+        self.last_holding.raise(seq);
         if !self.is_free() {
-            self.context.last_unread.raise(seq);
+            self.context.last_holding.raise(seq);
+        }
+    }
+
+    /// Notes that record `seq` is work that the program has to wait for, and that holds up nothing.
+    fn note_unheld(&self, seq: Seq) {
+        self.last_unheld.raise(seq);
+        if !self.is_free() {
+            self.context.last_unheld.raise(seq);
         }
     }
 
@@ -208,6 +229,27 @@ impl Stream {
         let seq = self.settled_work(op)?;
         self.last_mark.raise(seq);
         Ok(seq)
+    }
+
+    /// Makes the stream wait for a ticket. Returns the record's `seq`.
+    ///
+    /// The server holds back what follows, and the device never sees the wait. So it doesn't order the stream
+    /// with the legacy default stream, as an operation does. Where that matters, a mark comes before it.
+    pub fn wait_for_ticket(&self, ticket: TicketId) -> Result<Seq> {
+        let _appending = self.context.appending(self.is_free());
+        let seq = self.session().append(&StreamHostWait { stream: self.id, ticket })?;
+        self.note_holding(seq);
+        // First: who finds it as the last work must know what it is.
+        self.last_wait.raise(seq);
+        self.worked(seq);
+        Ok(seq)
+    }
+
+    /// `seq` of its last operation, or of an earlier one if a [wait for a ticket](Self::wait_for_ticket) has
+    /// followed since.
+    pub fn last_operation(&self) -> Option<Seq> {
+        let last = self.last_work.get()?;
+        if self.last_wait.has_reached(last) { self.last_mark.get() } else { Some(last) }
     }
 
     /// Puts a publishing operation of this library on the stream, for which the program never waits.
@@ -244,7 +286,9 @@ impl Stream {
     /// [watching](super::fences) what the host may see.
     pub fn is_settled(&self) -> bool {
         if self.legacy {
-            self.context.last_unread.get().is_none_or(|last| self.context.has_synced(last, false))
+            [&self.context.last_holding, &self.context.last_unheld]
+                .iter()
+                .all(|last| last.get().is_none_or(|last| self.context.has_synced(last, false)))
         } else {
             self.own_is_settled() && (self.is_free() || self.context.legacy().own_is_settled())
         }
@@ -252,7 +296,9 @@ impl Stream {
 
     /// The same for its own work.
     pub fn own_is_settled(&self) -> bool {
-        self.last_unread.get().is_none_or(|last| self.own_is_known_done_to(last))
+        [&self.last_holding, &self.last_unheld]
+            .iter()
+            .all(|last| last.get().is_none_or(|last| self.own_is_known_done_to(last)))
     }
 
     /// Whether the stream is known, without asking, to be done up to record `seq`.
@@ -344,7 +390,7 @@ impl Stream {
     }
 
     /// Whether its own work up to record `seq` is known to be done, without asking.
-    fn own_is_known_done_to(&self, seq: Seq) -> bool {
+    pub fn own_is_known_done_to(&self, seq: Seq) -> bool {
         self.own_synced.has_reached(seq) || self.is_known_done(seq)
     }
 
@@ -375,7 +421,7 @@ impl Stream {
         if self.legacy {
             self.context.legacy_is_synced(seq);
         } else if !self.is_free()
-            && let Some(last) = self.last_work.get().filter(|last| !last.may_be_after(seq))
+            && let Some(last) = self.last_operation().filter(|last| !last.may_be_after(seq))
         {
             self.context.legacy().own_synced.raise(last);
         }
@@ -555,22 +601,49 @@ mod tests {
         let legacy = stream.context.legacy();
         let settled = || [&stream, &other, &free, legacy].map(|stream| stream.is_settled());
         assert_eq!(settled(), [true; 4]);
-        other.must_be_waited_for(seq(10));
+        other.note_holding(seq(10));
         assert_eq!(settled(), [true, false, true, false]);
         other.is_synced(seq(10));
         // The legacy default stream would have to know that of each stream.
         assert_eq!(settled(), [true, true, true, false]);
-        legacy.must_be_waited_for(seq(11));
+        legacy.note_holding(seq(11));
         assert_eq!(settled(), [false, false, true, false]);
         stream.last_work.raise(seq(12));
         stream.is_synced(seq(13));
         assert_eq!(settled(), [true, true, true, false], "the default stream's work comes before record 12");
-        legacy.must_be_waited_for(seq(14));
+        legacy.note_holding(seq(14));
         stream.is_synced(seq(15));
         assert_eq!(settled(), [false, false, true, false], "and not before what comes later");
         legacy.is_synced(seq(16));
-        free.must_be_waited_for(seq(17));
+        free.note_holding(seq(17));
         assert_eq!(settled(), [true, true, false, true]);
+    }
+
+    #[test]
+    fn a_wait_for_a_ticket_says_nothing_of_the_legacy_streams_work_before_it() {
+        let [stream, ..] = streams([0; 3]);
+        let legacy = stream.context.legacy();
+        let work = |stream: &Stream| stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let waits_behind_a_mark = |between: &dyn Fn()| {
+            stream.publishing_work(&StreamMark { stream: stream.id }).unwrap();
+            between();
+            stream.wait_for_ticket(TicketId(1)).unwrap();
+        };
+        let is_over = || {
+            stream.is_synced(stream.session().append(&StreamSynchronize { stream: stream.id }).unwrap());
+            assert!(stream.own_is_known_done());
+        };
+        work(legacy);
+        waits_behind_a_mark(&|| {});
+        is_over();
+        assert!(legacy.own_is_known_done(), "the mark comes behind it");
+        // Another thread's work.
+        waits_behind_a_mark(&|| _ = work(legacy));
+        is_over();
+        assert!(!legacy.own_is_known_done(), "the wait does not");
+        work(&stream);
+        is_over();
+        assert!(legacy.own_is_known_done());
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! reached. Until then the stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -14,7 +14,7 @@ use crate::process::driver::{Driver, Server, driver};
 use crate::process::green::Green;
 use crate::process::ids::{self, WithContext};
 use crate::process::stream::{LEGACY, NON_BLOCKING, PER_THREAD, Stream};
-use crate::process::{context, driver, fences, green, host_calls, room, stream};
+use crate::process::{context, driver, fences, green, holds, host_calls, room, stream};
 use crate::streams::{capture_rules, green_gates};
 use client::handle::StreamId;
 use client::handles::Slab;
@@ -72,24 +72,34 @@ pub(crate) static STREAMS: Slab<Stream> = Slab::new(2);
 /// Nothing is waited for while this is locked: threads that use other servers need it.
 static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
-/// How often a stream has begun to leave [`STREAMS`] for [`ENDING`], between which it is in neither, and how
-/// often one has arrived.
-static LEFT: AtomicU64 = AtomicU64::new(0);
-static ARRIVED: AtomicU64 = AtomicU64::new(0);
+/// Streams on their way from [`STREAMS`] to [`ENDING`]. Each is here before it leaves the first, and until it
+/// is in the second. So who looks into the three in this order finds each stream.
+static LEAVING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
 /// For whoever takes a stream out of [`STREAMS`], until it has [ended](end).
-pub(crate) struct Leaving(());
+pub(crate) struct Leaving(Arc<Stream>);
 
 impl Leaving {
-    pub fn begin() -> Leaving {
-        LEFT.fetch_add(1, Ordering::SeqCst);
-        Leaving(())
+    /// Invalidates the handle of a stream.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` if there is no such stream.
+    pub fn begin(handle: usize) -> Result<(Arc<Stream>, Leaving)> {
+        let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
+        lock(&LEAVING).push(stream.clone());
+        let leaving = Leaving(stream);
+        // If two threads destroy it, only one finds it.
+        let stream = STREAMS.remove(handle).ok_or(Status::INVALID_HANDLE)?;
+        Ok((stream, leaving))
     }
 }
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        ARRIVED.fetch_add(1, Ordering::SeqCst);
+        let mut leaving = lock(&LEAVING);
+        if let Some(at) = leaving.iter().position(|stream| Arc::ptr_eq(stream, &self.0)) {
+            leaving.swap_remove(at);
+        }
     }
 }
 
@@ -128,6 +138,7 @@ pub(crate) fn for_copy(context: &'static Context, handle: usize, per_thread: boo
     let stream = plain(context, handle, per_thread)?;
     capture_rules::implicit(&stream)?;
     if stream.capture().is_none() {
+        before_work(&stream)?;
         fences::respect(&stream)?;
         room::wait(&stream)?;
     }
@@ -239,25 +250,19 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
 /// The same, and those that were destroyed and still have work.
 fn all_of(context: &'static Context) -> Vec<Arc<Stream>> {
     let mut all = of_context(context, None);
-    all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
+    for destroyed in [&LEAVING, &ENDING] {
+        let of_context = |stream: &&Arc<Stream>| std::ptr::eq(stream.context, context);
+        all.extend(lock(destroyed).iter().filter(of_context).cloned());
+    }
     all
-}
-
-/// Whether a condition holds for all streams of a context that may have work. `false` also while a stream is
-/// being destroyed.
-fn each_of(context: &'static Context, mut holds: impl FnMut(&Stream) -> bool) -> bool {
-    let arrived = ARRIVED.load(Ordering::SeqCst);
-    let left = LEFT.load(Ordering::SeqCst);
-    left == arrived
-        && all_of(context).iter().all(|stream| holds(stream))
-        && LEFT.load(Ordering::SeqCst) == left
 }
 
 /// As [`Stream::is_settled`], and for the legacy default stream also if the program has waited for each of
 /// the streams that it waits for. Does not wait.
 pub(crate) fn is_settled(stream: &Stream) -> bool {
     stream.is_settled()
-        || stream.is_legacy() && each_of(stream.context, |other| other.is_free() || other.own_is_settled())
+        || stream.is_legacy()
+            && all_of(stream.context).iter().all(|other| other.is_free() || other.own_is_settled())
 }
 
 /// Whether all work of a context is known to be done, except work behind a running host function. Does not
@@ -273,9 +278,7 @@ pub(crate) fn marks(context: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>
     let mut streams = all_of(context);
     streams.retain(|stream| !stream.is_legacy());
     let mut marks = Vec::new();
-    if let Some(mark) = mark_of_legacy(context, &streams)? {
-        marks.push((context.legacy().clone(), mark));
-    }
+    marks.extend(mark_of_legacy(context, &streams)?);
     for stream in streams.into_iter().filter(|stream| !stream.own_is_known_done()) {
         let mark = stream.mark()?;
         marks.push((stream, mark));
@@ -283,26 +286,35 @@ pub(crate) fn marks(context: &'static Context) -> Result<Vec<(Arc<Stream>, Seq)>
     Ok(marks)
 }
 
-/// A mark behind the own work of a legacy default stream, unless that is known to be done or another stream
-/// of the context (`others`) has pending work that waits for it.
+/// A mark behind the own work of a legacy default stream, and the mark's stream. `None` if that work is known
+/// to be done, maybe because another stream of the context (`others`) has passed an operation that waits for
+/// it.
 ///
 /// A mark is work of its stream, so this one waits for the blocking streams, and they for it. It comes right
 /// after the legacy default stream's own work, which does the same. Behind work of a blocking stream it would
-/// make the other streams wait for that work.
-fn mark_of_legacy(context: &'static Context, others: &[Arc<Stream>]) -> Result<Option<Seq>> {
+/// make the other streams wait for that work, so then that stream is marked.
+fn mark_of_legacy(context: &'static Context, others: &[Arc<Stream>]) -> Result<Option<(Arc<Stream>, Seq)>> {
     let legacy = context.legacy();
     let Some(own) = legacy.last_work.get().filter(|own| !legacy.is_known_done(*own)) else { return Ok(None) };
-    let is_behind = |stream: &Stream| {
-        !stream.is_free() && stream.last_work.get().is_some_and(|last| last.may_be_after(own))
-    };
-    let mut behind = others.iter().filter(|stream| is_behind(stream)).peekable();
-    if behind.peek().is_some() {
-        if behind.any(|stream| stream.own_is_known_done()) {
+    let is_later = |last: &Seq| last.may_be_after(own);
+    let mut behind = None;
+    for stream in others.iter().filter(|stream| !stream.is_free()) {
+        let operation = stream.last_operation().filter(is_later);
+        if operation.is_some_and(|last| stream.is_known_done(last)) {
             legacy.is_synced(own);
+            return Ok(None);
         }
-        return Ok(None);
+        // A wait for a ticket is no operation: only what follows it comes behind the legacy stream's work.
+        let is_held = || stream.last_work.get().filter(is_later).is_some() && !stream.own_is_known_done();
+        if operation.is_some() || is_held() {
+            behind = Some(stream);
+        }
     }
-    legacy.last_mark.if_reached(own).map_or_else(|| legacy.mark(), Ok).map(Some)
+    let (stream, mark) = match behind {
+        Some(other) => (other, other.mark()?),
+        None => (legacy, legacy.last_mark.if_reached(own).map_or_else(|| legacy.mark(), Ok)?),
+    };
+    Ok(Some((stream.clone(), mark)))
 }
 
 /// Whether everything on a stream is done, as [`Stream::is_done`]. No stream waits for another because the
@@ -320,18 +332,34 @@ pub(crate) fn is_done(stream: &Stream) -> Result<bool> {
             return Ok(false);
         }
     }
-    if let Some(mark) = mark
-        && !stream.has_passed(mark)
+    if let Some((marked, mark)) = &mark
+        && !marked.has_passed(*mark)
     {
         if !own.is_some_and(|own| stream.has_promised(own)) {
             return Ok(false);
         }
         stream.synchronize()?;
     }
-    if let Some(done) = mark.or(own) {
+    let own_mark = mark.filter(|(marked, _)| marked.is_legacy()).map(|(_, mark)| mark);
+    if let Some(done) = own_mark.or(own) {
         stream.is_synced(done);
     }
     Ok(true)
+}
+
+/// Called before work is put on a stream that is not being captured, which the program may be holding up: as
+/// [`before_program`].
+#[inline]
+pub(crate) fn before_work(stream: &Stream) -> Result {
+    if stream.is_legacy() && holds::any() { before_held_work(stream) } else { Ok(()) }
+}
+
+#[cold]
+fn before_held_work(legacy: &Stream) -> Result {
+    before_program(legacy)?;
+    // Only now: one of these streams may be the legacy default stream, whose mark is held, too.
+    holds::mark_waits();
+    Ok(())
 }
 
 /// Called before the program is to let the legacy default stream go on. Until it does, it may ask blocking
@@ -355,10 +383,10 @@ pub(crate) fn all_are_known_done() -> bool {
 /// been read. It may read what this stream copies as soon as the program tells it that the copy is done, by
 /// memory that both see. Does not wait.
 pub(crate) fn is_watched(stream: &Stream) -> bool {
-    let rests = |other: &Stream| {
-        other.own || std::ptr::eq(other, stream) || other.own_is_settled() || other.is_idle()
+    let rests = |other: &Arc<Stream>| {
+        other.own || std::ptr::eq(&**other, stream) || other.own_is_settled() || other.is_idle()
     };
-    !context::alive_of(stream.context.server).all(|context| each_of(context, rests))
+    !context::alive_of(stream.context.server).all(|context| all_of(context).iter().all(rests))
 }
 
 /// Destroys the streams of a green context that is being destroyed.
@@ -531,7 +559,7 @@ mod tests {
 
     use super::*;
     use client::channel::MAX_CONTEXTS;
-    use client::handle::ContextId;
+    use client::handle::{ContextId, TicketId};
     use client::ops::stream::StreamMark;
 
     #[test]
@@ -565,6 +593,27 @@ mod tests {
         for thread in [fills, tells] {
             thread.join().unwrap();
         }
+    }
+
+    #[test]
+    fn a_stream_is_found_all_the_time_while_it_is_destroyed() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS + 1), context, 0, 0, false));
+        let handle = STREAMS.insert(stream.clone()).unwrap();
+        stream.work(&StreamMark { stream: stream.id }).unwrap();
+        let is_found = || {
+            assert_eq!(is_done(context.legacy()), Ok(false), "the default stream waits for it");
+            assert!(all_of(context).iter().any(|other| Arc::ptr_eq(other, &stream)));
+        };
+        is_found();
+        let (taken, leaving) = Leaving::begin(handle).unwrap();
+        is_found();
+        end(taken);
+        is_found();
+        drop(leaving);
+        is_found();
+        assert!(Leaving::begin(handle).is_err() && lock(&LEAVING).iter().all(|s| !Arc::ptr_eq(s, &stream)));
+        take_ending(context.server, |_| true);
     }
 
     #[test]
@@ -616,6 +665,33 @@ mod tests {
         for handle in [first, second] {
             STREAMS.remove(handle).unwrap();
         }
+    }
+
+    #[test]
+    fn a_wait_for_a_ticket_does_not_show_that_the_legacy_streams_work_is_done() {
+        let held = || {
+            let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+            let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS + 1), context, 0, 0, false));
+            stream.publishing_work(&StreamMark { stream: stream.id }).unwrap();
+            let own = context.legacy().work(&StreamMark { stream: StreamId(0) }).unwrap();
+            stream.wait_for_ticket(TicketId(1)).unwrap();
+            (context, own, stream)
+        };
+        let mark =
+            |stream: &Arc<Stream>| mark_of_legacy(stream.context, std::slice::from_ref(stream)).unwrap();
+        let (context, own, stream) = held();
+        stream.is_synced(stream.due().unwrap());
+        let (marked, last) = mark(&stream).unwrap();
+        assert!(Arc::ptr_eq(&marked, context.legacy()) && last.may_be_after(own));
+        // Behind the wait, a mark of the legacy stream would be held: other streams would wait for it.
+        let (context, own, stream) = held();
+        let (marked, last) = mark(&stream).unwrap();
+        assert!(Arc::ptr_eq(&marked, &stream) && last.may_be_after(own));
+        stream.is_synced(stream.due().unwrap());
+        assert!(mark(&stream).is_some_and(|(marked, _)| Arc::ptr_eq(&marked, &stream)));
+        assert!(!context.legacy().is_known_done(own), "the mark is behind it, the wait is not");
+        stream.synced.raise(last);
+        assert!(mark(&stream).is_none() && context.legacy().is_known_done(own));
     }
 
     #[test]

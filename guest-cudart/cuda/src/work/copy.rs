@@ -103,6 +103,18 @@ impl Copier {
         if self.mode == Mode::Sync { self.stream.synchronize() } else { Ok(()) }
     }
 
+    /// Called before the source of a copy to the device is read, here or by the server. A synchronous one
+    /// waits if kernels may have written the same pages at another address: these get the bytes only when the
+    /// program has waited.
+    pub fn before_aliases(&self) -> Result {
+        if self.mode == Mode::Async || self.own || !mirror::any_shared() {
+            return Ok(());
+        }
+        self.stream.synchronize_as_operation()?;
+        self.has_waited();
+        Ok(())
+    }
+
     /// Called before the source of a copy to the device is read in this process: earlier work on the stream
     /// that may write it must be done. `pinned`: whether it is pinned memory, which the host cannot read in
     /// place, or which kernels are about to reach.
@@ -204,6 +216,7 @@ impl Copier {
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let (session, stream) = (self.stream.session(), self.stream.id);
         let mut is_read_now = false;
+        self.before_aliases()?;
         REACHING.wait(src as u64);
         while let Some(range) = REGIONS.range(session, src as usize, len) {
             let read_in_place = || pinned::read_in_place(self.driver, self.stream.context, src as u64);
@@ -227,11 +240,14 @@ impl Copier {
                 REACHING.wait(src as u64);
                 continue;
             }
-            let unheld = pending_writes::is_unheld(&self.stream);
-            let seq = self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
-            if unheld {
-                self.stream.unheld.raise(seq);
+            let op = MemcpyHtoD { stream, dst, src: from };
+            let order = self.order(dst, len as u64)?;
+            if pending_writes::is_unheld(&self.stream) {
+                self.last.set(Some(self.stream.unheld_work(&op)?));
+            } else {
+                self.work(&op)?;
             }
+            drop(order);
             drop(steady);
             return self.finish();
         }
@@ -240,7 +256,6 @@ impl Copier {
         if pinned && !in_place && Self::has_become_a_mirror(src as u64) {
             return self.on_device(dst, src as u64, len);
         }
-        let unheld = is_read_now && pending_writes::is_unheld(&self.stream);
         if self.mode == Mode::Sync || !is_read_now {
             self.before_reading(pinned)?;
         }
@@ -250,9 +265,6 @@ impl Copier {
         // SAFETY: guaranteed by the caller.
         let last = unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
         self.last.set(last);
-        if let Some(last) = last.filter(|_| unheld) {
-            self.stream.unheld.raise(last);
-        }
         if managed::is_here(dst) {
             self.stream.host_sees_last_work();
         }

@@ -195,6 +195,7 @@ impl Copier {
             self.stream.synchronize_as_operation()?;
             self.has_waited();
         } else {
+            self.before_aliases()?;
             self.before_reading(REGIONS.any(src.address as usize).is_some())?;
         }
         for part in parts(&e, transfer::chunk(session, (e.width * e.height * e.depth) as usize) as u64) {

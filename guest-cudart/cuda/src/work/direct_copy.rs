@@ -24,9 +24,10 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
-use crate::memory::{managed, pending_writes};
+use crate::memory::managed;
 use crate::process::context;
 use crate::process::driver::Server;
+use crate::process::holds;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use crate::work::server_copy::{Linear, Part, Split};
@@ -184,7 +185,7 @@ fn first_use(server: &'static Server) {
         busy.filter_map(|context| Some((context.server, stream_table::marks(context).ok()?))).collect();
     // What waits for the program may do so until the copy is over. Asked after the marks, so that nothing
     // that holds one of them is missed.
-    let waiting = pending_writes::calls_and_holds();
+    let waiting = holds::all();
     for (busy, mut marks) in marked {
         marks.retain(|(stream, _)| !waiting.iter().any(|(other, seq)| stream.may_be_behind(other, *seq)));
         busy.fences.come_behind(marks);

@@ -12,15 +12,14 @@ use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use crate::abi::result::Result;
 use crate::abi::types::{HostFn, StreamCallback};
 use crate::memory::managed::{self, shared_blocks};
-use crate::memory::pending_writes;
 use crate::process::driver::{Driver, Server, driver};
 use crate::process::host_calls::{self, CALLED, CALLING, STOPPED};
 use crate::process::stream::Stream;
-use crate::process::{context, fences};
+use crate::process::{context, fences, holds};
 use crate::streams::stream_table;
 use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
-use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
+use client::ops::stream::{StreamHostSignal, StreamMark};
 use client::seq::Seq;
 use client::{Status, lock, log};
 
@@ -137,8 +136,8 @@ pub(crate) fn on(
     // Under the queue's lock, so that calls are queued in their streams' order.
     let mut calls = lock(&queue.calls);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
-    let wait = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
-    pending_writes::calls(&stream, wait);
+    let wait = stream.wait_for_ticket(ticket)?;
+    holds::calls(&stream, wait);
     // Otherwise another thread's work on the stream may be between them.
     let adjacent = wait.is_next_after(mark);
     if adjacent {

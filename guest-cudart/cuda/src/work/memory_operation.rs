@@ -14,20 +14,19 @@ use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
 use crate::abi::types::BatchMemOp;
 use crate::memory::managed::{self, mirror};
-use crate::memory::{address, pending_writes, pinned_regions};
+use crate::memory::{address, pinned_regions};
 use crate::process::context;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
 use crate::process::fences;
+use crate::process::holds;
 use crate::process::host_calls::{self, WAITING};
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use crate::work::host_function::{self, Function};
 use client::channel::MAX_SERVERS;
 use client::handle::{StreamId, TicketId};
-use client::ops::stream::{
-    MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamHostWait, StreamMark, memory_op,
-};
+use client::ops::stream::{MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamMark, memory_op};
 use client::seq::Seq;
 use client::session::Session;
 use client::{Status, lock, log};
@@ -184,10 +183,14 @@ impl Operations {
                     .map(|Checked { op, .. }| managed::before_work_on(op.address, op.width()))
                     .collect::<Result<Vec<_>>>()?;
                 managed::before_telling()?;
+                let waits = ops.iter().any(|Checked { op, .. }| op.is_wait());
+                if waits {
+                    stream_table::before_program(stream)?;
+                }
                 let seq = stream.work(&on_server(stream.id, ops))?;
                 drop(order);
-                if ops.iter().any(|Checked { op, .. }| op.is_wait()) {
-                    pending_writes::holds(stream, seq);
+                if waits {
+                    holds::waits(stream, seq);
                 }
             } else if !is_pinned(op) {
                 return Err(Status::INVALID_VALUE);
@@ -272,8 +275,8 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
     let ticket = host_calls::ticket();
     let mut all = lock(&waits.all);
     let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
-    let seq = stream.work(&StreamHostWait { stream: stream.id, ticket })?;
-    pending_writes::holds(stream, seq);
+    let seq = stream.wait_for_ticket(ticket)?;
+    holds::waits(stream, seq);
     WAITING.fetch_add(1, Ordering::AcqRel);
     all.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
     waits.came.notify_one();

@@ -221,6 +221,7 @@ pub(crate) fn by_default_streams<T>(
     }
     let done = put()?;
     for legacy in others() {
+        stream_table::before_work(legacy)?;
         server_waits::join(stream, legacy)?;
     }
     Ok(done)

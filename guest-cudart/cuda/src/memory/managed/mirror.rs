@@ -61,9 +61,19 @@ impl Mirrors {
         (address - base < region.size).then_some(region)
     }
 
+    /// Whether an address is in such memory.
+    pub(crate) fn has(&self, address: u64) -> bool {
+        self.find(address).is_some()
+    }
+
     /// Whether the memory at an address is compared as a whole.
     pub(crate) fn is_shared(&self, address: u64) -> bool {
         self.find(address).is_some_and(|region| region.shared)
+    }
+
+    fn counted(&self) {
+        PINNED.store(self.regions.len(), Ordering::Release);
+        SHARED.store(self.regions.values().filter(|region| region.shared).count(), Ordering::Release);
     }
 
     /// Whether the region at `base` may be compared as a whole, besides those that already are.
@@ -73,18 +83,25 @@ impl Mirrors {
     }
 }
 
-/// How many regions there are.
+/// How many regions there are, and of these, how many are compared as a whole.
 static PINNED: AtomicUsize = AtomicUsize::new(0);
+static SHARED: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether there is such memory.
 pub(crate) fn any() -> bool {
     PINNED.load(Ordering::Acquire) != 0
 }
 
+/// Whether there is such memory whose pages the program may have at other addresses, too (`MAP_SHARED`). They
+/// get what kernels have written when it is compared.
+pub(crate) fn any_shared() -> bool {
+    SHARED.load(Ordering::Acquire) != 0
+}
+
 /// Whether an address is in such memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
-    any() && lock(&STATE).mirrors.find(address).is_some()
+    any() && lock(&STATE).mirrors.has(address)
 }
 
 /// Whether an address is in memory that a server has a mirror of.
@@ -138,7 +155,7 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     state.add_compared(parts.into_iter().map(|bytes| Compared::new(base, context, bytes)));
     state.counted();
     state.mirrors.regions.insert(base, Region { size, users: vec![(context, mirror)], shared });
-    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+    state.mirrors.counted();
     shared_blocks::start(driver);
     Ok(())
 }
@@ -175,6 +192,7 @@ pub(crate) fn share(driver: &'static Driver, context: &'static Context, base: u6
         region.users.push((context, mirror));
         region.shared = true;
     }
+    state.mirrors.counted();
     // Kernels that are launched from now on find everything.
     state.send_compared(&(base..base + size)).map(drop)
 }
@@ -244,7 +262,7 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     state.counted();
     users.into_iter().for_each(|(context, mirror)| state.unmirror(context, mirror));
     // Until now, another thread that releases it waits for the lock: it frees the pages when this is over.
-    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+    state.mirrors.counted();
 }
 
 /// Makes a context's server mirror the pages of a piece, unless it already does. Returns where the mirror
@@ -554,7 +572,7 @@ mod tests {
             let state = &mut *lock(&STATE);
             state.add_compared([Compared::known(base, context, base, &[0; PAGE])]);
             state.mirrors.regions.insert(base, Region { size, users: vec![(context, base)], shared: true });
-            PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+            state.mirrors.counted();
         }
         let before = server.session.last_seq();
         let releases = std::thread::spawn(move || release(driver, base, true));

@@ -415,12 +415,13 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
     state.send_compared(&range).map(drop)
 }
 
-/// Whether an address is in managed memory of any kind.
+/// Whether an address is in managed memory of any kind. Of [mirrored memory](mirror), that includes what
+/// shares a page with other memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
     PIECES.load(Ordering::Acquire) != 0 && {
         let state = lock(&STATE);
-        state.find(address).is_some() || state.mirrors.is_shared(address)
+        state.find(address).is_some() || state.mirrors.has(address)
     }
 }
 
