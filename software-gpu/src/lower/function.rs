@@ -448,6 +448,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
                 Ok(self.constant(16, u128::from(h)))
             }
             Operand::Name(name, addend) => self.named(name, *addend, bits),
+            Operand::Element(name, index) => self.unsupported(format!("{name}[{index}] as an address")),
             other => self.error(format!("{other:?} is not a value")),
         }
     }

@@ -11,11 +11,13 @@ struct Parser<'a> {
     tokens: Vec<(Token<'a>, u32)>,
     at: usize,
     depth: u32,
+    /// `.pragma "used_bytes_mask …"`, which is about the next instruction.
+    used_bytes: Option<u32>,
 }
 
 /// Parses a PTX file.
 pub(crate) fn parse(text: &str) -> Result<File<'_>> {
-    let mut p = Parser { tokens: tokens(text)?, at: 0, depth: 0 };
+    let mut p = Parser { tokens: tokens(text)?, at: 0, depth: 0, used_bytes: None };
     let mut file =
         File { version: (0, 0), target: "", globals: Vec::new(), functions: Vec::new(), aliases: Vec::new() };
     while p.peek() != Token::End {
@@ -521,7 +523,15 @@ impl<'a> Parser<'a> {
                     self.next();
                 }
             }
-            Token::Dot("pragma") => self.skip_to_semicolon()?,
+            Token::Dot("pragma") => {
+                self.next();
+                if let Token::Str(text) = self.peek()
+                    && let Some(mask) = text.strip_prefix("used_bytes_mask ")
+                {
+                    self.used_bytes = mask.trim().parse().ok();
+                }
+                self.skip_to_semicolon()?;
+            }
             Token::Dot("section") => self.skip_section()?,
             Token::Dot("reg" | "local" | "shared" | "param" | "global" | "const") => {
                 self.variables(Linkage::Local, &mut |var| out.push(Stmt::Var(var)))?;
@@ -581,7 +591,8 @@ impl<'a> Parser<'a> {
             }
         }
         self.expect(b';')?;
-        Ok(Inst { guard, name, modifiers, operands, line })
+        let used_bytes = self.used_bytes.take();
+        Ok(Inst { guard, name, modifiers, operands, used_bytes, line })
     }
 
     fn operand(&mut self) -> Result<Operand<'a>> {
@@ -639,6 +650,15 @@ impl<'a> Parser<'a> {
                 {
                     self.next();
                     return Ok(Operand::Part(name, part));
+                }
+                if !name.starts_with('%') && self.eat(b'[') {
+                    let index = self.int()?;
+                    self.expect(b']')?;
+                    return Ok(if index == 0 {
+                        Operand::Name(name, 0)
+                    } else {
+                        Operand::Element(name, index)
+                    });
                 }
                 let name = self.dotted(name);
                 let addend = self.addend()?;
