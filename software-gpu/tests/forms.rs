@@ -97,10 +97,19 @@ fn ftz_may_follow_the_type() {
 }
 
 #[test]
-fn the_first_element_of_an_array_has_its_address() {
-    let work = ".shared .align 4 .b8 first[4]; .shared .align 4 .b8 second[8]; .reg .u64 %s; \
-                mov.u64 %s, second[0]; st.shared.b32 [second], %a; ld.shared.b32 %d, [%s];";
-    assert_eq!(answer(work, [7, 0, 0]), 7);
+fn elements_of_arrays_are_counted_in_their_size() {
+    let work = ".shared .align 8 .b8 before[8]; .shared .align 8 .b64 list[4]; .reg .b64 %s, %l;\n \
+                mov.u64 %s, list[0]; st.shared.b64 [%s], 5; mov.u64 %s, list[2]; st.shared.b64 [%s], 6;\n \
+                mov.u64 %s, list[%a]; st.shared.b64 [%s+0], 7; st.shared.b64 list[%a+2], 8; ";
+    for (read, expected) in [("list", 5), ("list+16", 6), ("list+8", 7), ("list+24", 8)] {
+        let work = format!("{work} ld.shared.b32 %d, [{read}];");
+        assert_eq!(answer(&work, [1, 0, 0]), expected, "{read}");
+    }
+    // Another scope's variable of that name has elements of another size.
+    let work = format!(
+        "{work} {{ .local .b8 list[8]; mov.u64 %l, list[1]; }} cvt.u64.u32 %l, %b; ld.shared.b32 %d, list[%l];"
+    );
+    assert_eq!(answer(&work, [1, 2, 0]), 6);
 }
 
 /// NVRTC loads three numbers at the end of an array as four, and says which bytes it needs.
