@@ -95,3 +95,33 @@ fn ftz_may_follow_the_type() {
     assert_eq!(root("lg2.approx.f32"), -149.0);
     assert_eq!(root("ex2.approx.f32.ftz"), 1.0);
 }
+
+#[test]
+fn elements_of_arrays_are_counted_in_their_size() {
+    let work = ".shared .align 8 .b8 before[8]; .shared .align 8 .b64 list[4]; .reg .b64 %s, %l;\n \
+                mov.u64 %s, list[0]; st.shared.b64 [%s], 5; mov.u64 %s, list[2]; st.shared.b64 [%s], 6;\n \
+                mov.u64 %s, list[%a]; st.shared.b64 [%s+0], 7; st.shared.b64 list[%a+2], 8; ";
+    for (read, expected) in [("list", 5), ("list+16", 6), ("list+8", 7), ("list+24", 8)] {
+        let work = format!("{work} ld.shared.b32 %d, [{read}];");
+        assert_eq!(answer(&work, [1, 0, 0]), expected, "{read}");
+    }
+    // Another scope's variable of that name has elements of another size.
+    let work = format!(
+        "{work} {{ .local .b8 list[8]; mov.u64 %l, list[1]; }} cvt.u64.u32 %l, %b; ld.shared.b32 %d, list[%l];"
+    );
+    assert_eq!(answer(&work, [1, 2, 0]), 6);
+}
+
+/// NVRTC loads three numbers at the end of an array as four, and says which bytes it needs.
+#[test]
+fn bytes_that_a_load_does_not_need_may_be_beyond_the_memory() {
+    let text = ".version 8.3\n.target sm_90\n.address_size 64\n.visible .entry k(.param .u64 o)\n{\n .reg .b64 %o, %e;\n \
+                .reg .f32 %f<4>;\n ld.param.u64 %o, [o];\n .pragma \"used_bytes_mask 3855\";\n \
+                ld.global.v4.f32 {%f0, %f1, %f2, %f3}, [%o];\n add.f32 %f0, %f0, %f2;\n st.global.f32 [%o], %f0;\n \
+                .pragma \"used_bytes_mask 255\";\n ld.global.v2.b64 {%o, %e}, [%o];\n ret;\n}\n";
+    let bench = Bench::new();
+    let module = bench.gpu.load_module(text.as_bytes()).unwrap();
+    let out = bench.upload(&[1f32, 2.0, 3.0]);
+    bench.run(&module, "k", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
+    assert_eq!(bench.download::<f32>(out, 3), [4.0, 2.0, 3.0]);
+}

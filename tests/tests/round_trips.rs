@@ -408,6 +408,20 @@ fn clearing_pinned_memory_sends_nothing() -> Result<()> {
     Ok(())
 }
 
+/// A flag in pinned memory stays with the program from launch to launch, until a kernel sets it. The limit leaves
+/// room for a busy machine: what nothing changes is taken away after a while.
+#[test]
+fn a_look_at_a_flag_after_each_launch_asks_for_nothing() -> Result<()> {
+    let exchanges = |steps: u64| -> Result<u64> {
+        let lines = stats_of("tcp", "framework_steps", &["flags", &steps.to_string()])?;
+        counter_of(lines.first().context("no counters")?, "exchanges")
+    };
+    let (few, many) = (100, 600);
+    let more = exchanges(many)?.saturating_sub(exchanges(few)?);
+    assert!(more <= (many - few) / 2, "{} launches and looks took {more} exchanges", many - few);
+    Ok(())
+}
+
 /// What each chunk costs that the program and a running kernel pass to each other through pinned memory over
 /// a network: exchanges and bytes.
 fn costs_of_a_chunk(way: &str, bytes: u64) -> Result<[u64; 2]> {

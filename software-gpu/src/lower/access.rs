@@ -222,7 +222,51 @@ impl<'a> Lowering<'a, '_> {
         Ok(Access { ty, bits, registers, address, space, fence, spin })
     }
 
+    /// Loads each element that has needed bytes by itself, if a load says that others have none. NVIDIA's compiler
+    /// widens loads to whole vectors like that, beyond the end of an array: memory of hardware GPUs goes on until
+    /// the vector's end.
+    fn lower_needed_elements(&mut self, inst: &Inst<'a>) -> Result<bool> {
+        let (Some(used), Some(Operand::Vector(registers)), Some(Operand::Address(Some(base), offset))) =
+            (inst.used_bytes, inst.operands.first(), inst.operands.get(1))
+        else {
+            return Ok(false);
+        };
+        let bytes = inst.modifiers.last().and_then(|ty| type_bits(ty)).unwrap_or(0) / 8;
+        if bytes == 0 || registers.len() as u32 * bytes > u32::BITS {
+            return Ok(false);
+        }
+        let element = u32::MAX >> (u32::BITS - bytes);
+        let needed = |k: usize| used >> (k as u32 * bytes) & element != 0;
+        if (0..registers.len()).all(needed) {
+            return Ok(false);
+        }
+        let is_base = |register: &Operand<'a>| matches!(register, Operand::Name(name, 0) if name == base);
+        let mut order: Vec<usize> = (0..registers.len()).filter(|&k| needed(k)).collect();
+        // The address must be there until the last load.
+        order.sort_by_key(|&k| is_base(&registers[k]));
+        for k in order {
+            let at = offset.wrapping_add((k as u32 * bytes).into());
+            self.lower_load(&Inst {
+                guard: inst.guard,
+                name: inst.name,
+                modifiers: inst
+                    .modifiers
+                    .iter()
+                    .copied()
+                    .filter(|m| !matches!(*m, "v2" | "v4" | "v8"))
+                    .collect(),
+                operands: vec![registers[k].clone(), Operand::Address(Some(base), at)],
+                used_bytes: None,
+                line: inst.line,
+            })?;
+        }
+        Ok(true)
+    }
+
     fn lower_load(&mut self, inst: &Inst<'a>) -> Result<()> {
+        if self.lower_needed_elements(inst)? {
+            return Ok(());
+        }
         let Access { ty, bits, registers, address, space, fence, spin } = self.access(inst, 0, 1)?;
         let n = registers.len();
         let mut r = [NONE; 6];

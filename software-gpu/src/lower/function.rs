@@ -448,6 +448,15 @@ impl<'a, 'b> Lowering<'a, 'b> {
                 Ok(self.constant(16, u128::from(h)))
             }
             Operand::Name(name, addend) => self.named(name, *addend, bits),
+            Operand::Element { array, index, ty, vector } => {
+                let (row, addend) = self.element(index, ty, *vector)?;
+                let start = self.named(array, addend, bits)?;
+                match row {
+                    Some(row) if bits == 64 => self.sum(start, row),
+                    Some(_) => self.unsupported(format!("the address of an element in {bits} bits")),
+                    None => Ok(start),
+                }
+            }
             other => self.error(format!("{other:?} is not a value")),
         }
     }
@@ -537,6 +546,16 @@ impl<'a, 'b> Lowering<'a, 'b> {
     pub fn address(&mut self, op: &Operand<'a>) -> Result<(Address, Option<Space>)> {
         let (base, offset) = match op {
             Operand::Address(base, offset) => (*base, *offset),
+            Operand::Element { array, index, ty, vector } => {
+                let (row, addend) = self.element(index, ty, *vector)?;
+                let start = Operand::Address(Some(array), addend);
+                let Some(row) = row else { return self.address(&start) };
+                let (start, narrow, offset, space) = self.address_row(&start)?;
+                if narrow {
+                    return self.error(format!("{array} is not an array"));
+                }
+                return Ok((Address::Row(self.sum(start, row)?, false, offset), space));
+            }
             other => return self.error(format!("{other:?} is not an address")),
         };
         let Some(name) = base else {
@@ -560,6 +579,48 @@ impl<'a, 'b> Lowering<'a, 'b> {
             }
             _ => self.error(format!("{name} is not an address")),
         }
+    }
+
+    /// Where an element is in its array: a row with the distance in bytes, if the index is a register, and a fixed
+    /// distance.
+    fn element(&mut self, index: &Operand<'a>, ty: &str, vector: u32) -> Result<(Option<u32>, i64)> {
+        let Some(bits) = type_bits(ty).filter(|&bits| bits >= 8) else {
+            return self.unsupported(format!("elements of type .{ty}"));
+        };
+        let bytes = u64::from(bits / 8 * vector);
+        let (register, fixed) = match index {
+            Operand::Int(n) => (None, *n as i64),
+            Operand::Name(name, addend) => match self.find_register(name) {
+                Some(register) => (Some(register), *addend),
+                None => return self.error(format!("{name} is not a register")),
+            },
+            other => return self.error(format!("{other:?} is not an index")),
+        };
+        let row = match register {
+            None => None,
+            Some((row, width)) => {
+                let handler = match width {
+                    32 => exec::int::wide(false, "u32"),
+                    64 => exec::int::arithmetic("mul.lo", "u64"),
+                    _ => None,
+                };
+                let Some(handler) = handler else {
+                    return self.unsupported(format!("an index of {width} bits"));
+                };
+                let (size, to) = (self.constant(width, bytes.into()), self.allocate_row(64));
+                self.emit(handler, [to, row, size, 0, 0, 0], 0);
+                Some(to)
+            }
+        };
+        Ok((row, fixed.wrapping_mul(bytes as i64)))
+    }
+
+    /// The sum of two rows of 64 bits.
+    fn sum(&mut self, a: u32, b: u32) -> Result<u32> {
+        let Some(add) = exec::int::arithmetic("add", "u64") else { return self.unsupported("add.u64") };
+        let to = self.allocate_row(64);
+        self.emit(add, [to, a, b, 0, 0, 0], 0);
+        Ok(to)
     }
 
     /// A row of addresses for any address operand, for operations without fixed offsets.

@@ -422,7 +422,7 @@ impl<'a> References<'a> {
 
     fn operand(&mut self, op: &Operand<'a>) {
         match op {
-            Operand::Name(n, _) | Operand::Address(Some(n), _) => {
+            Operand::Name(n, _) | Operand::Address(Some(n), _) | Operand::Element { array: n, .. } => {
                 self.names.insert(n);
             }
             Operand::Bracket(list) | Operand::Vector(list) | Operand::List(list) => {

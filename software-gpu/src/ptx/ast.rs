@@ -125,6 +125,9 @@ pub(crate) struct Inst<'a> {
     /// `["rn", "f32"]`.
     pub modifiers: Vec<&'a str>,
     pub operands: Vec<Operand<'a>>,
+    /// `.pragma "used_bytes_mask …"`: a bit for each byte of a load that is needed. Memory may end before the
+    /// others.
+    pub used_bytes: Option<u32>,
     pub line: u32,
 }
 
@@ -132,6 +135,14 @@ pub(crate) struct Inst<'a> {
 pub(crate) enum Operand<'a> {
     /// A register, special register (`%tid.x`), label, function or variable; `sym+4` has an addend.
     Name(&'a str, i64),
+    /// `array[3]`, `array[%r]` or `array[%r+3]`: an element, or its address where a value is expected. `ty` and
+    /// `vector` are those of the variable's declaration.
+    Element {
+        array: &'a str,
+        index: Box<Operand<'a>>,
+        ty: &'a str,
+        vector: u32,
+    },
     Int(u64),
     F32(u32),
     F64(u64),

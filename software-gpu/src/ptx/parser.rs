@@ -1,5 +1,7 @@
 //! The grammar of PTX.
 
+use std::collections::HashMap;
+
 use super::ast::{Clusters, File, Function, Init, Inst, Linkage, Operand, Space, Stmt, Var};
 use super::lexer::{Token, tokens};
 use crate::error::{Error, Result};
@@ -11,11 +13,24 @@ struct Parser<'a> {
     tokens: Vec<(Token<'a>, u32)>,
     at: usize,
     depth: u32,
+    /// `.pragma "used_bytes_mask …"`, which is about the next instruction.
+    used_bytes: Option<u32>,
+    /// The type of each variable's elements and the length of their vectors, and what names of enclosing scopes
+    /// meant.
+    arrays: HashMap<&'a str, (&'a str, u32)>,
+    hidden: Vec<(&'a str, Option<(&'a str, u32)>)>,
 }
 
 /// Parses a PTX file.
 pub(crate) fn parse(text: &str) -> Result<File<'_>> {
-    let mut p = Parser { tokens: tokens(text)?, at: 0, depth: 0 };
+    let mut p = Parser {
+        tokens: tokens(text)?,
+        at: 0,
+        depth: 0,
+        used_bytes: None,
+        arrays: HashMap::new(),
+        hidden: Vec::new(),
+    };
     let mut file =
         File { version: (0, 0), target: "", globals: Vec::new(), functions: Vec::new(), aliases: Vec::new() };
     while p.peek() != Token::End {
@@ -93,6 +108,7 @@ impl<'a> Parser<'a> {
 
     fn top_level(&mut self, file: &mut File<'a>) -> Result<()> {
         let mut linkage = Linkage::default();
+        let hidden = self.hidden.len();
         loop {
             match self.peek() {
                 Token::Dot("version") => {
@@ -152,11 +168,13 @@ impl<'a> Parser<'a> {
                 }
                 Token::Dot("entry") => {
                     let f = self.function(true, linkage)?;
+                    self.leave_scope(hidden);
                     file.functions.push(f);
                     return Ok(());
                 }
                 Token::Dot("func") => {
                     let f = self.function(false, linkage)?;
+                    self.leave_scope(hidden);
                     file.functions.push(f);
                     return Ok(());
                 }
@@ -302,6 +320,10 @@ impl<'a> Parser<'a> {
             let n = if self.peek() == Token::Punct(b']') { 0 } else { self.int()? };
             self.expect(b']')?;
             var.elements = Some(var.elements.unwrap_or(1).saturating_mul(n));
+        }
+        if var.space != Space::Reg {
+            let before = self.arrays.insert(var.name, (var.ty, var.vector));
+            self.hidden.push((var.name, before));
         }
         if self.eat(b'=') {
             self.initialiser(&mut var.init)?;
@@ -493,7 +515,18 @@ impl<'a> Parser<'a> {
         }
     }
 
+    /// Ends the scope that began when `hidden` had this length.
+    fn leave_scope(&mut self, hidden: usize) {
+        for (name, before) in self.hidden.drain(hidden..).rev() {
+            match before {
+                Some(element) => self.arrays.insert(name, element),
+                None => self.arrays.remove(name),
+            };
+        }
+    }
+
     fn block(&mut self) -> Result<Vec<Stmt<'a>>> {
+        let hidden = self.hidden.len();
         self.depth += 1;
         if self.depth > MAX_DEPTH {
             return self.error("blocks nested too deeply");
@@ -503,6 +536,7 @@ impl<'a> Parser<'a> {
             self.statement(&mut out)?;
         }
         self.depth -= 1;
+        self.leave_scope(hidden);
         Ok(out)
     }
 
@@ -521,7 +555,15 @@ impl<'a> Parser<'a> {
                     self.next();
                 }
             }
-            Token::Dot("pragma") => self.skip_to_semicolon()?,
+            Token::Dot("pragma") => {
+                self.next();
+                if let Token::Str(text) = self.peek()
+                    && let Some(mask) = text.strip_prefix("used_bytes_mask ")
+                {
+                    self.used_bytes = mask.trim().parse().ok();
+                }
+                self.skip_to_semicolon()?;
+            }
             Token::Dot("section") => self.skip_section()?,
             Token::Dot("reg" | "local" | "shared" | "param" | "global" | "const") => {
                 self.variables(Linkage::Local, &mut |var| out.push(Stmt::Var(var)))?;
@@ -581,7 +623,8 @@ impl<'a> Parser<'a> {
             }
         }
         self.expect(b';')?;
-        Ok(Inst { guard, name, modifiers, operands, line })
+        let used_bytes = self.used_bytes.take();
+        Ok(Inst { guard, name, modifiers, operands, used_bytes, line })
     }
 
     fn operand(&mut self) -> Result<Operand<'a>> {
@@ -639,6 +682,14 @@ impl<'a> Parser<'a> {
                 {
                     self.next();
                     return Ok(Operand::Part(name, part));
+                }
+                if !name.starts_with('%') && self.eat(b'[') {
+                    let index = Box::new(self.simple_operand()?);
+                    self.expect(b']')?;
+                    let Some(&(ty, vector)) = self.arrays.get(name) else {
+                        return self.error(&format!("{name} is not a variable with elements"));
+                    };
+                    return Ok(Operand::Element { array: name, index, ty, vector });
                 }
                 let name = self.dotted(name);
                 let addend = self.addend()?;

@@ -184,6 +184,6 @@ pub(crate) fn refuse_change<T>() -> Result<T> {
 /// nodes.
 pub(crate) fn refuse_apart<T>() -> Result<T> {
     refuse_form!(
-        "a graph with conditional nodes that has kernels both before and after host functions, events or copies of host memory"
+        "a graph with conditional nodes that has kernels both before and after host functions, events or copies of host memory, or of several contexts"
     )
 }

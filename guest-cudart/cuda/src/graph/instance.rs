@@ -4,7 +4,7 @@
 //! steps that are enqueued on the launch's stream one after the other. Work that the server can do is
 //! collected into as few graphs on the server as possible, so a graph of kernels, fills and copies inside the
 //! device is one step and one command. Between them are the steps that only this process can do: host
-//! functions, copies from and to host memory, events.
+//! functions, copies from and to host memory, events, and kernels of another context than the first kernel's.
 //!
 //! A change of parameters marks nodes, and the next launch sends them to the server.
 
@@ -75,6 +75,8 @@ pub(crate) struct Flat {
     begins: Option<usize>,
     enabled: bool,
     bounce: Option<Arc<Bounce>>,
+    /// The context of the instance's graphs on the server. `None` in the graph of a conditional node.
+    home: Option<&'static Context>,
 }
 
 /// A step of a launch.
@@ -117,6 +119,8 @@ struct State {
     is_recorded: bool,
     /// Whether it was launched on several streams.
     moves: bool,
+    /// Its streams: for kernels of other contexts, and for launches on another context's stream.
+    beside: Vec<Arc<Stream>>,
 }
 
 pub(crate) static EXECS: Slab<Exec> = Slab::new(10);
@@ -141,6 +145,7 @@ pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) 
             begins,
             enabled: true,
             bounce: None,
+            home: None,
         };
         if let Work::Child(child) = &work {
             let begins = out.len();
@@ -164,6 +169,7 @@ impl Flat {
         match &self.work {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
+            Work::Kernel(kernel) => self.home.is_none_or(|home| kernel.is_of(home)),
             Work::Copy(copy) => match self.owner.upgrade() {
                 Some(graph) => copy_boxes::is_on_server(graph.context.server, copy),
                 None => copy_boxes::is_on_device(copy),
@@ -286,6 +292,7 @@ impl State {
             event: None,
             is_recorded: false,
             moves: false,
+            beside: Vec::new(),
         }
     }
 
@@ -315,7 +322,7 @@ impl State {
     fn is_together(&self, plan: &[(bool, Vec<usize>)]) -> bool {
         let sets = |place: &usize| matches!(self.nodes[*place].work, Work::Kernel(_) | Work::Conditional(_));
         !conditional::any(&self.nodes)
-            || plan.iter().filter(|(together, places)| *together && places.iter().any(sets)).count() < 2
+            || plan.iter().filter(|(_, places)| places.iter().any(sets)).count() < 2
     }
 
     /// Makes the plan and the graphs on the server.
@@ -421,7 +428,7 @@ impl State {
 
     /// Puts all steps on a stream.
     fn enqueue(&mut self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
-        let State { steps, nodes, .. } = self;
+        let State { steps, nodes, beside, .. } = self;
         for step in steps {
             match step {
                 Step::Server(graph, places) => {
@@ -437,7 +444,7 @@ impl State {
                 }
                 Step::Alone(place) => {
                     let node = &mut nodes[*place];
-                    launch_steps::run(driver, stream, &node.work, &mut node.bounce)?;
+                    launch_steps::run(driver, stream, &node.work, &mut node.bounce, beside)?;
                 }
             }
         }
@@ -486,6 +493,9 @@ pub(crate) fn describe(
         let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
         let (opcode, body) = match way {
             Way::Server(opcode, body) => (opcode, body),
+            Way::Alone if matches!(node.work, Work::Kernel(_)) && node.is_servers() => {
+                return refuse_form!("a graph of a conditional node with kernels of several contexts");
+            }
             // Planned for the server, but its memory is on another server than the graph's kernels.
             Way::Alone if node.is_servers() => return Err(Status::NOT_SUPPORTED),
             Way::Nothing | Way::Alone => (0, Vec::new()),
@@ -568,6 +578,7 @@ impl Exec {
             _ => None,
         });
         let context = kernel.unwrap_or(graph.context);
+        state.nodes.iter_mut().for_each(|node| node.home = Some(context));
         let mut claimed = Weak::new();
         if graph.any(&|work| matches!(work, Work::Alloc(_) | Work::Free(_))) {
             crate::graph::claim(graph)?;
@@ -593,9 +604,23 @@ impl Exec {
         refuse_form!("launching a graph on a stream of another server than its kernels'")
     }
 
+    /// Does something with the graphs on the server, on a stream of their context: on `stream`, or between what
+    /// is before and after it there.
+    fn at_home(&self, stream: &Arc<Stream>, work: impl FnOnce(&Arc<Stream>) -> Result) -> Result {
+        self.check_server(stream)?;
+        if std::ptr::eq(stream.context, self.context) {
+            return work(stream);
+        }
+        let own = launch_steps::stream_in(self.context, &mut lock(&self.state).beside)?;
+        launch_steps::within(stream, &own, work)
+    }
+
     /// Enqueues a launch on a stream that is not being captured.
     pub fn launch(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
-        self.check_server(stream)?;
+        self.at_home(stream, |stream| self.launch_at_home(driver, stream))
+    }
+
+    fn launch_at_home(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
         let mut state = lock(&self.state);
         state.refresh(driver, self.context, self.flags)?;
         let taken = state.memory.iter().any(|(memory, _)| memory.is_live());
@@ -646,7 +671,10 @@ impl Exec {
     }
 
     pub fn upload(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
-        self.check_server(stream)?;
+        self.at_home(stream, |stream| self.upload_at_home(driver, stream))
+    }
+
+    fn upload_at_home(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
         let mut state = lock(&self.state);
         state.refresh(driver, self.context, self.flags)?;
         let backed = self.back(driver, &mut state, stream)?;
@@ -815,6 +843,7 @@ impl Drop for Exec {
         if let Some(event) = &state.event {
             event.end(None);
         }
+        std::mem::take(&mut state.beside).into_iter().for_each(stream_table::end);
         let held = std::mem::take(&mut state.held);
         release(driver, state.last.take(), held);
     }
@@ -836,7 +865,17 @@ mod tests {
 
     fn flat(alone: bool, before: Vec<usize>) -> Flat {
         let work = if alone { Work::Host(nothing, UserData(std::ptr::null_mut())) } else { Work::Empty };
-        Flat { graph: 0, id: 0, owner: Weak::new(), work, before, begins: None, enabled: true, bounce: None }
+        Flat {
+            graph: 0,
+            id: 0,
+            owner: Weak::new(),
+            work,
+            before,
+            begins: None,
+            enabled: true,
+            bounce: None,
+            home: None,
+        }
     }
 
     #[test]

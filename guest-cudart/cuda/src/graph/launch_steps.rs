@@ -6,6 +6,7 @@
 //! may wait for what the launching thread does next, it is read when the stream reaches the copy, if the
 //! server fetches data that late.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -14,10 +15,12 @@ use crate::graph::node_work::Work;
 use crate::graph::user_object::Held;
 use crate::memory::pinned_regions::{HostTag, REGIONS};
 use crate::memory::{pending_writes, pinned};
+use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
+use crate::process::fences;
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
-use crate::streams::event;
+use crate::streams::{event, stream_table};
 use crate::work::copy::{Copier, Mode};
 use crate::work::copy_boxes;
 use crate::work::fill::Fill;
@@ -59,12 +62,13 @@ impl Drop for Bounce {
     }
 }
 
-/// Enqueues a node's work.
+/// Enqueues a node's work. `beside` has the instance's streams in other contexts than its own.
 pub(crate) fn run(
     driver: &'static Driver,
     stream: &Arc<Stream>,
     work: &Work,
     bounce: &mut Option<Arc<Bounce>>,
+    beside: &mut Vec<Arc<Stream>>,
 ) -> Result {
     match work {
         Work::Host(function, data) => {
@@ -77,14 +81,37 @@ pub(crate) fn run(
         // launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
         Work::Fill(fill) => Fill::of(driver, stream.id, fill)?.run(driver, stream),
+        // It is of another context than the graphs on the server, as on another GPU.
+        Work::Kernel(kernel) => {
+            let own = stream_in(kernel.context(), beside)?;
+            within(stream, &own, |own| own.work(&kernel.op(own.id)).map(drop))
+        }
         // The server does it, or there is nothing to do.
-        Work::Empty
-        | Work::Kernel(_)
-        | Work::Child(_)
-        | Work::Alloc(_)
-        | Work::Free(_)
-        | Work::Conditional(_) => Ok(()),
+        Work::Empty | Work::Child(_) | Work::Alloc(_) | Work::Free(_) | Work::Conditional(_) => Ok(()),
     }
+}
+
+/// An instance's stream in a context. No other instance uses it: they may be waiting for something.
+pub(crate) fn stream_in(context: &'static Context, beside: &mut Vec<Arc<Stream>>) -> Result<Arc<Stream>> {
+    let is_there =
+        |own: &&Arc<Stream>| std::ptr::eq(own.context, context) && !own.finished.load(Ordering::Relaxed);
+    if let Some(own) = beside.iter().find(is_there) {
+        return Ok(own.clone());
+    }
+    let own = stream_table::unnamed(context)?;
+    beside.push(own.clone());
+    Ok(own)
+}
+
+/// Does something on a stream of another context, between what is before and after it on this one.
+pub(crate) fn within(
+    stream: &Arc<Stream>,
+    own: &Arc<Stream>,
+    work: impl FnOnce(&Arc<Stream>) -> Result,
+) -> Result {
+    fences::join(stream, own)?;
+    work(own)?;
+    fences::join(own, stream)
 }
 
 fn call(driver: &'static Driver, stream: &Arc<Stream>, own: impl FnOnce() + Send + 'static) -> Result {

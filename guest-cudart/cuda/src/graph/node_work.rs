@@ -177,10 +177,21 @@ impl Kernel {
         }
     }
 
-    fn op(&self) -> Launch<'_> {
+    /// Whether it is a kernel of a context.
+    pub fn is_of(&self, context: &Context) -> bool {
+        std::ptr::eq(self.function.context, context)
+    }
+
+    /// The context whose kernel it is.
+    pub fn context(&self) -> &'static Context {
+        self.function.context
+    }
+
+    /// How it is launched on a stream, or in a graph on the server: stream 0.
+    pub fn op(&self, stream: StreamId) -> Launch<'_> {
         Launch {
             function: self.function.known_id(),
-            stream: StreamId(0),
+            stream,
             grid: self.grid,
             block: self.block,
             dynamic_shared: self.shared,
@@ -215,10 +226,13 @@ impl Work {
     /// The error that the same work would get on a stream now.
     pub fn way(&self, driver: &Driver, context: &'static Context) -> Result<Way> {
         Ok(match self {
-            Work::Kernel(kernel) if !std::ptr::eq(kernel.function.context, context) => {
-                return refuse_form!("a graph with kernels of several contexts, as of several GPUs");
+            Work::Kernel(kernel) if !kernel.is_of(context) => {
+                if !std::ptr::eq(kernel.function.context.server, context.server) {
+                    return refuse_form!("a graph with kernels of several servers");
+                }
+                Way::Alone
             }
-            Work::Kernel(kernel) => server(&kernel.op()),
+            Work::Kernel(kernel) => server(&kernel.op(StreamId(0))),
             Work::Fill(fill) => match Fill::of(driver, StreamId(0), fill)? {
                 Fill::Server(_, home) if !std::ptr::eq(home.server, context.server) => Way::Alone,
                 Fill::Server(op, _) => server(&op),

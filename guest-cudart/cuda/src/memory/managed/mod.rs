@@ -357,7 +357,7 @@ fn give_all(driver: &'static Driver) -> Result {
     let mut state = lock(&STATE);
     for base in state.held.clone() {
         let given_up = state.pieces.get(&base).is_some_and(|(_, piece)| piece.context.is_given_up());
-        if !given_up {
+        if !given_up && !state.stays(base) {
             state.give(driver, base, &ALL)?;
         }
     }

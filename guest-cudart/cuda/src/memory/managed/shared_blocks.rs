@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SMALL};
 use crate::memory::managed::changes::{changes, rows, send};
-use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
+use crate::memory::managed::{ALL, STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -233,6 +233,18 @@ impl State {
         // lock.
         self.count_given();
         sent.and(taken)
+    }
+
+    /// Whether a piece stays as it is when the device gets more work: the host can only read what it has of it,
+    /// and the server says when the device changes that. A program may look at a flag after each launch.
+    pub(crate) fn stays(&self, base: u64) -> bool {
+        let Some((_, piece)) = self.pieces.get(&base) else { return false };
+        if !piece.pinned || piece.blocks.is_zero() || !piece.blocks.dirty(&ALL).is_empty() {
+            return false;
+        }
+        let watched = |t: &&Together| t.base == base && t.remembered && t.until.is_none() && t.is_short();
+        let watched: u64 = self.together.iter().filter(watched).map(|together| together.run.len).sum();
+        watched == piece.blocks.held(&ALL).iter().map(|run| run.len).sum()
     }
 
     /// When the thread has something to do.
