@@ -125,3 +125,12 @@ fn bytes_that_a_load_does_not_need_may_be_beyond_the_memory() {
     bench.run(&module, "k", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
     assert_eq!(bench.download::<f32>(out, 3), [4.0, 2.0, 3.0]);
 }
+
+#[test]
+fn an_index_has_no_index() {
+    let nested = format!("mov.u64 %o, {}0{};", "list[".repeat(1 << 20), "]".repeat(1 << 20));
+    let text = format!(
+        ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k()\n{{\n .reg .b64 %o;\n .shared .b8 list[8];\n {nested}\n ret;\n}}\n"
+    );
+    assert!(Bench::new().gpu.load_module(text.as_bytes()).is_err());
+}

@@ -611,7 +611,8 @@ static void ended(CUstream stream, int step) {
     }
 }
 
-// Quadrants: after each launch the host looks at a flag that the kernel may have set, and waits for nothing. Every fiftieth kernel sets it.
+// Quadrants: after each launch the host looks at a flag that the kernel may have set, and waits for nothing.
+// Every fiftieth kernel sets it.
 static void flags(CUstream stream, int step) {
     static int *flag = (int *)pinned_bytes(sizeof(int));
     float enough = step % 50 == 49 ? 0 : 1e30f;

@@ -1,4 +1,6 @@
-// A graph whose kernels are of two devices, with copies between them, as tinygrad makes for tensors on several GPUs: each node follows those that it depends on, nodes can be changed, and an instance that is held up holds up no other.
+// A graph whose kernels are of two devices, with copies between them, as tinygrad makes for tensors on several
+// GPUs: each node follows those that it depends on, nodes can be changed, and an instance that is held up holds
+// up no other.
 #define PROGRAM "graph_across"
 #include "driver.h"
 #include "several_devices.h"

@@ -408,8 +408,8 @@ fn clearing_pinned_memory_sends_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A flag in pinned memory stays with the program from launch to launch, until a kernel sets it. The limit leaves
-/// room for a busy machine: what nothing changes is taken away after a while.
+/// A flag in pinned memory stays with the program from launch to launch, until a kernel sets it. The limit
+/// leaves room for a busy machine: what nothing changes is taken away after a while.
 #[test]
 fn a_look_at_a_flag_after_each_launch_asks_for_nothing() -> Result<()> {
     let exchanges = |steps: u64| -> Result<u64> {

@@ -222,9 +222,9 @@ impl<'a> Lowering<'a, '_> {
         Ok(Access { ty, bits, registers, address, space, fence, spin })
     }
 
-    /// Loads each element that has needed bytes by itself, if a load says that others have none. NVIDIA's compiler
-    /// widens loads to whole vectors like that, beyond the end of an array: memory of hardware GPUs goes on until
-    /// the vector's end.
+    /// Loads each element that has needed bytes by itself, if a load says that others have none. NVIDIA's
+    /// compiler widens loads to whole vectors like that, beyond the end of an array: memory of hardware GPUs
+    /// goes on until the vector's end.
     fn lower_needed_elements(&mut self, inst: &Inst<'a>) -> Result<bool> {
         let (Some(used), Some(Operand::Vector(registers)), Some(Operand::Address(Some(base), offset))) =
             (inst.used_bytes, inst.operands.first(), inst.operands.get(1))

@@ -581,8 +581,8 @@ impl<'a, 'b> Lowering<'a, 'b> {
         }
     }
 
-    /// Where an element is in its array: a row with the distance in bytes, if the index is a register, and a fixed
-    /// distance.
+    /// Where an element is in its array: a row with the distance in bytes, if the index is a register, and a
+    /// fixed distance.
     fn element(&mut self, index: &Operand<'a>, ty: &str, vector: u32) -> Result<(Option<u32>, i64)> {
         let Some(bits) = type_bits(ty).filter(|&bits| bits >= 8) else {
             return self.unsupported(format!("elements of type .{ty}"));

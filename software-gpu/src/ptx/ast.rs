@@ -135,8 +135,8 @@ pub(crate) struct Inst<'a> {
 pub(crate) enum Operand<'a> {
     /// A register, special register (`%tid.x`), label, function or variable; `sym+4` has an addend.
     Name(&'a str, i64),
-    /// `array[3]`, `array[%r]` or `array[%r+3]`: an element, or its address where a value is expected. `ty` and
-    /// `vector` are those of the variable's declaration.
+    /// `array[3]`, `array[%r]` or `array[%r+3]`: an element, or its address where a value is expected. `ty`
+    /// and `vector` are those of the variable's declaration.
     Element {
         array: &'a str,
         index: Box<Operand<'a>>,

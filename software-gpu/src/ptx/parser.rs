@@ -15,8 +15,8 @@ struct Parser<'a> {
     depth: u32,
     /// `.pragma "used_bytes_mask …"`, which is about the next instruction.
     used_bytes: Option<u32>,
-    /// The type of each variable's elements and the length of their vectors, and what names of enclosing scopes
-    /// meant.
+    /// The type of each variable's elements and the length of their vectors, and what names of enclosing
+    /// scopes meant.
     arrays: HashMap<&'a str, (&'a str, u32)>,
     hidden: Vec<(&'a str, Option<(&'a str, u32)>)>,
 }
@@ -663,6 +663,17 @@ impl<'a> Parser<'a> {
         Ok(out)
     }
 
+    /// The index of an array's element: a number, or a register with or without an addend.
+    fn index(&mut self) -> Result<Operand<'a>> {
+        match self.peek() {
+            Token::Ident(name) => {
+                self.next();
+                Ok(Operand::Name(name, self.addend()?))
+            }
+            _ => Ok(Operand::Int(self.int()?)),
+        }
+    }
+
     fn simple_operand(&mut self) -> Result<Operand<'a>> {
         match self.peek() {
             Token::Ident("_") => {
@@ -684,10 +695,10 @@ impl<'a> Parser<'a> {
                     return Ok(Operand::Part(name, part));
                 }
                 if !name.starts_with('%') && self.eat(b'[') {
-                    let index = Box::new(self.simple_operand()?);
+                    let index = Box::new(self.index()?);
                     self.expect(b']')?;
                     let Some(&(ty, vector)) = self.arrays.get(name) else {
-                        return self.error(&format!("{name} is not a variable with elements"));
+                        return self.error(format!("{name} is not a variable with elements"));
                     };
                     return Ok(Operand::Element { array: name, index, ty, vector });
                 }

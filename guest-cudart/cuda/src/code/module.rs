@@ -119,7 +119,10 @@ pub(crate) fn load(context: &'static Context, image: &[u8], jit: &Jit) -> Result
     };
     // SAFETY: the caller read `jit` from arrays of the program that still exist.
     unsafe { jit.report(&reply.info_log, &reply.error_log) };
-    Status(reply.result).ok()?;
+    // Many programs ask for no log, and would only say which number they got.
+    Status(reply.result).ok().inspect_err(|status| {
+        log::info(format_args!("a module was refused: {status} {}", reply.error_log.trim_end()));
+    })?;
     let needed = usize::try_from(reply.info_size).map_err(|_| Status::UNKNOWN)?;
     let read = |staging: &Staging<'_>, len: usize| {
         // SAFETY: the host wrote `len` bytes there before it answered.

@@ -604,8 +604,8 @@ impl Exec {
         refuse_form!("launching a graph on a stream of another server than its kernels'")
     }
 
-    /// Does something with the graphs on the server, on a stream of their context: on `stream`, or between what
-    /// is before and after it there.
+    /// Does something with the graphs on the server, on a stream of their context: on `stream`, or between
+    /// what is before and after it there.
     fn at_home(&self, stream: &Arc<Stream>, work: impl FnOnce(&Arc<Stream>) -> Result) -> Result {
         self.check_server(stream)?;
         if std::ptr::eq(stream.context, self.context) {

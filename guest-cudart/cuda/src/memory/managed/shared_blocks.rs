@@ -235,8 +235,8 @@ impl State {
         sent.and(taken)
     }
 
-    /// Whether a piece stays as it is when the device gets more work: the host can only read what it has of it,
-    /// and the server says when the device changes that. A program may look at a flag after each launch.
+    /// Whether a piece stays as it is when the device gets more work: the host can only read what it has of
+    /// it, and the server says when the device changes that. A program may look at a flag after each launch.
     pub(crate) fn stays(&self, base: u64) -> bool {
         let Some((_, piece)) = self.pieces.get(&base) else { return false };
         if !piece.pinned || piece.blocks.is_zero() || !piece.blocks.dirty(&ALL).is_empty() {
