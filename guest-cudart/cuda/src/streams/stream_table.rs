@@ -358,7 +358,7 @@ pub(crate) fn before_work(stream: &Stream) -> Result {
 fn before_held_work(legacy: &Stream) -> Result {
     before_program(legacy)?;
     // Only now: one of these streams may be the legacy default stream, whose mark is held, too.
-    holds::mark_waits();
+    holds::mark_waits(legacy.session());
     Ok(())
 }
 
