@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use crate::process::stream::Stream;
 use client::lock;
 use client::seq::Seq;
+use client::session::Session;
 
 /// Host functions that may still be called: a stream, and the `seq` of the record after the call, which
 /// [`Stream::called`] reaches when the function has returned.
@@ -64,11 +65,12 @@ pub(crate) fn any() -> bool {
     ANY.load(Ordering::Acquire) && !all().is_empty()
 }
 
-/// Marks the streams behind their waits for words, which shows when they have passed them.
-pub(crate) fn mark_waits() {
+/// Marks a session's streams behind their waits for words, which shows when they have passed them. Another
+/// server may have no room for a mark, and this thread may not need it.
+pub(crate) fn mark_waits(session: &Session) {
     for (stream, seq) in of_words() {
-        if !stream.last_mark.has_reached(seq) {
-            // If its server is lost by now, it holds up nothing.
+        if std::ptr::eq(stream.session(), session) && !stream.last_mark.has_reached(seq) {
+            // If the server is lost by now, the stream holds up nothing.
             let _ = stream.mark();
         }
     }
@@ -77,4 +79,34 @@ pub(crate) fn mark_waits() {
 /// Whether a stream may still pass a record. One of a lost server never does: it holds up and writes nothing.
 pub(crate) fn is_pending(stream: &Stream, seq: Seq) -> bool {
     !stream.has_passed(seq) && stream.session().check().is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::context::Context;
+    use crate::process::driver::Server;
+    use crate::process::stream::NON_BLOCKING;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::{ContextId, StreamId};
+    use client::ops::stream::StreamMark;
+
+    #[test]
+    fn only_waits_of_the_same_server_are_marked() {
+        let [own, others] = [(); 2].map(|()| {
+            let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+            let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, 0, false));
+            let wait = stream.work(&StreamMark { stream: stream.id }).unwrap();
+            waits(&stream, wait);
+            stream
+        });
+        for _ in 0..2 {
+            mark_waits(own.session());
+            assert!(any() && others.last_mark.get().is_none());
+            assert_eq!(own.last_mark.get(), Some(own.session().last_seq()), "once is enough");
+        }
+        for stream in [own, others] {
+            stream.context.server.lose();
+        }
+    }
 }

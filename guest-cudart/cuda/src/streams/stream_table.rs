@@ -358,7 +358,7 @@ pub(crate) fn before_work(stream: &Stream) -> Result {
 fn before_held_work(legacy: &Stream) -> Result {
     before_program(legacy)?;
     // Only now: one of these streams may be the legacy default stream, whose mark is held, too.
-    holds::mark_waits();
+    holds::mark_waits(legacy.session());
     Ok(())
 }
 
@@ -583,7 +583,7 @@ mod tests {
             let context = beside.context;
             end(beside);
             let is_seen = is_stopped(destroyed.context) && all_of(context).len() == 2;
-            take_ending(other, |_| true);
+            take_ending(other, |stream| std::ptr::eq(stream.context.server, other));
             says.send((is_seen, destroyed.finished.load(Ordering::Acquire))).unwrap();
         });
         // If this waited for room, so would the test: there never is any.
@@ -613,7 +613,7 @@ mod tests {
         drop(leaving);
         is_found();
         assert!(Leaving::begin(handle).is_err() && lock(&LEAVING).iter().all(|s| !Arc::ptr_eq(s, &stream)));
-        take_ending(context.server, |_| true);
+        take_ending(context.server, |other| std::ptr::eq(other, &*stream));
     }
 
     #[test]
