@@ -1,9 +1,9 @@
 //! What the fuzz targets share: each is a function of any input, with one of two `main`s.
 //!
 //! - With libFuzzer, which finds inputs by coverage (`cargo xtask test fuzz`, `cargo fuzz run TARGET`).
-//! - With `--cfg standalone`, [`run`] below: all seeds, inputs made from them, and random ones, the same each
-//!   time. CI runs every target so, because libFuzzer takes another compilation of everything with its
-//!   sanitizer.
+//! - With `--cfg standalone`, [`run`] below: all inputs that are kept, others made from them, and random
+//!   ones, the same each time. CI runs every target so, because libFuzzer takes another compilation of
+//!   everything with its sanitizer.
 
 pub use arbitrary;
 #[cfg(not(standalone))]
@@ -31,27 +31,25 @@ macro_rules! target {
     };
 }
 
-/// Runs a target on what `arguments` of this process say: how many inputs, and the folder of its seeds, if
-/// there is one. If it panics, its input is written to a file and the process ends with status 1.
+/// Runs a target on what `arguments` of this process say: all inputs in the folders that they name, then as
+/// many others as the first one says. If it panics, its input is written to a file and the process ends with
+/// status 1.
 #[cfg(standalone)]
 pub fn run(target: impl Fn(&[u8])) {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     let mut arguments = std::env::args().skip(1);
     let count: u32 = arguments.next().and_then(|text| text.parse().ok()).expect("the number of inputs");
-    let mut seeds = Vec::new();
-    if let Some(folder) = arguments.next() {
-        let files = std::fs::read_dir(&folder).expect("the folder of seeds");
-        let mut files: Vec<_> = files.map(|file| file.expect("a seed").path()).collect();
+    let mut kept = Vec::new();
+    for folder in arguments {
+        let files = std::fs::read_dir(&folder).expect("a folder of inputs");
+        let mut files: Vec<_> = files.map(|file| file.expect("an input").path()).collect();
         files.sort();
-        seeds.extend(files.iter().map(|file| std::fs::read(file).expect("a seed")));
+        kept.extend(files.iter().map(|file| std::fs::read(file).expect("an input")));
     }
     let mut random = fastrand::Rng::with_seed(1);
-    for number in 0..count.max(seeds.len() as u32) {
-        let input = match seeds.get(number as usize) {
-            Some(seed) => seed.clone(),
-            None => next(&mut random, &seeds),
-        };
+    let others = (0..count).map(|_| next(&mut random, &kept));
+    for (number, input) in kept.iter().cloned().chain(others).enumerate() {
         if catch_unwind(AssertUnwindSafe(|| target(&input))).is_err() {
             let file = std::env::temp_dir().join(format!("fuzz-{}-{number}", std::process::id()));
             std::fs::write(&file, &input).expect("a file for the input");
@@ -61,11 +59,11 @@ pub fn run(target: impl Fn(&[u8])) {
     }
 }
 
-/// A random input, or one of the seeds with some changes.
+/// A random input, or one of those that are kept with some changes.
 #[cfg(standalone)]
-fn next(random: &mut fastrand::Rng, seeds: &[Vec<u8>]) -> Vec<u8> {
+fn next(random: &mut fastrand::Rng, kept: &[Vec<u8>]) -> Vec<u8> {
     const LONGEST: usize = 2048;
-    let changed = random.choice(seeds).filter(|_| random.bool()).cloned();
+    let changed = random.choice(kept).filter(|_| random.bool()).cloned();
     let Some(mut bytes) = changed else {
         // Most random bytes are small numbers, so that many are valid kinds, counts and lengths.
         let few = random.bool();

@@ -8,13 +8,15 @@
 //!   guests
 //! - [`test`] (with [`unit_tests`]), [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with
 //!   [`dependencies`], [`licenses`], [`sbom`] and [`stage`]), [`package`], [`image`], [`bench`], [`book`],
-//!   [`screenshots`]: the commands built from these; [`fuzz`]; [`nightly`]: Miri; [`structure`]
+//!   [`screenshots`]: the commands built from these; [`fuzz`] (with [`corpora`]); [`nightly`]: Miri;
+//!   [`structure`]
 
 mod artifacts;
 mod bench;
 mod book;
 mod checks;
 mod comments;
+mod corpora;
 mod debian;
 mod demo;
 mod demo_shell;
@@ -82,6 +84,8 @@ enum Command {
     Screenshots(screenshots::Arguments),
     /// Print how many lines the sources have, and which modules use each other in a cycle
     Structure(structure::Arguments),
+    /// Add what fuzzing on this machine has found to the inputs that the repository keeps (fuzz/corpora)
+    FuzzCorpora,
     /// Check formatting, lints, the fuzz targets and the dependencies' licenses
     CiChecks,
 }
@@ -113,6 +117,7 @@ fn run(command: Command) -> Result<()> {
         Command::Book => book::book(),
         Command::Screenshots(arguments) => screenshots::screenshots(&arguments),
         Command::Structure(arguments) => structure::structure(&arguments),
+        Command::FuzzCorpora => fuzz::update(),
         Command::CiChecks => checks::checks(),
     }
 }
