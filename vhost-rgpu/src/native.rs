@@ -47,8 +47,8 @@ pub use recovery::{client_of, is_region_of};
 /// at the same interval.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Maximum number of regions and channels that a process stores with the keeper. The keeper holds up to four
-/// descriptors for each, so one user takes at most a sixteenth of the million that its unit allows.
-pub const MAX_STORED: usize = 16384;
+/// descriptors for each, so one user takes at most an eighth of the million that its unit allows.
+pub const MAX_STORED: usize = 32768;
 
 /// The open connections, and how to end them.
 #[derive(Debug, Default)]
