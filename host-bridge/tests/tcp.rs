@@ -842,6 +842,23 @@ fn a_relay_whose_link_is_lost_sleeps_until_there_is_another() {
     assert_eq!(client.session.over(), None);
 }
 
+/// A server that ends sends what it has to say, and then none of the data that it had announced before.
+#[test]
+fn a_farewell_behind_data_that_does_not_come_ends_the_session() {
+    let mut server = Scripted::begin(1);
+    let seq = server.client.dtoh(1, arena(0, 1000));
+    until("it is taken", || server.client.session.counters().commands.get() == seq);
+    // Otherwise the kernel would drop what it has not sent when the connection is closed.
+    server.control.set_nodelay(true).unwrap();
+    server.frame(frame::DATA_SENT, DataSent { seq, bytes: 1000 }.as_bytes());
+    server.frame(frame::ALIVE, &[]);
+    server.frame(frame::BYE, b"the server is being drained");
+    let Scripted { client, listener: _listener, control, data } = server;
+    drop((control, data));
+    let reason = client.wait_lost();
+    assert!(reason.contains("the server is being drained"), "{reason}");
+}
+
 /// Said with fewer bytes than were announced, the rest would come behind the command's end.
 #[test]
 fn a_server_that_settles_a_command_before_its_data_is_here_loses_the_session() {

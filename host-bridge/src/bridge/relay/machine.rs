@@ -689,6 +689,19 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(())
     }
 
+    /// Looks for the server's farewell among the frames that were read, while they [are not
+    /// taken](Self::takes_frames). They are dropped: they come again if the session is resumed.
+    pub(in crate::bridge) fn farewell_behind(&mut self) -> Result<(), EndReason> {
+        while let Some((kind, body)) =
+            self.reader.next_frame().map_err(|e| EndReason::Server(e.to_string()))?
+        {
+            if kind == frame::BYE {
+                return Err(EndReason::Bye(String::from_utf8_lossy(body).into_owned()));
+            }
+        }
+        Ok(())
+    }
+
     /// The last frame that was read has been acted on.
     fn frame_taken(&mut self) {
         self.processed = self.control_received - self.reader.buffered() as u64;

@@ -481,14 +481,15 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
     }
 
     fn last_words(&mut self, machine: &mut Machine<'_>) -> Result<(), EndReason> {
-        machine.take_frames()?;
-        if !machine.takes_frames() {
-            let why = "what it said last stands behind data that will not come";
-            return Err(EndReason::Gone(why.to_owned()));
-        }
+        // What it said last may stand behind data that does not come any more. Then only a farewell counts.
+        let take = |machine: &mut Machine<'_>| {
+            machine.take_frames()?;
+            if machine.takes_frames() { Ok(()) } else { machine.farewell_behind() }
+        };
+        take(machine)?;
         // Once for each call: a server that goes on sending must not keep this thread past its deadline.
         match self.read_frames(machine) {
-            Ok(true) => machine.take_frames(),
+            Ok(true) => take(machine),
             Ok(false) => Ok(()),
             Err(gone) => match &mut self.daemon {
                 Some(daemon) => daemon.last_words().map_or(Ok(()), |words| Err(EndReason::Bye(words))),
