@@ -29,16 +29,27 @@ fn resumed(machine: &Machine, name: &str) -> Result<usize> {
 /// are given up with everything that is under way.
 pub(super) fn programs_survive_broken_control_connections(rgpu: &Rgpu) -> Result<()> {
     let machine = &rgpu.machine;
-    let relay = machine.spawn("exec hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700")?;
+    let run = |name: &str, program: &str| {
+        machine
+            .spawn(&format!("{ENVIRONMENT} RGPU_SOCKET=/run/{name}.sock exec /opt/rgpu/programs/{program}"))?
+            .wait(LONG)
+    };
+    // However fast or busy this machine is, connections are reset while a program runs.
+    let undisturbed = bridge(machine, "undisturbed", 9700)?;
+    let begun = Instant::now();
+    let output = run("undisturbed", SURVIVORS[0])?;
+    ensure!(output.success(), "{output}");
+    let life = begun.elapsed() / 8;
+    undisturbed.kill()?;
+    let relay = format!("exec hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700 --life {}", life.as_millis());
+    let relay = machine.spawn(&relay)?;
     relay.wait_for("listening", LONG)?;
     let daemon = bridge(machine, "relayed", 9702)?;
     let resumed = || resumed(machine, "relayed");
     let mut ran = 0;
     while ran < SURVIVORS.len() || resumed()? < 12 {
         let program = SURVIVORS[ran % SURVIVORS.len()];
-        let output = machine
-            .spawn(&format!("{ENVIRONMENT} RGPU_SOCKET=/run/relayed.sock exec /opt/rgpu/programs/{program}"))?
-            .wait(LONG)?;
+        let output = run("relayed", program)?;
         let log = || machine.run("tail -n 30 /run/relayed.log", LONG).map(|o| o.text()).unwrap_or_default();
         ensure!(
             output.success() && output.text().contains("PASS"),

@@ -4,7 +4,8 @@
 //! ```text
 //! hostile bridge 10.0.1.1:9700 --device rxe1 --do outside       as a bridge, against rgpu-server
 //! hostile server 10.0.1.1:9701 --device rxe0 --do immediate     as a server, against vhost-rgpu
-//! hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700              as the way between both: breaks each control connection some time after its handshake
+//! hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700 --life 300   as the way between both: breaks the first control
+//!                                     connection after so many milliseconds, and each further one after a sixteenth more
 //! ```
 //!
 //! It shakes hands properly, does one forbidden thing, and prints in one line how that ended: `ended: REASON`
@@ -37,15 +38,11 @@ const PATIENCE: Duration = Duration::from_secs(240);
 /// How long its farewell may take once the queue pairs are broken.
 const FAREWELL: Duration = Duration::from_secs(30);
 const SOURCE: usize = 1 << 20;
-/// The relay resets the first control connection this long after its handshake, and each further one after
-/// a sixteenth more. `--life` sets another time, in
-/// milliseconds.
-const LIFE: Duration = Duration::from_secs(3);
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let (role, address) = (args.next().unwrap_or_default(), args.next().unwrap_or_default());
-    let (mut settings, mut what, mut life) = (Settings::default(), String::new(), LIFE);
+    let (mut settings, mut what, mut life) = (Settings::default(), String::new(), Duration::ZERO);
     while let Some(option) = args.next() {
         let value = args.next().ok_or(format!("{option} wants a value"))?;
         match option.as_str() {
@@ -59,7 +56,7 @@ fn main() -> Result<()> {
         "bridge" => bridge(&address, &settings, &what),
         "server" => server(&address, &settings, &what),
         "relay" => relay(&address, &what, life),
-        _ => Err("hostile bridge|server ADDRESS --device NAME --do WHAT, hostile relay ADDRESS --do ADDRESS"
+        _ => Err("hostile bridge|server ADDRESS --device NAME --do WHAT, hostile relay ADDRESS --do ADDRESS --life MILLISECONDS"
             .into()),
     }
 }
