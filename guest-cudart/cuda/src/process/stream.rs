@@ -172,28 +172,28 @@ impl Stream {
     /// Puts an operation on the stream, which must not be in a capture. Returns the record's `seq`.
     #[inline]
     pub fn work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
-        let _appending = self.context.appending(self.is_free());
-        let seq = self.session().append(op)?;
-        self.note_holding(seq);
-        self.worked(seq);
-        Ok(seq)
+        self.append(op, |seq| self.note_holding(seq))
     }
 
     /// Puts a copy on the stream that nothing holds up, and whose source has not been read.
     pub fn unheld_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
-        let _appending = self.context.appending(self.is_free());
-        let seq = self.session().append(op)?;
-        self.note_unheld(seq);
-        self.worked(seq);
-        Ok(seq)
+        self.append(op, |seq| self.note_unheld(seq))
     }
 
     /// Puts an operation on the stream that the program need not wait for once everything before it is done:
     /// a copy to the device whose source has been read, or an event's record. See
     /// [`fences::synchronize`](crate::process::fences::synchronize).
     pub fn settled_work<'a, T: Op<'a>>(&self, op: &T) -> Result<Seq> {
+        self.append(op, |_| ())
+    }
+
+    /// Appends an operation, has its `seq` noted, and counts it as work: whoever finds it as the last work
+    /// must already find what is noted about it.
+    #[inline]
+    fn append<'a, T: Op<'a>>(&self, op: &T, note: impl FnOnce(Seq)) -> Result<Seq> {
         let _appending = self.context.appending(self.is_free());
         let seq = self.session().append(op)?;
+        note(seq);
         self.worked(seq);
         Ok(seq)
     }
@@ -236,13 +236,10 @@ impl Stream {
     /// The server holds back what follows, and the device never sees the wait. So it doesn't order the stream
     /// with the legacy default stream, as an operation does. Where that matters, a mark comes before it.
     pub fn wait_for_ticket(&self, ticket: TicketId) -> Result<Seq> {
-        let _appending = self.context.appending(self.is_free());
-        let seq = self.session().append(&StreamHostWait { stream: self.id, ticket })?;
-        self.note_holding(seq);
-        // First: who finds it as the last work must know what it is.
-        self.last_wait.raise(seq);
-        self.worked(seq);
-        Ok(seq)
+        self.append(&StreamHostWait { stream: self.id, ticket }, |seq| {
+            self.note_holding(seq);
+            self.last_wait.raise(seq);
+        })
     }
 
     /// `seq` of its last operation, or of an earlier one if a [wait for a ticket](Self::wait_for_ticket) has

@@ -73,7 +73,7 @@ pub(crate) static STREAMS: Slab<Stream> = Slab::new(2);
 static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
 /// Streams on their way from [`STREAMS`] to [`ENDING`]. Each is here before it leaves the first, and until it
-/// is in the second. So who looks into the three in this order finds each stream.
+/// is in the second. So whoever looks through all three in this order finds every stream.
 static LEAVING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
 
 /// For whoever takes a stream out of [`STREAMS`], until it has [ended](end).
