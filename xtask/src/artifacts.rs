@@ -41,7 +41,7 @@ pub struct Library {
     /// The file name, which is also the soname.
     pub name: &'static str,
     /// Other names of the file.
-    links: &'static [&'static str],
+    pub links: &'static [&'static str],
 }
 
 /// All guest libraries.

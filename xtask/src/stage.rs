@@ -91,8 +91,16 @@ impl Staging {
         }
         for library in artifacts::LIBRARIES {
             let file = tree::guest_libraries().join(library.name);
-            if file.is_file() {
-                staging.put(&file, &format!("target/guest/lib/{}", library.name), true)?;
+            if !file.is_file() {
+                continue;
+            }
+            let to = format!("target/guest/lib/{}", library.name);
+            staging.put(&file, &to, true)?;
+            // NCCL, for one, looks for its network by a name of its own.
+            for link in library.links {
+                let link = staging.folder.join(&to).with_file_name(link);
+                std::os::unix::fs::symlink(library.name, &link)
+                    .with_context(|| format!("cannot create {}", link.display()))?;
             }
         }
         let runtime = "build/cuda13/nvidia/cu13/lib/libcudart.so.13";
