@@ -74,7 +74,7 @@ table! {
     /// `rgpu-server --poll-us` sets it.
     DISPATCHER_REPLY_DUE: "dispatcher (worker)", "records, while a program waits for a reply", [5, 5, 50, 50, 10_000];
     /// The upper bound of [`DISPATCHER_REPLY_DUE`] over `tcp`, where the processors are needed to move data.
-    DISPATCHER_REPLY_DUE_TCP: "the same over `tcp`, at most", "records, while a program waits for a reply", [300, 300, 300, 300, 300];
+    DISPATCHER_REPLY_DUE_TCP: "the same over `tcp`, at most", "records, while a program waits for a reply", [300, 300, 300, 300, 2_000];
     /// A thread reads a connection's next chunk, or waits for the command that the chunk belongs to.
     DATA_CONNECTION: "data connection (worker, `tcp`)", "the next chunk, the chunk's command", [0, 0, 0, 0, 50];
     /// While it waits for no stream.
@@ -83,7 +83,7 @@ table! {
     /// long as a large copy takes, because each nap would lengthen the copy.
     COMPLETER_BUSY: "completer (worker)", "a stream", [50, 50, 300, 300, 10_000];
     /// The upper bound of [`COMPLETER_BUSY`] over a network, where the processors are needed to move data.
-    COMPLETER_BUSY_NETWORK: "the same over a network, at most", "a stream", [300, 300, 300, 300, 300];
+    COMPLETER_BUSY_NETWORK: "the same over a network, at most", "a stream", [300, 300, 300, 300, 2_000];
     /// Afterwards it naps between two looks.
     MIRROR_WATCHER: "watcher of mirrors (worker)", "a device's change", [0, 0, 20, 50, 2_000];
     /// The lower bound over `verbs` for a relay, dispatcher or pump that yields to other threads between two

@@ -47,7 +47,7 @@ pub use incoming::receive_compressed;
 pub use incoming::{Chunk, ChunkQueue, Grants, Incoming, Landing};
 pub use local::LocalCommands;
 pub use outbox::{Held, Unacknowledged};
-pub use outgoing::{Lent, Outgoing};
+pub use outgoing::{Leaving, Lent, Outgoing, Telling};
 pub use pause::InUse;
 pub use planned_slots::{Arrivals, Placed, PlacedChunk, StagingArea};
 pub use region::{Mapped, Region};

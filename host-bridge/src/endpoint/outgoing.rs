@@ -153,21 +153,24 @@ impl Outgoing {
 
     /// Sends bytes of the driver's, which belong at `offset`, from where they are. Otherwise as
     /// [`send_lent`](Self::send_lent). They may have to be sent again, so they are held for longer than this
-    /// takes, unless they are short or the link is long.
-    pub fn send_held(&self, lane: usize, offset: u64, held: Box<dyn Held>) -> Result<(), Lost> {
+    /// takes, unless they are short or the link is long. Some of them may leave only when what this returns
+    /// is dropped.
+    pub fn send_held(&self, lane: usize, offset: u64, held: Box<dyn Held>) -> Result<Leaving, Lost> {
         let bytes = held.bytes();
         let room = self.len.saturating_sub(offset).min(bytes.len() as u64) as usize;
         match &self.way {
-            _ if room == 0 => Ok(()),
+            _ if room == 0 => Ok(Leaving(None)),
             Way::Verbs { client, at } => {
                 let Some(client) = client.upgrade() else { return Err(Lost::new("the session is over")) };
                 client.send(self.seq, at.behind(offset), &bytes[..room])?;
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
-                Ok(())
+                Ok(Leaving(None))
             }
             Way::Tcp { outbox, .. } => {
-                let (mut held, mut at) = (Some(held), 0);
+                let (mut held, mut at, mut leaving) = (Some(held), 0, Leaving(None));
                 while let Some(all) = held.take() {
+                    // What was queued has to leave first: the next part may wait until some has arrived.
+                    leaving = Leaving(None);
                     let end = room.min(at + MAX_DATA as usize);
                     let bytes = &all.bytes()[at..end];
                     let may_be_held = bytes.len() == room && room >= HELD_FROM;
@@ -179,7 +182,7 @@ impl Outgoing {
                             continue;
                         }
                         None if may_be_held && !outbox.is_far(lane) => {
-                            return self.send_chunk(lane, offset, room, Body::Held(all));
+                            return self.queue_chunk(lane, offset, room, Body::Held(all));
                         }
                         None => {
                             let mut buffer = outbox.buffer(lane, bytes.len());
@@ -189,10 +192,10 @@ impl Outgoing {
                     };
                     // The driver need not wait until the last bytes are sent.
                     held = Some(all).filter(|_| end < room);
-                    self.send_chunk(lane, offset + at as u64, end - at, body)?;
+                    leaving = self.queue_chunk(lane, offset + at as u64, end - at, body)?;
                     at = end;
                 }
-                Ok(())
+                Ok(leaving)
             }
         }
     }
@@ -222,14 +225,56 @@ impl Outgoing {
 
     /// Sends the first `len` bytes of `body`, at most [`MAX_DATA`].
     fn send_chunk(&self, lane: usize, offset: u64, len: usize, body: Body) -> Result<(), Lost> {
-        let Way::Tcp { client, outbox } = &self.way else { return Ok(()) };
+        self.queue_chunk(lane, offset, len, body).map(drop)
+    }
+
+    /// The same, when what this returns is dropped.
+    fn queue_chunk(&self, lane: usize, offset: u64, len: usize, body: Body) -> Result<Leaving, Lost> {
+        let Way::Tcp { client, outbox } = &self.way else { return Ok(Leaving(None)) };
         let header = DataHeader { seq: self.seq, offset, piece: self.piece, len: len as u32 };
         let stream = outbox.append(lane, header, body)?;
         self.sent.fetch_add(len as u64, Ordering::Relaxed);
-        if let (Err((attempt, e)), Some(client)) = (outbox.send(stream), client.upgrade()) {
+        Ok(Leaving(Some((client.clone(), Arc::clone(outbox), stream))))
+    }
+
+    /// Ends it, as dropping it does, but the client need not be told before what this returns is dropped. It
+    /// is told before whatever it is told after this call, so a driver may go on at once with what depends on
+    /// that.
+    pub fn end(mut self) -> Telling {
+        let (seq, sent) = (self.seq, self.sent.load(Ordering::Acquire));
+        match &mut self.way {
+            Way::Tcp { client, .. } => {
+                let client = std::mem::take(client);
+                if let Some(client) = client.upgrade() {
+                    client.queue_data_sent(seq, sent);
+                }
+                Telling(client)
+            }
+            // Dropping this tells the client.
+            Way::Verbs { .. } => Telling(Weak::new()),
+        }
+    }
+}
+
+/// Data that a session keeps for its client, and that leaves when this is dropped: its client, its data
+/// connections, and the number of the one.
+pub struct Leaving(Option<(Weak<TcpClient>, Arc<Outbox>, usize)>);
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        let Some((client, outbox, stream)) = &self.0 else { return };
+        if let (Err((attempt, e)), Some(client)) = (outbox.send(*stream), client.upgrade()) {
             client.broken(attempt, Some(&e));
         }
-        Ok(())
+    }
+}
+
+/// Something that a client is told when this is dropped, if it has not been told by then.
+pub struct Telling(Weak<TcpClient>);
+
+impl Drop for Telling {
+    fn drop(&mut self) {
+        self.0.upgrade().inspect(|client| client.send_unsent());
     }
 }
 

@@ -147,14 +147,16 @@ impl Client for TcpClient {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
     use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
-    use protocol::link::{frame, progress};
+    use protocol::link::{DataHeader, frame, progress};
+    use protocol::data::Place;
 
     use super::*;
     use crate::compression::CompressUse;
-    use crate::endpoint::Polling;
+    use crate::endpoint::{Held, Polling};
     use crate::framing::FrameReader;
 
     const ALLOWANCE: Allowance =
@@ -192,6 +194,45 @@ mod tests {
         client.flush_executed();
         client.reply(4, 0, Status::SUCCESS, &[]);
         assert_eq!(kinds(&mut bridge), [frame::REPLY]);
+        client.close();
+    }
+
+    struct Bytes;
+
+    impl Held for Bytes {
+        fn bytes(&self) -> &[u8] {
+            b"download"
+        }
+    }
+
+    #[test]
+    fn datas_end_is_told_with_the_next_words_or_alone_and_before_the_data_has_left() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = || {
+            let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            (ours, listener.accept().unwrap().0)
+        };
+        let ((mut bridge, control), (mut data, theirs)) = (connect(), connect());
+        let (_commands, client) =
+            TcpCommands::start(control.into(), 64, 1, Polling::default(), ALLOWANCE).unwrap();
+        client.add_data_connection(0, 0, theirs.into()).unwrap();
+        let outgoing = |seq| {
+            let range = HostRange { place: Place::Arena, offset: 0, len: 8 };
+            let Ok(Sink::Outgoing(outgoing)) = client.sink(seq, 0, range) else { panic!("no data") };
+            outgoing
+        };
+        let download = outgoing(1);
+        let leaving = download.send_held(0, 0, Box::new(Bytes)).unwrap();
+        let telling = download.end();
+        client.reply(2, 0, Status::SUCCESS, &[]);
+        assert_eq!(kinds(&mut bridge), [frame::DATA_SENT, frame::REPLY]);
+        drop(leaving);
+        let mut chunk = [0; size_of::<DataHeader>() + 8];
+        data.read_exact(&mut chunk).unwrap();
+        assert!(chunk.ends_with(Bytes.bytes()));
+        drop(telling);
+        drop(outgoing(3).end());
+        assert_eq!(kinds(&mut bridge), [frame::DATA_SENT]);
         client.close();
     }
 }

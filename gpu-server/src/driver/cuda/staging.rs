@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 use crate::driver::call::Result;
 use host_bridge::endpoint::{Grants, Held, Landing, Mapped, Sink, Unacknowledged};
 use protocol::Status;
+use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK};
 
 use std::ptr::NonNull;
 
@@ -45,7 +46,8 @@ pub(super) const ANSWER: usize = 4 << 10;
 /// Number of sending threads of one transfer: as many as the client has data connections, within these
 /// limits. Over TLS each thread also seals what it sends, so a fast link needs one for each connection.
 const SENDERS: RangeInclusive<usize> = 4..=8;
-/// How long a sender checks for something to send before it naps.
+/// How long a sender checks for something to send before it naps, if others send the same transfer with it.
+/// One that sends a short transfer alone checks for as long as the completer does: a program waits for it.
 const PATIENCE: Duration = Duration::from_micros(100);
 /// How long sent data waits in its slots for any acknowledgement before it is copied.
 const SETTLE: Duration = Duration::from_millis(1);
@@ -400,6 +402,10 @@ impl Staging {
     fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
         // A stream waits until its data has been sent, so every delay here delays the stream.
         nap_precisely();
+        let alone = PATIENCE.max(COMPLETER_BUSY.here().min(COMPLETER_BUSY_NETWORK.here()));
+        let patience = |active: &[(Arc<Departure>, u64)]| {
+            if active.iter().all(|(job, _)| job.senders == 1) { alone } else { PATIENCE }
+        };
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
         let mut quiet = Quiet { since: moved, arrived: 0 };
@@ -454,7 +460,7 @@ impl Staging {
             {
                 // There is nothing better to do, and the slots may be needed.
                 kept.copy(sender);
-            } else if moved.elapsed() > PATIENCE {
+            } else if moved.elapsed() > patience(&active) {
                 std::thread::sleep(NAP);
             } else {
                 std::hint::spin_loop();
@@ -733,7 +739,7 @@ impl Drop for Transfer {
 /// A transfer to the client.
 struct Departure {
     transfer: Arc<Transfer>,
-    /// Dropped when the last chunk has been sent, which notifies the client.
+    /// Ended with the last chunk, which tells the client.
     sink: Mutex<Option<Arc<Sink>>>,
     /// Number of chunks not sent yet.
     left: AtomicUsize,
@@ -782,6 +788,7 @@ impl Departure {
         if !is_ready {
             return false;
         }
+        let mut leaving = None;
         if skipped {
             transfer.slot(slot).free.raise(uses);
         } else {
@@ -791,7 +798,7 @@ impl Departure {
             match sink.as_deref() {
                 Some(Sink::Outgoing(outgoing)) => {
                     // If the client is gone, the stream continues anyway.
-                    let _ = outgoing.send_held(sender, offset, Box::new(filled));
+                    leaving = outgoing.send_held(sender, offset, Box::new(filled)).ok();
                     if in_place.is_none() {
                         *in_place = outgoing.unacknowledged();
                     }
@@ -801,12 +808,18 @@ impl Departure {
             }
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            // Tell the client before the stream continues, so that it learns of nothing that depends on the
-            // data earlier.
-            drop(self.sink.lock().unwrap_or_else(|e| e.into_inner()).take());
+            // The client is told before it learns of anything that depends on the data. Then the stream may
+            // continue while the data leaves, and the news with it or with those of the stream's next work.
+            let sink = self.sink.lock().unwrap_or_else(|e| e.into_inner()).take();
+            let telling = sink.and_then(Arc::into_inner).map(|sink| match sink {
+                Sink::Outgoing(outgoing) => Some(outgoing.end()),
+                Sink::Mapped(_) => None,
+            });
             for last in &transfer.last {
                 transfer.slot(last.slot).host.raise(last.number);
             }
+            drop(leaving);
+            drop(telling);
         }
         true
     }

@@ -324,9 +324,23 @@ impl TcpClient {
     }
 
     pub(in crate::endpoint) fn data_sent(&self, seq: u64, bytes: u64) {
-        self.send(|buffer| {
-            put(buffer, frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
-        });
+        self.queue_data_sent(seq, bytes);
+        self.send_unsent();
+    }
+
+    /// Says it with the next words, or with [`send_unsent`](Self::send_unsent).
+    pub(in crate::endpoint) fn queue_data_sent(&self, seq: u64, bytes: u64) {
+        if self.end.get().is_none() {
+            let mut sending = lock(&self.sending);
+            put(sending.buffer.end(), frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
+        }
+    }
+
+    /// Sends what was said and has not left yet.
+    pub(in crate::endpoint) fn send_unsent(&self) {
+        if !lock(&self.sending).buffer.unsent().is_empty() {
+            self.say(Say::Unsent, |_| {});
+        }
     }
 
     pub(super) fn alive(&self) {
