@@ -235,6 +235,24 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
 }
 
+#[test]
+fn a_session_that_only_queries_begins_when_nobody_has_the_devices_for_himself_any_more() {
+    let server = Server::start(&["--sharing=exclusive", "--wait-seconds=120"]);
+    let tcp = TcpSession::connect(server.port);
+    let nvml = Waiting::ask(&server.socket(), protocol::link::wish::NVML_ONLY);
+    // Of the ready workers, the status counts only those for sessions that use devices.
+    until("a worker is ready for it", || {
+        let status = server.status();
+        let workers = status["workers"].as_array().unwrap();
+        let ready = workers.iter().filter(|worker| worker["stage"] == "ready").count() as u64;
+        ready > status["workers_ready"].as_u64().unwrap()
+    });
+    drop(tcp);
+    let (served, positions) = nvml.served();
+    assert!(!positions.is_empty(), "it had to wait");
+    assert_eq!(nvml_info(&mut served.unwrap(), 0), (256, 256));
+}
+
 /// The client over the Unix socket, and the one over TCP.
 fn clients() -> [String; 2] {
     [format!("uid:{}", nix::unistd::geteuid()), "insecure:127.0.0.1".into()]

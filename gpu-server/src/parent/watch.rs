@@ -253,7 +253,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         }
     }
     // Others may be waiting for its devices or its turn.
-    queue::serve(server, Kind::Gpu);
+    queue::serve_all(server);
     server.bell.ring();
     server.changed.notify_all();
     server.nudge.nudge();
