@@ -560,3 +560,17 @@ impl Api {
         }
     }
 }
+
+#[cfg(test)]
+impl Api {
+    /// A stream of a context that has failed.
+    pub const FAILED: CUstream = std::ptr::dangling_mut();
+
+    /// The same as [`idle`](Api::idle), but who asks for [`FAILED`](Api::FAILED) learns of the failure.
+    pub fn failing() -> &'static Api {
+        unsafe extern "C" fn query(stream: CUstream) -> u32 {
+            if stream == Api::FAILED { Status::ILLEGAL_ADDRESS.0 } else { 0 }
+        }
+        Box::leak(Box::new(Api { stream_query_raw: query, ..*Api::idle() }))
+    }
+}
