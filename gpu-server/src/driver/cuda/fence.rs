@@ -15,7 +15,7 @@
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use crate::driver::call::{End, Result};
@@ -184,7 +184,9 @@ impl Drop for Word {
 
 /// Whether a context can still be used. Shared by everything that waits for its streams.
 pub struct Health {
-    context: Mutex<CUcontextSend>,
+    /// Read by every thread that is in a call about it: one of them may wait there for a kernel that others
+    /// let go on. [`retire`](Health::retire) writes.
+    context: RwLock<CUcontextSend>,
     failed: AtomicU32,
 }
 
@@ -194,11 +196,13 @@ struct CUcontextSend(CUcontext, CUstream);
 
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CUcontextSend {}
+// SAFETY: the driver API takes handles from any thread, and from several at the same time.
+unsafe impl Sync for CUcontextSend {}
 
 impl Health {
     /// For a working context. `probe` is a stream of it that is never used for work.
     pub fn new(context: CUcontext, probe: CUstream) -> Arc<Health> {
-        Arc::new(Health { context: Mutex::new(CUcontextSend(context, probe)), failed: AtomicU32::new(0) })
+        Arc::new(Health { context: RwLock::new(CUcontextSend(context, probe)), failed: AtomicU32::new(0) })
     }
 
     /// Returns the context's error if it has failed.
@@ -216,7 +220,7 @@ impl Health {
     /// Makes the context current in this thread and calls `f`, unless the context has failed or is about to
     /// be destroyed.
     pub fn with<T>(&self, api: &Api, f: impl FnOnce() -> Result<T>) -> Result<T> {
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         self.check()?;
         // SAFETY: a live context: `retire` waits for the lock.
         unsafe { api.context_set(held.0) }?;
@@ -226,12 +230,12 @@ impl Health {
     /// The context's handle, for calls that may wait for the device, which must not hold the lock. The driver
     /// refuses the handle of a context that was destroyed meanwhile.
     pub fn handle(&self) -> CUcontext {
-        self.context.lock().unwrap_or_else(|e| e.into_inner()).0
+        self.context.read().unwrap_or_else(|e| e.into_inner()).0
     }
 
     /// Like [`with`](Self::with), but leaves this thread's current context as it was. `f` gets the context.
     pub fn within<T>(&self, api: &Api, f: impl FnOnce(CUcontext) -> Result<T>) -> Result<T> {
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         self.check()?;
         // SAFETY: a live context: `retire` waits for the lock.
         unsafe { api.within(held.0, || f(held.0)) }
@@ -240,7 +244,7 @@ impl Health {
     /// Makes the driver print what kernels of the context have printed. It does so whenever a stream is
     /// synchronized, and the probe stream is always idle.
     fn flush(&self, api: &Api) {
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         if self.check().is_ok() {
             // SAFETY: a live stream: `retire` waits for the lock. `ask` notices a context that has failed.
             let _ = unsafe { api.stream_synchronize(held.1) };
@@ -250,7 +254,7 @@ impl Health {
     /// Asks the driver whether the context has failed.
     fn ask(&self, api: &Api, output: Option<&Output>) {
         // Held until the end: `retire` marks the context as failed and then waits for this lock.
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         if self.check().is_err() {
             return;
         }
@@ -273,7 +277,7 @@ impl Health {
     /// Called before the context is destroyed. Nothing uses it afterwards, and all waits for its streams end.
     pub fn retire(&self) {
         self.fail(Status::CONTEXT_IS_DESTROYED);
-        drop(self.context.lock().unwrap_or_else(|e| e.into_inner()));
+        drop(self.context.write().unwrap_or_else(|e| e.into_inner()));
     }
 }
 
@@ -503,6 +507,28 @@ mod tests {
         let ended = end_in_a_failed_context(&completer, &words, &failed);
         assert_eq!(ended.recv_timeout(LIMIT), Ok(Status::ILLEGAL_ADDRESS));
         over.store(true, Ordering::Relaxed);
+        completer.stop();
+    }
+
+    #[test]
+    fn a_thread_that_stays_in_a_call_of_the_driver_does_not_keep_a_failure_from_others() {
+        let words = Words::new().unwrap();
+        let completer = Completer::start(Api::failing()).unwrap();
+        let [failed, _] = contexts();
+        let (stays, health) = (channel::<()>(), Arc::clone(&failed));
+        let (is_there, there) = channel();
+        let stayed = std::thread::spawn(move || {
+            health.within(Api::failing(), |_| {
+                is_there.send(()).unwrap();
+                // Until the test is over, however it ends.
+                stays.1.recv().map_err(|_| Status::NOT_READY)
+            })
+        });
+        there.recv_timeout(LIMIT).unwrap();
+        let ended = end_in_a_failed_context(&completer, &words, &failed);
+        assert_eq!(ended.recv_timeout(LIMIT), Ok(Status::ILLEGAL_ADDRESS));
+        drop(stays.0);
+        assert_eq!(stayed.join().unwrap(), Err(Status::NOT_READY));
         completer.stop();
     }
 }
