@@ -22,12 +22,13 @@ use protocol::link::*;
 use protocol::ops::Op;
 use protocol::ops::copy::*;
 use protocol::ops::device::*;
+use protocol::ops::event::EventCreate;
 use protocol::ops::memory::*;
 use protocol::ops::stream::*;
 use protocol::version::Version;
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, greet, hello};
-use test_kit::resources::{family, until_idle};
+use test_kit::resources::{family, leave_no_descriptors, limit_descriptors, until_idle};
 use test_kit::*;
 use zerocopy::IntoBytes;
 
@@ -441,4 +442,35 @@ fn the_status_shows_what_the_kernel_says_about_each_worker() {
         assert_eq!(state["namespaces"], serde_json::json!(["mnt", "pid", "ipc", "net"]));
         assert!(state["user"].as_u64().unwrap() >= 0x7000_0000, "{state}");
     }
+}
+
+#[test]
+fn a_daemon_without_descriptors_ends_no_worker_and_notices_those_that_end() {
+    /// `CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS`.
+    const FLAGS: u32 = 6;
+    let server = Server::start(&[]);
+    let first = LocalBridge::connect(&server.socket());
+    let of_first = worker_of(&server, 0);
+    let mut sessions = [first, LocalBridge::connect(&server.socket())];
+    let of_second = [0, 1].map(|at| worker_of(&server, at)).into_iter().find(|worker| *worker != of_first);
+    let workers = [of_first, of_second.unwrap()];
+    for session in &mut sessions {
+        session.push(&EventCreate { context: ContextId(0), event: EventId(1), flags: FLAGS });
+        session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+    }
+    // Otherwise something that is closed makes room.
+    until_idle(|| family(server.pid()));
+    let most = leave_no_descriptors(server.pid());
+    // Their workers give the daemon a descriptor.
+    let asked = sessions.each_mut().map(|session| session.send(1, &EventExport { event: EventId(1) }));
+    let log_has = |what: &str, worker: i32| {
+        let log = server.log();
+        log.lines().any(|line| line.contains(what) && line.contains(&format!("worker={worker}")))
+    };
+    until("neither is heard", || workers.iter().all(|worker| log_has("is not heard", *worker)));
+    kill(Pid::from_raw(workers[0]), Signal::SIGKILL).unwrap();
+    until("its end is noticed", || log_has("was killed by signal 9", workers[0]));
+    limit_descriptors(server.pid(), most);
+    until("the other one goes on", || server.sessions() == 1);
+    assert_eq!(sessions[1].wait(1, asked[1]).0, protocol::Status::SUCCESS);
 }

@@ -10,7 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::*;
+use protocol::ops::Op;
+use protocol::ops::array::{ArrayCreate, ArrayPlace, ArrayShape, MemcpyArray};
 use protocol::ops::context::*;
+use protocol::ops::copy::Pitched;
 use protocol::ops::device::*;
 use protocol::ops::launch::Launch;
 use protocol::ops::memory::*;
@@ -235,6 +238,24 @@ fn exclusive_devices_serve_one_client_at_a_time_and_others_wait_or_are_told_why(
     TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
 }
 
+#[test]
+fn a_session_that_only_queries_begins_when_nobody_has_the_devices_for_himself_any_more() {
+    let server = Server::start(&["--sharing=exclusive", "--wait-seconds=120"]);
+    let tcp = TcpSession::connect(server.port);
+    let nvml = Waiting::ask(&server.socket(), protocol::link::wish::NVML_ONLY);
+    // Of the ready workers, the status counts only those for sessions that use devices.
+    until("a worker is ready for it", || {
+        let status = server.status();
+        let workers = status["workers"].as_array().unwrap();
+        let ready = workers.iter().filter(|worker| worker["stage"] == "ready").count() as u64;
+        ready > status["workers_ready"].as_u64().unwrap()
+    });
+    drop(tcp);
+    let (served, positions) = nvml.served();
+    assert!(!positions.is_empty(), "it had to wait");
+    assert_eq!(nvml_info(&mut served.unwrap(), 0), (256, 256));
+}
+
 /// The client over the Unix socket, and the one over TCP.
 fn clients() -> [String; 2] {
     [format!("uid:{}", nix::unistd::geteuid()), "insecure:127.0.0.1".into()]
@@ -335,9 +356,26 @@ fn keep_busy<S: Session>(mut s: S, blocks: u32, over: &AtomicBool) {
         attributes: vec![],
         params: &[],
     };
+    repeat(s, &launch, over);
+}
+
+/// Copies from one array to another until `over`, never running out of work.
+fn keep_copying<S: Session>(mut s: S, over: &AtomicBool) {
+    let shape = ArrayShape { width: 8, height: 0, depth: 0, format: 0x20, channels: 1, flags: 0 };
+    let [src, dst] = [1, 2].map(|id| {
+        let (array, shape) = (ArrayId(id), shape.clone());
+        s.call(&ArrayCreate { context: ContextId(0), array, shape, levels: 0 }).unwrap();
+        let memory = Pitched { address: 0, pitch: 0, slice: 0 };
+        ArrayPlace { array: Some(array), at: [0; 3], memory }
+    });
+    repeat(s, &MemcpyArray { stream: StreamId(0), dst, src, extent: [32, 1, 1] }, over);
+}
+
+/// Gives the default stream one piece of work after the other until `over`.
+fn repeat<'a, S: Session>(mut s: S, work: &impl Op<'a>, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         for _ in 0..500 {
-            s.push(&launch);
+            s.push(work);
         }
         s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
     }
@@ -398,6 +436,20 @@ fn clients_share_a_device_by_weight_whatever_their_kernels_and_however_many_sess
         let share = share_of_the_first(&Server::start(&[IMITATED, &rules]));
         assert!((share - expected).abs() <= 3.0, "{share} % instead of {expected}");
     }
+}
+
+#[test]
+fn copies_between_arrays_take_turns_with_kernels() {
+    let server = Server::start(&[IMITATED]);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _ends = Ends(&over);
+        let session = LocalBridge::connect(&server.socket());
+        scope.spawn(|| keep_copying(session, &over));
+        let session = TcpSession::connect(server.port);
+        scope.spawn(|| keep_busy(session, 1, &over));
+        until("both have had their turns", || charged(&server).iter().all(|ms| *ms > 1000));
+    });
 }
 
 /// Starts the client with the lower priority, then the other one. While that has work, it gets all of the

@@ -464,20 +464,26 @@ unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(
     // SAFETY: the structure is initialized and its pointer refers to a local variable. Without CLONE_VM the
     // copy has its own memory, and the caller guarantees what it does there.
     let mut pid = unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<libc::clone_args>()) };
+    let mut outside = None;
     if pid == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
         // Container runtimes refuse the call with this error, because their filters cannot see its arguments.
         // SAFETY: the caller promises what the copy does, as above.
         pid = unsafe { old_copy(flags, &mut handle) };
-        if let (1.., Some(group)) = (pid, group) {
-            group.add(pid as libc::pid_t)?;
-        }
+        outside = group;
     }
-    match pid {
-        -1 => Err(io::Error::last_os_error()),
-        0 => Ok(None),
-        // SAFETY: the kernel has just made this descriptor for this call, and nothing else owns it.
-        pid => Ok(Some((pid as libc::pid_t, Handle(Arc::new(unsafe { OwnedFd::from_raw_fd(handle) }))))),
+    let pid = match pid {
+        -1 => return Err(io::Error::last_os_error()),
+        0 => return Ok(None),
+        pid => pid as libc::pid_t,
+    };
+    // SAFETY: the kernel has just made this descriptor for this call, and nothing else owns it.
+    let handle = Handle(Arc::new(unsafe { OwnedFd::from_raw_fd(handle) }));
+    if let Some(Err(e)) = outside.map(|group| group.add(pid)) {
+        handle.kill();
+        let _ = reap(pid, &handle);
+        return Err(e);
     }
+    Ok(Some((pid, handle)))
 }
 
 /// [`copy`] with the older system call, without a cgroup. Returns the system call's result.
@@ -688,6 +694,41 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn a_copy_that_cannot_be_put_into_its_group_is_gone() {
+        // In a thread of its own, which has no other children.
+        std::thread::spawn(copy_into_a_group_that_is_gone).join().unwrap();
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn copy_into_a_group_that_is_gone() {
+        use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+        // For this thread: the kernel lacks the call that would put it there at once.
+        let calls = [(libc::SYS_clone3, Vec::new())].into_iter().collect();
+        let absent = SeccompAction::Errno(libc::ENOSYS as u32);
+        let filter = SeccompFilter::new(calls, SeccompAction::Allow, absent, TargetArch::x86_64).unwrap();
+        seccompiler::apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let group = Group::adopt(folder.path()).unwrap();
+        folder.close().unwrap();
+        // SAFETY: the copy makes system calls only.
+        let copied = unsafe { copy(0, Some(&group)) };
+        if matches!(copied, Ok(None)) {
+            // SAFETY: plain system calls.
+            unsafe {
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                loop {
+                    libc::pause();
+                }
+            }
+        }
+        assert_eq!(copied.unwrap_err().kind(), io::ErrorKind::NotFound);
+        // SAFETY: a plain system call, which concerns this thread's children.
+        let left = unsafe { libc::waitpid(-1, std::ptr::null_mut(), libc::WNOHANG | libc::__WNOTHREAD) };
+        assert_eq!((left, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::ECHILD)));
+    }
 
     #[test]
     fn a_copy_whose_parent_dies_before_it_has_mapped_the_user_ends() {

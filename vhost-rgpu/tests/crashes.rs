@@ -29,6 +29,7 @@ use protocol::ops::stream::StreamMark;
 use test_kit::link::welcome;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::native_client::NativeClient;
+use test_kit::resources::{leave_no_descriptors, limit_descriptors};
 use test_kit::server::{Behavior, FakeServer, mute_server};
 use test_kit::tcp_server::TcpServer;
 use test_kit::*;
@@ -103,32 +104,13 @@ fn a_guest_goes_on_after_its_device_process_was_killed() {
     assert_eq!(daemon.sessions(), 0);
 }
 
-/// Sets the number of descriptors that a process may have, and returns the previous one.
-fn limit_descriptors(process: u32, most: u64) -> u64 {
-    let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    let (pid, none) = (process.cast_signed(), std::ptr::null());
-    // SAFETY: the call reads and writes local variables only.
-    unsafe {
-        assert_eq!(libc::prlimit(pid, libc::RLIMIT_NOFILE, none, &mut before), 0);
-        let limit = libc::rlimit { rlim_cur: most, ..before };
-        assert_eq!(libc::prlimit(pid, libc::RLIMIT_NOFILE, &limit, std::ptr::null_mut()), 0);
-    }
-    before.rlim_cur
-}
-
-/// Lets the keeper open nothing more, because no number below its limit is free. Returns the limit before.
-fn leave_no_descriptors(daemon: &Daemon) -> u64 {
-    let free = (0..).find(|number| !Path::new(&format!("/proc/{}/fd/{number}", daemon.pid())).exists());
-    limit_descriptors(daemon.pid(), free.unwrap())
-}
-
 #[test]
 fn a_keeper_without_descriptors_ends_no_device_process() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
     let (restarted, process) = (daemon.number("device_processes_restarted"), device_process(&daemon, "vm"));
-    let most = leave_no_descriptors(&daemon);
+    let most = leave_no_descriptors(daemon.pid());
     // The device process asks for a connection, with the socket for the answer.
     let (extents, _) = guest.prepare(1);
     let (head, at) = guest.send(&message(create(1, &extents), &extents));
@@ -149,7 +131,7 @@ fn a_device_process_that_cannot_be_started_is_tried_again() {
     let channel = guest.create(0);
     let before = daemon.number("device_processes_restarted");
     let process = device_process(&daemon, "vm");
-    let most = leave_no_descriptors(&daemon);
+    let most = leave_no_descriptors(daemon.pid());
     kill(Pid::from_raw(process), Signal::SIGKILL).unwrap();
     eventually(|| daemon.log().contains("Too many open files"));
     limit_descriptors(daemon.pid(), most);

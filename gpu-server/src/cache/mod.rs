@@ -101,9 +101,18 @@ impl BlockCache for Remote {
 }
 
 /// Serves a worker whose session is this client's, until it closes its end.
-pub fn serve(store: &Store, client: &str, socket: UnixStream) -> io::Result<()> {
+///
+/// # Errors
+/// If `most` threads serve workers already, more than there are sessions: the disk hangs, and with it those
+/// whose workers have given up.
+pub fn serve(store: &Store, client: &str, socket: UnixStream, most: usize) -> io::Result<()> {
+    let Some(connection) = store.connect(most) else {
+        let why = "threads of earlier sessions wait for the cache's disk";
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("{most} {why}")));
+    };
     let (store, client) = (store.clone(), client.to_owned());
     let work = move || {
+        let _connection = connection;
         let served = store.client(&client).and_then(|blocks| answer(&blocks, &socket));
         if let Err(e) = served {
             tracing::info!(client, "a worker's connection to the cache ends: {e}");
@@ -163,7 +172,7 @@ mod tests {
         let (_folder, store) = store();
         let worker = || {
             let (ours, theirs) = UnixStream::pair().unwrap();
-            serve(&store, "alice", ours).unwrap();
+            serve(&store, "alice", ours, 9).unwrap();
             Remote::new(theirs)
         };
         let blocks: Vec<Vec<u8>> = [1, 40_000, MAX_DATA as usize].map(|len| vec![7; len]).into();
@@ -190,7 +199,7 @@ mod tests {
             Request { kind: 9, len: 0, hash: [0; 32] },
         ] {
             let (ours, mut theirs) = UnixStream::pair().unwrap();
-            serve(&store, "alice", ours).unwrap();
+            serve(&store, "alice", ours, 9).unwrap();
             theirs.write_all(request.as_bytes()).unwrap();
             assert_eq!(theirs.read(&mut [0; 8]).unwrap(), 0);
         }

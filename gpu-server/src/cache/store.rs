@@ -12,14 +12,15 @@
 //!
 //! Files are read and written without a lock. A client's index has a lock, which is held while one of its
 //! files is removed. The figures for the status have none, so a hanging disk does not delay anyone who does
-//! not use the cache.
+//! not use the cache. It holds the threads of those who do, of which there are [only so
+//! many](Store::connect).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -56,8 +57,20 @@ struct Inner {
     totals: Totals,
     /// By the hash of the client's name. Set once the folder has been read.
     shelves: OnceLock<Mutex<HashMap<Hash, Arc<Shelf>>>>,
+    /// Workers' connections, each with a thread.
+    connections: AtomicUsize,
     /// Held for as long as this exists.
     _lock: File,
+}
+
+/// A worker's connection, which counts until this is dropped.
+#[derive(Debug)]
+pub struct Connection(Arc<Inner>);
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// What the cache holds, and what has happened since the server started.
@@ -185,11 +198,19 @@ impl Store {
             limits,
             totals: Totals::default(),
             shelves: OnceLock::new(),
+            connections: AtomicUsize::new(0),
             _lock: lock,
         });
         let reading = Arc::clone(&store);
         std::thread::Builder::new().name("rgpu-cache".into()).spawn(move || reading.read_folder())?;
         Ok(Store(store))
+    }
+
+    /// Counts another connection, unless there are as many as there may be.
+    pub fn connect(&self, most: usize) -> Option<Connection> {
+        let more = |count: usize| (count < most).then_some(count + 1);
+        let counted = self.0.connections.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        counted.is_ok().then(|| Connection(Arc::clone(&self.0)))
     }
 
     /// A client's blocks. Waits until the folder has been read.
@@ -491,6 +512,7 @@ impl Contents {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixStream;
 
     use super::*;
 
@@ -535,6 +557,27 @@ mod tests {
         let store = Store::open(folder.path(), LIMITS).unwrap();
         assert_eq!(store.client("alice").unwrap().find(&hash), Some(bytes));
         assert_eq!((files(folder.path()), bytes_of(&store)), (1, 100));
+    }
+
+    #[test]
+    fn while_the_disk_hangs_only_so_many_threads_wait_for_it() {
+        let folder = own_folder();
+        let store = Store::open(folder.path(), LIMITS).unwrap();
+        let session = || {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            super::super::serve(&store, "alice", ours, 3).map(|()| theirs)
+        };
+        // A thread that waits for the disk has this.
+        let shelves = lock(store.0.shelves.wait());
+        // Their workers give up.
+        (0..3).for_each(|_| drop(session().unwrap()));
+        assert_eq!(session().unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        drop(shelves);
+        let limit = Instant::now() + Duration::from_secs(60);
+        while session().is_err() {
+            assert!(Instant::now() < limit, "the threads have not ended");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     #[test]

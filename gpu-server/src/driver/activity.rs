@@ -63,14 +63,14 @@ pub fn now() -> u64 {
 
 impl Kept {
     fn place(&mut self, name: &str) -> Option<u32> {
+        let name = &name[..name.floor_char_boundary(LONGEST_NAME)];
         if let Some(place) = self.places.get(name) {
             return Some(*place);
         }
-        let end = name.floor_char_boundary(LONGEST_NAME);
         if self.names.len() >= MOST_NAMES {
             return None;
         }
-        let (name, place): (Arc<str>, u32) = (name[..end].into(), self.names.len() as u32);
+        let (name, place): (Arc<str>, u32) = (name.into(), self.names.len() as u32);
         self.names.push(Arc::clone(&name));
         self.places.insert(name, place);
         Some(place)
@@ -170,6 +170,19 @@ mod tests {
         assert_eq!(activity.take(0), (Vec::new(), 7));
         let (records, dropped) = activity.drain();
         assert_eq!((records.len(), dropped, records[0].0.seq), (MOST_RECORDS, 0, 0));
+    }
+
+    #[test]
+    fn a_name_that_is_too_long_is_kept_once() {
+        let activity = Activity::default();
+        let name = "k".repeat(LONGEST_NAME + 1000);
+        for seq in 0..3 {
+            activity.push(ActivityRecord { seq, ..blank() }, &name);
+        }
+        assert_eq!(activity.lock().names.len(), 1);
+        let (records, dropped) = activity.drain();
+        assert!(records.iter().all(|(_, kept)| **kept == name[..LONGEST_NAME]));
+        assert_eq!((records.len(), dropped), (3, 0));
     }
 
     proptest! {

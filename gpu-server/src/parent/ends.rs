@@ -2,6 +2,7 @@
 
 use super::control::Refused;
 use super::leases::table::LeaseId;
+use super::queue;
 use super::refusals::Reason;
 use super::state::{Server, State};
 use super::trust::Principal;
@@ -13,7 +14,8 @@ pub(super) fn end_sessions(
     server: &Server,
     reason: impl Fn(&Principal, Option<LeaseId>) -> Option<String>,
 ) -> usize {
-    let mut state = server.lock();
+    let mut guard = server.lock();
+    let state = &mut *guard;
     let mut count = 0;
     for kind in Kind::ALL {
         let queue = &mut state.pool_mut(kind).queue;
@@ -27,8 +29,8 @@ pub(super) fn end_sessions(
             }
         }
     }
+    let left_queue = count > 0;
     let mut running = state.running();
-    let state = &mut *state;
     let mut over = Vec::new();
     for (pid, session) in &mut state.sessions {
         if session.ended {
@@ -56,6 +58,11 @@ pub(super) fn end_sessions(
     for (pid, token, reason) in over {
         state.save(pid);
         state.remember_end(token, reason);
+    }
+    drop(guard);
+    if left_queue {
+        // Devices may have been kept for those who left.
+        queue::serve_all(server);
     }
     server.changed.notify_all();
     server.nudge.nudge();

@@ -50,6 +50,13 @@ impl Gpus {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Sets figures that stay fresh, for tests.
+    #[cfg(test)]
+    pub(super) fn set(&self, readings: Vec<Reading>) {
+        let mut state = self.lock();
+        (state.at, state.readings) = (Some(Instant::now() + 10 * STALE), Arc::new(readings));
+    }
+
     fn want(&self, state: &mut State) {
         if !state.is_fresh(FRESH) {
             state.wanted = true;

@@ -126,13 +126,21 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
 /// Passes a connection without TLS to the worker of its session. Without the session's secret, a client
 /// learns nothing about it.
 fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) -> Result<(), Refused> {
-    let worker = known(&mut server.lock(), hello)?;
+    let mut state = server.lock();
+    let worker = known(&mut state, hello)?;
+    // Before the client takes the session for ended, and before another daemon can take over, which would not
+    // know that it is to end.
+    if hello.purpose == purpose::END {
+        // A worker that is gone has ended it.
+        let _ = worker.send(&ToWorker::End, &[]);
+    }
+    drop(state);
     let failed = |e: io::Error| Refused(Reason::Failed, format!("the session's worker is gone: {e}"));
     // The answer is sent first: once the worker has the connection, it may send data on it.
     connection.send_welcome(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
     let Hello { attempt, index, .. } = *hello;
     let sent = match hello.purpose {
-        purpose::END => worker.send(&ToWorker::End, &[]),
+        purpose::END => return Ok(()),
         purpose::RESUME => {
             // The worker closes connections of an outdated attempt.
             let mut state = server.lock();
@@ -316,12 +324,16 @@ fn open_session(
 
 #[cfg(test)]
 mod tests {
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use protocol::Version;
     use protocol::version::VERSION;
     use zerocopy::FromZeros;
 
+    use super::super::queue::tests::session_of_limits;
     use super::*;
     use crate::config::Serve;
+    use crate::limits::Limits;
+    use crate::worker_protocol;
     use handover::Inherited;
     use std::os::unix::net::UnixStream;
 
@@ -335,6 +347,23 @@ mod tests {
         let taken = (0..1000).filter(|_| hand_over(&server, &[1; 16], connection.as_fd()).is_ok()).count();
         assert!((64..1000).contains(&taken), "{taken}");
         worker.send(&ToWorker::End, &[]).unwrap();
+    }
+
+    #[test]
+    fn a_session_ends_even_if_its_client_does_not_wait_for_the_answer() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let (worker, its_end) = Worker::fake_pair(7);
+        server.lock().tokens.insert([1; 16], worker);
+        server.lock().sessions.insert(7, session_of_limits(Limits::default()));
+        let (connection, client) = UnixStream::pair().unwrap();
+        drop(client);
+        let hello = Hello { purpose: purpose::END, token: [1; 16], ..Hello::new_zeroed() };
+        let connection = Arc::new(Control::Local(connection));
+        assert!(route(&server, &connection, &hello, "this host").is_err(), "it hears nothing");
+        let mut unread = [PollFd::new(its_end.as_fd(), PollFlags::POLLIN)];
+        assert_eq!(poll(&mut unread, PollTimeout::ZERO), Ok(1), "the worker is told nothing");
+        let told = worker_protocol::receive::<ToWorker>(its_end.as_fd()).unwrap().unwrap().0;
+        assert!(matches!(told, ToWorker::End));
     }
 
     #[test]

@@ -115,9 +115,7 @@ fn happened(server: &Server, device: u32, event: Event, imitated: Option<Status>
     state.save_daemon(&server.succession, false);
     drop(state);
     // Workers must be replaced, and waiting clients' prospects may have changed.
-    for kind in Kind::ALL {
-        queue::serve(server, kind);
-    }
+    queue::serve_all(server);
     server.changed.notify_all();
     server.nudge.nudge();
 }

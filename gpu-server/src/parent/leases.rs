@@ -349,7 +349,7 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
         Some(format!("the lease {id} of this session {why}"))
     });
     // Others may be waiting for its devices.
-    Kind::ALL.into_iter().for_each(|kind| queue::serve(server, kind));
+    queue::serve_all(server);
     ended
 }
 

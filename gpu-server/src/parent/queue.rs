@@ -208,6 +208,11 @@ pub(super) fn serve(server: &Server, kind: Kind) {
     }
 }
 
+/// The same for clients of all kinds: devices may have become free for some of them.
+pub(super) fn serve_all(server: &Server) {
+    Kind::ALL.into_iter().for_each(|kind| serve(server, kind));
+}
+
 /// A client with a worker that does not know of it yet.
 struct Assigned {
     worker: Arc<Worker>,
@@ -561,6 +566,8 @@ fn update(server: &Server, gone: &Gone, now: Instant) {
     }
     if state.gpu.queue.len() + state.nvml.queue.len() < waited {
         drop(state);
+        // Devices may have been kept for those who left.
+        serve_all(server);
         server.changed.notify_all();
     }
 }
@@ -597,6 +604,7 @@ fn last_failure(state: &State, kind: Kind) -> String {
 pub(super) mod tests {
     use super::super::bells::Bell;
     use super::super::ends::end_sessions;
+    use super::super::trust::Principal;
     use super::super::workers::Managed;
     use super::*;
     use handover::Inherited;
@@ -768,6 +776,51 @@ pub(super) mod tests {
         update(&server, &gone, Instant::now());
         update(&server, &Gone::default(), Instant::now() + 2 * LEAVES_WITHIN);
         assert_eq!(server.lock().sessions[&100].leaving, Leaving::No);
+    }
+
+    /// A client that waits for both devices for itself, another one behind it that needs one, a ready worker,
+    /// and a session with one of the devices.
+    fn one_waits_for_devices_that_are_kept_for_another(server: &Server) -> [(Arc<Control>, UnixStream); 2] {
+        let mut session = session_of_limits(Limits::test("b"));
+        session.devices = vec![0];
+        {
+            let mut state = server.lock();
+            state.serving = Some(("software".into(), vec!["a".into(), "b".into()]));
+            state.sessions.insert(50, session);
+            state.gpu.idle.push_back(Worker::fake(100));
+        }
+        let exclusive = Limits { exclusive: true, devices: vec![0, 1], ..Limits::test("e") };
+        let clients = [exclusive, Limits::test("s")].map(|limits| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let connection = Arc::new(Control::Local(theirs));
+            let principal = Principal::named(&limits.principal);
+            let parked = Parked { connection: Arc::clone(&connection), limits, principal, ..Parked::fake() };
+            join(server, Kind::Gpu, parked).map_err(|refused| refused.1).unwrap();
+            (connection, ours)
+        });
+        assert_eq!(server.lock().gpu.queue.len(), 2);
+        clients
+    }
+
+    #[test]
+    fn devices_that_are_kept_for_a_client_are_free_when_it_gives_up() {
+        let server = server(&[]);
+        let [(gone, _), (_, served)] = one_waits_for_devices_that_are_kept_for_another(&server);
+        update(&server, &Gone { waiting: vec![gone], ..Gone::default() }, Instant::now());
+        assert!(server.lock().gpu.queue.is_empty());
+        assert_eq!(heard(&served).0, Answer::Waiting);
+        assert_eq!(heard(&served).0, Answer::Ok);
+    }
+
+    #[test]
+    fn devices_that_are_kept_for_a_client_are_free_when_it_may_no_longer_wait() {
+        let server = server(&[]);
+        let [(_, refused), (_, served)] = one_waits_for_devices_that_are_kept_for_another(&server);
+        let is_revoked = |who: &Principal, _| (who.name == "e").then(|| "by a test".to_owned());
+        assert_eq!(end_sessions(&server, is_revoked), 1);
+        assert!(server.lock().gpu.queue.is_empty());
+        assert_eq!(heard(&refused).0, Reason::NotAllowed.answer());
+        assert_eq!(heard(&served).0, Answer::Ok);
     }
 
     #[test]

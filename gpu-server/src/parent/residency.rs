@@ -22,6 +22,7 @@
 //! it.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::Instant;
 
 use crate::worker_protocol::MemoryOrder;
 
@@ -154,6 +155,8 @@ pub(super) struct Swapping {
     pub(super) residency: Residency,
     /// Bytes of each device. A device without an entry has no known limit.
     pub(super) budget: Bytes,
+    /// When the devices were asked for it last.
+    pub(super) read: Option<Instant>,
     /// Times that a session had to wait because others had only just got their memory back.
     pub(super) held_back: u64,
     /// Bytes that ended sessions have moved off the devices and back.

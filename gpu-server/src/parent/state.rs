@@ -175,7 +175,8 @@ impl Server {
     pub(super) fn cache_of(&self, client: &str) -> Option<UnixStream> {
         let store = self.cache.as_ref()?;
         let opened = UnixStream::pair().and_then(|(ours, theirs)| {
-            cache::serve(store, client, ours)?;
+            // Sessions that have ended may have a connection, too, as long as their workers stay.
+            cache::serve(store, client, ours, 2 * self.options.max_sessions)?;
             Ok(theirs)
         });
         opened.inspect_err(|e| tracing::warn!(client, "a session does without the cache: {e}")).ok()

@@ -58,8 +58,37 @@ pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The bytes of each device that sessions may use, once known.
-fn budget(server: &Server) -> Bytes {
+/// How long a first reading of the devices' memory may take, and how long until the next is taken, if that
+/// knew too little.
+const READ_WITHIN: Duration = Duration::from_secs(2);
+const READ_AGAIN: Duration = Duration::from_secs(5);
+
+/// Learns how much memory the devices have of which that is not known yet: NVML may know one later that was
+/// being reset.
+fn learn_budget(server: &Server) {
+    let within = {
+        let state = server.lock();
+        let Some(swapping) = &state.swapping else { return };
+        let devices = state.devices(&server.options);
+        match swapping.read {
+            _ if devices.iter().all(|number| swapping.budget.contains_key(number)) => return,
+            None => READ_WITHIN,
+            // Turns go on meanwhile, so this takes what another look has read.
+            Some(at) if at.elapsed() >= READ_AGAIN => Duration::ZERO,
+            Some(_) => return,
+        }
+    };
+    let found = budget(server, within);
+    if let Some(swapping) = &mut server.lock().swapping {
+        swapping.read = Some(Instant::now());
+        for (number, bytes) in found {
+            swapping.budget.entry(number).or_insert(bytes);
+        }
+    }
+}
+
+/// The bytes of each device that sessions may use, if they are known within that time.
+fn budget(server: &Server, within: Duration) -> Bytes {
     let Serve { worker, .. } = &server.options;
     let (devices, cuda) = {
         let state = server.lock();
@@ -73,7 +102,7 @@ fn budget(server: &Server) -> Bytes {
     if !cuda && worker.backing.backend != Backend::Cuda {
         return devices.into_iter().map(|number| (number, worker.backing.software_memory)).collect();
     }
-    let readings = server.gpus.fresh(Duration::from_secs(2));
+    let readings = server.gpus.fresh(within);
     let memory = |number: u32| {
         let reading = readings.iter().find(|reading| reading.device == number)?;
         let (free, used) = reading.memory?;
@@ -140,16 +169,9 @@ fn send_with_file(server: &Server, InFile { worker, number, order }: &InFile, fi
 /// Looks at all sessions and gives orders. Returns whether somebody waits, so that it must be called again
 /// soon.
 pub(super) fn step(server: &Server, files: &Files) -> bool {
-    let known = match &server.lock().swapping {
-        None => return false,
-        Some(swapping) => !swapping.budget.is_empty(),
-    };
-    let fresh = if known { Bytes::new() } else { budget(server) };
+    learn_budget(server);
     let mut state = server.lock();
     let State { sessions, workers, swapping: Some(swapping), .. } = &mut *state else { return false };
-    if !known {
-        swapping.budget = fresh;
-    }
     // Workers waiting for a session have contexts, too.
     let mut budget = swapping.budget.clone();
     for managed in workers.values().filter(|managed| managed.stage != Stage::Serving) {
@@ -323,6 +345,7 @@ mod tests {
     use super::super::queue::tests::{server, session_of_limits};
     use super::super::workers::Managed;
     use super::*;
+    use crate::driver::cuda::nvml::readings::Reading;
     use crate::limits::Limits;
     use crate::worker_protocol::{Refusal, Reply};
     use std::sync::atomic::AtomicBool;
@@ -386,6 +409,26 @@ mod tests {
         assert_eq!(needs(&state, later), Bytes::new());
         state.sessions.get_mut(&2).unwrap().account.set_asked(true);
         assert_eq!(needs(&state, later), asked);
+    }
+
+    #[test]
+    fn a_device_that_is_known_later_gets_its_limit_then() {
+        let server = server(&["--backend=cuda", "--swap-memory=1G"]);
+        prepare(&server).unwrap();
+        server.lock().serving = Some(("cuda".into(), vec!["a".into(), "b".into()]));
+        let reading = |device| Reading { device, memory: Some((RESERVE, 7)), ..Reading::default() };
+        let read = |at| server.lock().swapping.as_mut().unwrap().read = at;
+        let budget = || server.lock().swapping.as_ref().unwrap().budget.clone();
+        server.gpus.set(vec![reading(1)]);
+        learn_budget(&server);
+        assert_eq!(budget(), Bytes::from([(1, 7)]));
+        server.gpus.set(vec![reading(0), reading(1)]);
+        read(Some(Instant::now() + PATIENCE));
+        learn_budget(&server);
+        assert_eq!(budget(), Bytes::from([(1, 7)]), "too early for another look");
+        read(Instant::now().checked_sub(READ_AGAIN));
+        learn_budget(&server);
+        assert_eq!(budget(), Bytes::from([(0, 7), (1, 7)]));
     }
 
     #[test]

@@ -10,6 +10,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use host_bridge::framing;
+use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::signal::Signal;
 use protocol::ops::nvml::MOST_PROCESSES;
 use sandbox::Process;
@@ -67,7 +69,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     // Why it was ended: it broke the protocol, or it reported that it cannot serve.
     let (mut broken, mut failed) = (None, None);
     let mut budget = Budget::new(Instant::now());
-    let mut first = true;
+    let (mut first, mut unheard) = (true, false);
     loop {
         let pause = budget.take(Instant::now());
         if !pause.is_zero() {
@@ -79,6 +81,18 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         let (mut message, fds) = match received {
             Ok(Some((message, fds))) => (message, fds),
             Ok(None) => break,
+            // The message stays the next one, and the worker is innocent.
+            Err(e) if framing::lacks_descriptors(&e) => {
+                if !std::mem::replace(&mut unheard, true) {
+                    let why = "this process cannot open more descriptors (LimitNOFILE)";
+                    tracing::error!(worker = pid, "a worker is not heard: {why}: {e}");
+                }
+                // What it has is needed, so one that has ended is not kept for its last messages.
+                if hangs_up_within(worker, UNHEARD_PAUSE) {
+                    break;
+                }
+                continue;
+            }
             Err(e) => {
                 broken = Some(format!("sent an invalid message: {e}"));
                 break;
@@ -253,10 +267,20 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         }
     }
     // Others may be waiting for its devices or its turn.
-    queue::serve(server, Kind::Gpu);
+    queue::serve_all(server);
     server.bell.ring();
     server.changed.notify_all();
     server.nudge.nudge();
+}
+
+/// How long to wait until a message is tried again that came with a descriptor for which there was no room.
+const UNHEARD_PAUSE: u8 = 100;
+
+/// Waits until a worker has closed its end of the socket, for so many milliseconds at most.
+fn hangs_up_within(worker: &Worker, milliseconds: u8) -> bool {
+    // Without any event, only the other end's end is reported.
+    let mut watched = [PollFd::new(worker.socket().as_fd(), PollFlags::empty())];
+    poll(&mut watched, milliseconds).is_ok_and(|ended| ended > 0)
 }
 
 /// Messages that a worker may send at once, and per second in the long run. Further ones wait in its socket,

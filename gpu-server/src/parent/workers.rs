@@ -41,6 +41,14 @@ impl Worker {
         Arc::new(Worker { pid, socket, process, alive: None, key: OnceLock::new(), handle: None })
     }
 
+    /// The same with the other end of its socket.
+    #[cfg(test)]
+    pub(super) fn fake_pair(pid: u32) -> (Arc<Worker>, OwnedFd) {
+        let (socket, other_end) = worker_protocol::pair().unwrap();
+        let (process, alive, key, handle) = (None, None, OnceLock::new(), None);
+        (Arc::new(Worker { pid, socket, process, alive, key, handle }), other_end)
+    }
+
     /// The daemon's side of a process at the other end of `socket`. `described`: what another daemon needs to
     /// take it over, if that is possible; `alive` holds its namespace.
     pub(super) fn new(

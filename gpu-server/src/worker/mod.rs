@@ -549,9 +549,13 @@ fn watch(
                     broker.deliver(request, reply, fds.into_iter().next());
                 }
                 Ok(Some(_)) => {}
-                Ok(None) | Err(_) => {
+                over => {
                     broker.close();
-                    listener.lose("rgpu-server has ended");
+                    let why = match over {
+                        Err(e) => format!("its worker cannot hear rgpu-server: {e}"),
+                        Ok(_) => "rgpu-server has ended".into(),
+                    };
+                    listener.lose(&why);
                     return;
                 }
             }

@@ -22,6 +22,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use protocol::Status;
+use protocol::ops::array::MemcpyArray;
 use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
 use protocol::ops::graph::GraphLaunch;
 use protocol::ops::launch::Launch;
@@ -147,6 +148,7 @@ fn is_work(opcode: u16) -> bool {
         Memset::INFO.opcode,
         MemcpyDtoD::INFO.opcode,
         MemcpyDtoD3D::INFO.opcode,
+        MemcpyArray::INFO.opcode,
     ]
     .contains(&opcode)
 }

@@ -136,6 +136,19 @@ fn memory_that_outlives_its_session_counts_for_the_session_that_holds_it() {
 }
 
 #[test]
+fn devices_are_not_selected_once_one_has_a_limit_that_counts() {
+    /// `CU_LIMIT_MALLOC_HEAP_SIZE`.
+    const HEAP: u32 = 2;
+    fn body<S: Session>(s: &mut S) {
+        let select = |devices| SelectDevices { devices, windows: vec![] };
+        s.call(&select(vec![1, 0])).unwrap();
+        s.call(&ContextSetLimit { context: ContextId(0), limit: HEAP, value: 9 << 20 }).unwrap();
+        assert_eq!(s.call(&select(vec![1])).unwrap_err(), Status::NOT_PERMITTED);
+    }
+    on_each_transport!(Server::start(&["--software-devices=2"]), body);
+}
+
+#[test]
 fn memory_of_a_device_that_is_not_selected_is_opened_and_counts_there() {
     const SIZE: u64 = 16 << 20;
     fn body<S: Session>(maker: &mut S, other: &mut S) {

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::ops::Sub;
+use std::path::Path;
 use std::time::Duration;
 
 /// What some processes hold together.
@@ -125,6 +126,25 @@ pub fn raise_descriptors() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+}
+
+/// Sets the number of descriptors that a process may have, and returns the previous one.
+pub fn limit_descriptors(process: u32, most: u64) -> u64 {
+    let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let (pid, none) = (process.cast_signed(), std::ptr::null());
+    // SAFETY: the call reads and writes local variables only.
+    unsafe {
+        assert_eq!(libc::prlimit(pid, libc::RLIMIT_NOFILE, none, &mut before), 0);
+        let limit = libc::rlimit { rlim_cur: most, ..before };
+        assert_eq!(libc::prlimit(pid, libc::RLIMIT_NOFILE, &limit, std::ptr::null_mut()), 0);
+    }
+    before.rlim_cur
+}
+
+/// Lets a process open nothing more, because no number below its limit is free. Returns the limit before.
+pub fn leave_no_descriptors(process: u32) -> u64 {
+    let free = (0..).find(|number| !Path::new(&format!("/proc/{process}/fd/{number}")).exists());
+    limit_descriptors(process, free.unwrap())
 }
 
 /// How many sessions a test of scale opens: `RGPU_SCALE`, or few enough for every run of the tests.

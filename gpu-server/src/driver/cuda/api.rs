@@ -560,3 +560,29 @@ impl Api {
         }
     }
 }
+
+#[cfg(test)]
+impl Api {
+    /// A stream of a context that has failed.
+    pub const FAILED: CUstream = std::ptr::dangling_mut();
+
+    /// The same as [`idle`](Api::idle), but who asks for [`FAILED`](Api::FAILED) learns of the failure.
+    pub fn failing() -> &'static Api {
+        unsafe extern "C" fn query(stream: CUstream) -> u32 {
+            if stream == Api::FAILED { Status::ILLEGAL_ADDRESS.0 } else { 0 }
+        }
+        Box::leak(Box::new(Api { stream_query_raw: query, ..*Api::idle() }))
+    }
+
+    /// An address to which nothing can be copied.
+    pub const REFUSED: CUdeviceptr = 1 << 40;
+
+    /// The same as [`idle`](Api::idle), but copies of rows to [`REFUSED`](Api::REFUSED) are refused.
+    pub fn refusing() -> &'static Api {
+        unsafe extern "C" fn copy(copy: *const CUDA_MEMCPY3D, _: CUstream) -> u32 {
+            // SAFETY: the caller's structure.
+            if unsafe { (*copy).dstDevice } == Api::REFUSED { Status::INVALID_VALUE.0 } else { 0 }
+        }
+        Box::leak(Box::new(Api { copy_3d: copy, ..*Api::idle() }))
+    }
+}

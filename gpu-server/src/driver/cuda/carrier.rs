@@ -119,13 +119,15 @@ impl Carrier for CudaCarrier {
         *begun += 1;
         let enqueued = health.within(api, |_| {
             let mut offset = offset;
-            for (at, len) in bytes.runs() {
+            let copies = bytes.runs().iter().try_for_each(|(at, len)| {
                 // SAFETY: the rows were checked; the bytes are held until the stream has written the word.
-                unsafe { copy_rows(api, *stream, *way, rows, offset, *at, *len) }?;
+                let copy = unsafe { copy_rows(api, *stream, *way, rows, offset, *at, *len) };
                 offset += *len as u64;
-            }
+                copy
+            });
+            // Also behind a part of the copies, if the driver has refused the next one.
             // SAFETY: a live stream of the current context; the word is registered memory.
-            unsafe { api.stream_write(*stream, word.address(), *begun, 0) }
+            unsafe { api.stream_write(*stream, word.address(), *begun, 0) }.map(|()| copies)
         });
         let progress = Arc::clone(&self.progress);
         let copied = move |status: Status| {
@@ -133,14 +135,15 @@ impl Carrier for CudaCarrier {
             progress.publish(seq, status);
             end(status);
         };
+        let (Ok(Err(status)) | Err(status)) = enqueued else {
+            return completer.when(word, *begun, health, Box::new(copied));
+        };
+        if is_sticky(status) {
+            health.fail(status);
+        }
         match enqueued {
-            Ok(()) => completer.when(word, *begun, health, Box::new(copied)),
-            Err(status) => {
-                if is_sticky(status) {
-                    health.fail(status);
-                }
-                copied(status);
-            }
+            Ok(_) => completer.when(word, *begun, health, Box::new(move |_| copied(status))),
+            Err(_) => copied(status),
         }
     }
 }

@@ -91,13 +91,15 @@ impl Cuda {
         mapped: Mapped,
     ) -> Result {
         let mut offset = 0;
-        for (at, len) in mapped.runs() {
+        let copied = mapped.runs().iter().try_for_each(|(at, len)| {
             // SAFETY: the rows were checked; the run is registered and held until it is copied.
             let copied = unsafe { copy_rows(self.api, place.stream, way, rows, offset, *at, *len) };
-            self.note(place.context, copied)?;
             offset += *len as u64;
-        }
-        self.hold(cx, streams, place, mapped)
+            self.note(place.context, copied)
+        });
+        // Until the stream has passed what was enqueued, even if that is not all.
+        let held = self.hold(cx, streams, place, mapped);
+        copied.and(held)
     }
 
     /// Enqueues copies from the slots where the data arrives.
@@ -110,7 +112,7 @@ impl Cuda {
         placed: Placed,
     ) -> Result {
         let arrived = self.arrived.clone().ok_or(Status::DEVICE_UNAVAILABLE)?;
-        for chunk in placed.chunks() {
+        let enqueued = placed.chunks().try_for_each(|chunk| {
             let (host, gpu) = arrived.words(chunk.slot).ok_or(Status::UNKNOWN)?;
             // SAFETY: registered words, a registered slot whose bytes stay until the stream has written its
             // word, and checked rows.
@@ -123,10 +125,11 @@ impl Cuda {
                     })
                     .and_then(|()| self.api.stream_write(place.stream, gpu, chunk.round, 0))
             };
-            self.note(place.context, enqueued)?;
-        }
-        // This also frees the room of what a failed context has not read.
-        self.hold(cx, streams, place, placed)
+            self.note(place.context, enqueued)
+        });
+        // This also frees the room of what the driver has refused, and of what a failed context has not read.
+        let held = self.hold(cx, streams, place, placed);
+        enqueued.and(held)
     }
 
     fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result {
@@ -416,5 +419,71 @@ impl Cuda {
             }
         };
         self.note(context, set)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+    use std::time::{Duration, Instant};
+
+    use protocol::handle::StreamId;
+
+    use super::super::api::Api;
+    use super::*;
+    use crate::doubles::Listener;
+    use crate::driver::gpu::GpuStreams;
+    use crate::driver::streams::Stream;
+
+    /// A session's default stream, and a place in it.
+    fn default_stream(cuda: &mut Cuda) -> (Call, Streams<CudaStream>, Place) {
+        let (context, id) = (ContextId(0), StreamId(0));
+        let mut streams = Streams::default();
+        let native = cuda.default_stream(context, 0).unwrap();
+        streams.insert(id.0, Stream { context, green: None, is_blocking: true, native });
+        let mut call = Call::new(Arc::new(Listener::new(|_| {})));
+        let place = cuda.enter_stream(&mut call, &mut streams, id).unwrap();
+        (call, streams, place)
+    }
+
+    /// Two slices, of which the driver refuses to copy the second, and the memory to copy them from.
+    fn two_slices() -> (Rows, Arc<Region>, Mapped) {
+        let rows = Rows { at: Api::REFUSED - 4096, pitch: 64, slice: 4096, width: 32, height: 2, depth: 2 };
+        let region = Region::own(NonZeroUsize::new(4096).unwrap()).unwrap();
+        let mapped = Mapped::of(&region, 128).unwrap();
+        (rows, region, mapped)
+    }
+
+    /// Checks that something holds the region until its work is over: here, because the context has failed.
+    fn is_held_until_the_stream_has_passed(region: &Arc<Region>, place: &Place) {
+        assert!(Arc::strong_count(region) > 1, "the stream may still use it");
+        place.health.fail(Status::ILLEGAL_ADDRESS);
+        let limit = Instant::now() + Duration::from_secs(60);
+        while Arc::strong_count(region) > 1 {
+            assert!(Instant::now() < limit, "it is never given back");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn memory_is_held_while_the_part_of_a_copy_is_done_that_the_driver_has_not_refused() {
+        let mut cuda = Cuda::fake(Api::refusing());
+        let (call, mut streams, place) = default_stream(&mut cuda);
+        let (rows, region, mapped) = two_slices();
+        let copied = cuda.copy_in_place(&call, &mut streams, &place, Way::In, &rows, mapped);
+        assert_eq!(copied, Err(Status::INVALID_VALUE));
+        is_held_until_the_stream_has_passed(&region, &place);
+    }
+
+    #[test]
+    fn memory_is_held_while_the_part_of_a_piece_is_copied_that_the_driver_has_not_refused() {
+        let mut cuda = Cuda::fake(Api::refusing());
+        let (_, _, place) = default_stream(&mut cuda);
+        let (rows, region, mapped) = two_slices();
+        let carrier = cuda.make_carrier(&place, Way::In).unwrap();
+        let (end, ended) = channel();
+        carrier.carry(&rows, 0, mapped, 1, Box::new(move |status| end.send(status).unwrap()));
+        is_held_until_the_stream_has_passed(&region, &place);
+        assert_eq!(ended.recv(), Ok(Status::INVALID_VALUE));
     }
 }

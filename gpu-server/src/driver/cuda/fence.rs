@@ -6,15 +6,16 @@
 //!              Completer::when(word, seq, end)   ───────▶  completer polls its words, calls `end`
 //! ```
 //!
-//! While something is awaited, the completer polls. If nothing arrives for a while, it naps between polls and
-//! asks each context concerned whether it has failed. If so, everything awaited there ends with the context's
-//! error. When nothing is awaited any more, it polls for [`COMPLETER_IDLE`] before it sleeps, so that a
+//! While something is awaited, the completer polls. If nothing arrives for a while, it naps between polls. It
+//! asks each context concerned whether it has failed: often while nothing arrives, and sometimes in any case,
+//! because what arrives may come from other contexts. If one has failed, everything awaited there ends with
+//! its error. When nothing is awaited any more, it polls for [`COMPLETER_IDLE`] before it sleeps, so that a
 //! program that synchronizes repeatedly does not pay for waking it.
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use crate::driver::call::{End, Result};
@@ -30,8 +31,9 @@ const WORDS: usize = 16 << 10;
 const NAP: Duration = Duration::from_micros(20);
 const LONG_NAP: Duration = Duration::from_micros(100);
 const LONG: Duration = Duration::from_millis(10);
-/// How often contexts are asked for errors while nothing happens.
+/// How often contexts are asked for errors while nothing happens, and while something does.
 const HEALTH: Duration = Duration::from_millis(1);
+const HEALTH_BUSY: Duration = Duration::from_millis(20);
 
 /// Makes this thread's sleeps precise: the kernel's default slack of 50 µs would more than triple a nap of 20
 /// µs.
@@ -182,7 +184,9 @@ impl Drop for Word {
 
 /// Whether a context can still be used. Shared by everything that waits for its streams.
 pub struct Health {
-    context: Mutex<CUcontextSend>,
+    /// Read by every thread that is in a call about it: one of them may wait there for a kernel that others
+    /// let go on. [`retire`](Health::retire) writes.
+    context: RwLock<CUcontextSend>,
     failed: AtomicU32,
 }
 
@@ -192,11 +196,13 @@ struct CUcontextSend(CUcontext, CUstream);
 
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CUcontextSend {}
+// SAFETY: the driver API takes handles from any thread, and from several at the same time.
+unsafe impl Sync for CUcontextSend {}
 
 impl Health {
     /// For a working context. `probe` is a stream of it that is never used for work.
     pub fn new(context: CUcontext, probe: CUstream) -> Arc<Health> {
-        Arc::new(Health { context: Mutex::new(CUcontextSend(context, probe)), failed: AtomicU32::new(0) })
+        Arc::new(Health { context: RwLock::new(CUcontextSend(context, probe)), failed: AtomicU32::new(0) })
     }
 
     /// Returns the context's error if it has failed.
@@ -214,7 +220,7 @@ impl Health {
     /// Makes the context current in this thread and calls `f`, unless the context has failed or is about to
     /// be destroyed.
     pub fn with<T>(&self, api: &Api, f: impl FnOnce() -> Result<T>) -> Result<T> {
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         self.check()?;
         // SAFETY: a live context: `retire` waits for the lock.
         unsafe { api.context_set(held.0) }?;
@@ -224,12 +230,12 @@ impl Health {
     /// The context's handle, for calls that may wait for the device, which must not hold the lock. The driver
     /// refuses the handle of a context that was destroyed meanwhile.
     pub fn handle(&self) -> CUcontext {
-        self.context.lock().unwrap_or_else(|e| e.into_inner()).0
+        self.context.read().unwrap_or_else(|e| e.into_inner()).0
     }
 
     /// Like [`with`](Self::with), but leaves this thread's current context as it was. `f` gets the context.
     pub fn within<T>(&self, api: &Api, f: impl FnOnce(CUcontext) -> Result<T>) -> Result<T> {
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         self.check()?;
         // SAFETY: a live context: `retire` waits for the lock.
         unsafe { api.within(held.0, || f(held.0)) }
@@ -238,7 +244,7 @@ impl Health {
     /// Makes the driver print what kernels of the context have printed. It does so whenever a stream is
     /// synchronized, and the probe stream is always idle.
     fn flush(&self, api: &Api) {
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         if self.check().is_ok() {
             // SAFETY: a live stream: `retire` waits for the lock. `ask` notices a context that has failed.
             let _ = unsafe { api.stream_synchronize(held.1) };
@@ -248,7 +254,7 @@ impl Health {
     /// Asks the driver whether the context has failed.
     fn ask(&self, api: &Api, output: Option<&Output>) {
         // Held until the end: `retire` marks the context as failed and then waits for this lock.
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        let held = self.context.read().unwrap_or_else(|e| e.into_inner());
         if self.check().is_err() {
             return;
         }
@@ -271,7 +277,7 @@ impl Health {
     /// Called before the context is destroyed. Nothing uses it afterwards, and all waits for its streams end.
     pub fn retire(&self) {
         self.fail(Status::CONTEXT_IS_DESTROYED);
-        drop(self.context.lock().unwrap_or_else(|e| e.into_inner()));
+        drop(self.context.write().unwrap_or_else(|e| e.into_inner()));
     }
 }
 
@@ -399,9 +405,13 @@ impl Completer {
                     new = self.wake.wait(new).unwrap_or_else(|e| e.into_inner());
                 }
                 self.sleeps.store(false, Ordering::Relaxed);
+                moved = Instant::now();
+                if awaited.is_empty() {
+                    // Nothing has been awaited in any context for longer.
+                    asked = moved;
+                }
                 awaited.append(&mut new);
                 self.count.store(0, Ordering::Release);
-                moved = Instant::now();
             }
             // From last to first: if a word rises meanwhile, a later end is never ready without the earlier
             // ones.
@@ -409,22 +419,12 @@ impl Completer {
                 a.ready = a.word.get() >= a.value || a.health.check().is_err();
             }
             ready.extend(awaited.extract_if(.., |a| a.ready));
-            if ready.is_empty() {
-                let quiet = moved.elapsed();
-                let over_network = self.over_network.load(Ordering::Relaxed);
-                if quiet > if over_network { over_network_busy } else { busy } {
-                    if asked.elapsed() > HEALTH {
-                        ask_all(&awaited, api, self.output.get().map(|output| &**output));
-                        asked = Instant::now();
-                    }
-                    std::thread::sleep(if quiet > LONG { LONG_NAP } else { NAP });
-                } else {
-                    std::hint::spin_loop();
-                }
-                continue;
+            let now = Instant::now();
+            let nothing = ready.is_empty();
+            if !nothing {
+                moved = now;
+                self.flush(&ready, api);
             }
-            moved = Instant::now();
-            self.flush(&ready, api);
             // Keeps the order of one word's ends, and of ends that were requested one after the other.
             for done in ready.drain(..) {
                 let reached = done.word.get() >= done.value;
@@ -434,6 +434,19 @@ impl Completer {
                     done.health.check().err().unwrap_or(Status::UNKNOWN)
                 };
                 (done.end)(status);
+            }
+            let quiet = now.saturating_duration_since(moved);
+            let over_network = self.over_network.load(Ordering::Relaxed);
+            let rests = quiet > if over_network { over_network_busy } else { busy };
+            let pause = if rests { HEALTH } else { HEALTH_BUSY };
+            if now.saturating_duration_since(asked) > pause && !awaited.is_empty() {
+                ask_all(&awaited, api, self.output.get().map(|output| &**output));
+                asked = Instant::now();
+            }
+            if rests {
+                std::thread::sleep(if quiet > LONG { LONG_NAP } else { NAP });
+            } else if nothing {
+                std::hint::spin_loop();
             }
         }
     }
@@ -445,4 +458,77 @@ fn ask_all(awaited: &[Awaited], api: &Api, output: Option<&Output>) {
         seen.entry(Arc::as_ptr(&a.health)).or_insert(&a.health);
     }
     seen.values().for_each(|health| health.ask(api, output));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use super::*;
+
+    /// How long a test waits at most for what must happen.
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// Completes one piece of work after the other until `over`.
+    fn go_on(completer: &Arc<Completer>, word: &Arc<Word>, health: &Arc<Health>, over: &Arc<AtomicBool>) {
+        let next = (Arc::clone(completer), Arc::clone(word), Arc::clone(health), Arc::clone(over));
+        let end = move |_| {
+            let (completer, word, health, over) = next;
+            if !over.load(Ordering::Relaxed) {
+                go_on(&completer, &word, &health, &over);
+            }
+        };
+        completer.when(word, 0, health, Box::new(end));
+    }
+
+    /// What becomes of work in a context whose kernel has faulted.
+    fn end_in_a_failed_context(
+        completer: &Completer,
+        words: &Arc<Words>,
+        health: &Arc<Health>,
+    ) -> Receiver<Status> {
+        let (end, ended) = channel();
+        let word = Arc::new(words.take().unwrap());
+        completer.when(&word, 1, health, Box::new(move |status| end.send(status).unwrap()));
+        ended
+    }
+
+    /// A context that has failed, although nobody knows yet, and one that works.
+    fn contexts() -> [Arc<Health>; 2] {
+        [Api::FAILED, std::ptr::null_mut()].map(|probe| Health::new(std::ptr::null_mut(), probe))
+    }
+
+    #[test]
+    fn a_context_that_fails_is_noticed_while_another_one_works_without_a_pause() {
+        let words = Words::new().unwrap();
+        let completer = Completer::start(Api::failing()).unwrap();
+        let ([failed, works], over) = (contexts(), Arc::new(AtomicBool::new(false)));
+        go_on(&completer, &Arc::new(words.take().unwrap()), &works, &over);
+        let ended = end_in_a_failed_context(&completer, &words, &failed);
+        assert_eq!(ended.recv_timeout(LIMIT), Ok(Status::ILLEGAL_ADDRESS));
+        over.store(true, Ordering::Relaxed);
+        completer.stop();
+    }
+
+    #[test]
+    fn a_thread_that_stays_in_a_call_of_the_driver_does_not_keep_a_failure_from_others() {
+        let words = Words::new().unwrap();
+        let completer = Completer::start(Api::failing()).unwrap();
+        let [failed, _] = contexts();
+        let (stays, health) = (channel::<()>(), Arc::clone(&failed));
+        let (is_there, there) = channel();
+        let stayed = std::thread::spawn(move || {
+            health.within(Api::failing(), |_| {
+                is_there.send(()).unwrap();
+                // Until the test is over, however it ends.
+                stays.1.recv().map_err(|_| Status::NOT_READY)
+            })
+        });
+        there.recv_timeout(LIMIT).unwrap();
+        let ended = end_in_a_failed_context(&completer, &words, &failed);
+        assert_eq!(ended.recv_timeout(LIMIT), Ok(Status::ILLEGAL_ADDRESS));
+        drop(stays.0);
+        assert_eq!(stayed.join().unwrap(), Err(Status::NOT_READY));
+        completer.stop();
+    }
 }

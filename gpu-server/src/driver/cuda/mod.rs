@@ -219,12 +219,17 @@ impl Cuda {
             let what = |step: &str, status: Status| format!("device {number}: {step}: {}", api.name(status));
             devices.push(open(api, *number).map_err(|(step, status)| what(step, status))?);
         }
+        let cuda = Cuda::of(api, devices, cupti_path)?;
+        output::capture(&cuda.output).map_err(|e| format!("streams for what kernels print: {e}"))?;
+        Ok(cuda)
+    }
+
+    fn of(api: &'static Api, devices: Vec<Device>, cupti_path: Option<PathBuf>) -> Result<Cuda, String> {
         let failed = |status: Status| format!("page-locked memory: {}", api.name(status));
         let words = Words::new().map_err(failed)?;
         let staging = Staging::new(api, &words).map_err(failed)?;
         let completer = Completer::start(api).map_err(|e| format!("a thread: {e}"))?;
         let output = Output::new();
-        output::capture(&output).map_err(|e| format!("streams for what kernels print: {e}"))?;
         completer.flush_to(&output);
         Ok(Cuda {
             api,
@@ -746,5 +751,18 @@ impl Gpu for Cuda {
     fn end(&mut self, _streams: &mut Streams<CudaStream>) {
         self.staging.stop();
         self.completer.stop();
+    }
+}
+
+#[cfg(test)]
+impl Cuda {
+    /// One with a context on no device.
+    fn fake(api: &'static Api) -> Cuda {
+        let mut cuda = Cuda::of(api, Vec::new(), None).unwrap();
+        let handle = std::ptr::null_mut();
+        cuda.contexts
+            .insert(0, Context { device: 0, handle, health: Health::new(handle, std::ptr::null_mut()) });
+        cuda.errors = Some(Errors::new(Arc::new(crate::doubles::Listener::new(|_| {}))));
+        cuda
     }
 }

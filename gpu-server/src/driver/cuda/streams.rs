@@ -1,7 +1,7 @@
 //! Streams and events.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use protocol::Status;
@@ -130,6 +130,24 @@ impl Timed {
     }
 }
 
+/// Locks two events; the second one only if it is another. The dispatcher and the completer's thread may
+/// measure the same two at the same time, in opposite directions, so the order does not depend on that.
+fn lock_both<'a>(start: &'a Arc<Timed>, end: &'a Arc<Timed>) -> (Locked<'a>, Option<Locked<'a>>) {
+    let lock = |timed: &'a Arc<Timed>| timed.event.lock().unwrap_or_else(|e| e.into_inner());
+    if Arc::ptr_eq(start, end) {
+        return (lock(start), None);
+    }
+    if Arc::as_ptr(start) < Arc::as_ptr(end) {
+        let first = lock(start);
+        (first, Some(lock(end)))
+    } else {
+        let second = lock(end);
+        (lock(start), Some(second))
+    }
+}
+
+type Locked<'a> = MutexGuard<'a, Option<CUevent>>;
+
 /// The time between the last records of two events, measured when both are done.
 struct Interval {
     /// Each with the number of its last record.
@@ -145,11 +163,8 @@ impl Interval {
 
     /// Measures it in the current context.
     fn measure(&self, api: &Api) -> Result<EventElapsedReply> {
-        let (start, end) = (&self.start.0, &self.end.0);
-        // Locked until the end, so that neither is destroyed meanwhile. Only this thread and the dispatcher
-        // lock them, and the dispatcher only one at a time.
-        let first = start.event.lock().unwrap_or_else(|e| e.into_inner());
-        let other = (!Arc::ptr_eq(start, end)).then(|| end.event.lock().unwrap_or_else(|e| e.into_inner()));
+        // Locked until the end, so that neither is destroyed meanwhile.
+        let (first, other) = lock_both(&self.start.0, &self.end.0);
         let first_event = first.ok_or(Status::INVALID_HANDLE)?;
         let second_event =
             other.as_deref().map_or(Ok(first_event), |event| event.ok_or(Status::INVALID_HANDLE))?;
@@ -679,5 +694,31 @@ impl GpuStreams for Cuda {
         };
         self.completer.when(word, *value, health, Box::new(measure));
         Ok(Answer::Later)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn events_are_measured_in_both_directions_at_the_same_time() {
+        let [one, other] = [(); 2].map(|()| Timed::new(std::ptr::null_mut()));
+        let (done, all_done) = channel();
+        for (start, end) in [(&one, &other), (&other, &one)] {
+            let (start, end, done) = (Arc::clone(start), Arc::clone(end), done.clone());
+            std::thread::spawn(move || {
+                for _ in 0..200_000 {
+                    drop(lock_both(&start, &end));
+                }
+                done.send(()).unwrap();
+            });
+        }
+        for _ in 0..2 {
+            all_done.recv_timeout(Duration::from_secs(120)).unwrap();
+        }
+        assert!(lock_both(&one, &one).1.is_none());
     }
 }

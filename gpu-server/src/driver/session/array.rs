@@ -261,7 +261,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
     }
 
     fn memcpy_array(&mut self, cx: &mut Call, op: MemcpyArray) -> Result {
-        let place = self.enter(cx, op.stream)?;
+        let place = self.enter_to_work(cx, op.stream)?;
         if op.extent.contains(&0) {
             return Ok(());
         }

@@ -88,7 +88,8 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
             && self.made_contexts.is_empty()
             && self.has_no_memory()
             && self.arrays.is_empty()
-            && self.greens.is_empty();
+            && self.greens.is_empty()
+            && self.limits.is_empty();
         if !untouched {
             return Err(Status::NOT_PERMITTED);
         }
