@@ -523,9 +523,7 @@ fn with_bytes(session: &'static Session, bytes: &[u8], send: impl FnOnce(HostIn<
     let staging = Staging::new(session, bytes.len())?;
     // SAFETY: the staging memory has this many bytes and belongs only to this call.
     unsafe { transfer::move_bytes(bytes.as_ptr(), staging.ptr(), bytes.len()) };
-    let answer = send(HostIn::Range(staging.range(bytes.len())));
-    staging.done();
-    answer
+    send(HostIn::Range(staging.range(bytes.len())))
 }
 
 /// A new id for a graph on the server.
