@@ -207,6 +207,12 @@ fn results_that_change_after_the_wait_are_copied_again() -> Result<()> {
     Ok(())
 }
 
+/// The maps of a kernel's operands are the same in every step.
+#[test]
+fn tensor_maps_are_made_once() -> Result<()> {
+    waits_of_a_step("hopper", 1)
+}
+
 #[test]
 fn four_streams_of_cupy_are_waited_for_once() -> Result<()> {
     waits_of_a_step("cupy", 1)
