@@ -655,11 +655,38 @@ static void hopper(CUstream stream, int step) {
     check(value);
 }
 
+// RMM, and PyTorch's backend cudaMallocAsync: arrays of different sizes come from a pool that keeps all that it has, and
+// the step waits for its stream.
+static void pools(CUstream stream, int step) {
+    static CUmemoryPool pool;
+    if (!step) {
+        CUmemPoolProps props = {};
+        props.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+        props.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+        props.location.id = device;
+        OK(cuMemPoolCreate(&pool, &props));
+        cuuint64_t all = UINT64_MAX;
+        OK(cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &all));
+    }
+    float value = 0;
+    for (size_t mib : {320, 300}) {
+        CUdeviceptr array;
+        OK(cuMemAllocFromPoolAsync(&array, mib << 20, pool, stream));
+        launch(stream, 128, false);
+        OK(cuMemcpyDtoDAsync(array, data, 4 * N, stream));
+        OK(cuMemcpyDtoDAsync(data + 4 * N, array, 4 * N, stream));
+        OK(cuMemFreeAsync(array, stream));
+    }
+    OK(cuMemcpyDtoHAsync(&value, data + 4 * N, sizeof value, stream));
+    OK(cuStreamSynchronize(stream));
+    check(value);
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));
