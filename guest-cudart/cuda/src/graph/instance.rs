@@ -23,7 +23,7 @@ use crate::memory::graph_memory::GraphMemory;
 use crate::memory::staging::Staging;
 use crate::memory::{pinned_regions, transfer};
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{Driver, Server, driver};
 use crate::process::fences::{self, OwnEvent};
 use crate::process::holds;
 use crate::process::stream::Stream;
@@ -170,17 +170,21 @@ impl Flat {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
             Work::Kernel(kernel) => self.home.is_none_or(|home| kernel.is_of(home)),
-            Work::Copy(copy) => match self.owner.upgrade() {
-                Some(graph) => copy_boxes::is_on_server(graph.context.server, copy),
+            Work::Copy(copy) => match self.server() {
+                Some(server) => copy_boxes::is_on_server(server, copy),
                 None => copy_boxes::is_on_device(copy),
             },
-            Work::Fill(fill) => {
-                let server = self.owner.upgrade().map(|graph| graph.context.server);
-                !driver().is_ok_and(|driver| fill::is_elsewhere(driver, server, fill))
-            }
+            Work::Fill(fill) => !driver().is_ok_and(|driver| fill::is_elsewhere(driver, self.server(), fill)),
             Work::Words(words) => words.is_on_device(),
             _ => true,
         }
+    }
+
+    /// The server that has the node's graph, also once the program has destroyed the graph that the node was
+    /// made from.
+    fn server(&self) -> Option<&'static Server> {
+        let context = self.home.or_else(|| self.owner.upgrade().map(|graph| graph.context));
+        context.map(|context| context.server)
     }
 
     /// Whether it waits for words that an independent node may write.
