@@ -369,11 +369,12 @@ impl State {
 
     /// Sends changes to the server's graphs.
     fn refresh(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
-        if self.changed.is_empty() || self.waits {
-            return Ok(());
-        }
+        // Also if the launch makes all graphs: a changed copy may need more room.
         for place in &self.changed {
             self.nodes[*place].bounce = None;
+        }
+        if self.changed.is_empty() || self.waits {
+            return Ok(());
         }
         let mut fresh = plan(&self.nodes).into_iter();
         let same = self.steps.iter().all(|step| match (step, fresh.next()) {
