@@ -185,6 +185,9 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
  * Takes a reference to the request and one to the channel. Must be called in
  * process context, without the queues' locks. A work item finishes the request
  * in any case.
+ *
+ * While the device is being stopped, requests wait for its reset: until then it
+ * may access memory that -ENODEV would release.
  */
 void rgpu_request_submit(struct rgpu_request *request)
 {
@@ -197,14 +200,15 @@ void rgpu_request_submit(struct rgpu_request *request)
 	request->req.channel = cpu_to_le32(request->chan->id);
 
 	spin_lock_irqsave(&dev->ctrl_lock, flags);
-	if (dev->running) {
+	if (dev->controlq) {
 		if (rgpu_request_is_destroy(request)) {
 			list_add_tail(&request->node, &dev->destroys);
 		} else {
 			list_add_tail(&request->node, &user->waiting);
 			rgpu_user_turn(dev, user);
 		}
-		rgpu_ctrl_pump(dev);
+		if (dev->running)
+			rgpu_ctrl_pump(dev);
 	} else {
 		rgpu_request_fail(request, -ENODEV);
 	}

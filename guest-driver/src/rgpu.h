@@ -100,7 +100,7 @@ struct rgpu_user;
  * @max_descriptors: maximum per request: the size of the control queue, as
  *	virtio requires
  * @controlq: NULL when stopped
- * @running: whether requests are accepted
+ * @running: whether @controlq takes requests; cleared before the device is reset
  * @in_flight: requests that the device is processing
  * @destroys: DESTROY_CHANNELs that did not fit into @controlq yet, in order; they
  *	come before all others

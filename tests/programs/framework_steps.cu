@@ -627,11 +627,66 @@ static void flags(CUstream stream, int step) {
     *flag = 0;
 }
 
+// Before each launch, a kernel of CUTLASS's gets tensor maps of its operands, and the next batch is elsewhere in them.
+static void hopper(CUstream stream, int step) {
+    CUtensorMap first;
+    for (int operand = 0; operand < 4; operand++) {
+        CUtensorMap map, moved;
+        cuuint64_t sizes[] = {16, 8}, strides[] = {64};
+        cuuint32_t box[] = {8, 8}, steps[] = {1, 1};
+        void *address = (void *)(data + 512 * (step % 2));
+        if (operand) box[1] = operand;
+        OK(cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, address, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+        moved = map;
+        OK(cuTensorMapReplaceAddress(&moved, (void *)(data + 512 * ((step + 1) % 2))));
+        // What one step makes is what the next one moves there.
+        static CUtensorMap before[4];
+        REQUIRE(!step || !memcmp(&before[operand], &map, sizeof map), "step %d: operand %d has another map", step, operand);
+        before[operand] = moved;
+        if (!operand) first = map;
+        REQUIRE(operand == 0 || memcmp(&first, &map, sizeof map), "operand %d has the first one's map", operand);
+        REQUIRE(memcmp(&moved, &map, sizeof map), "the moved map is where it was");
+    }
+    float value = 0;
+    launch(stream, 128, false);
+    OK(cuMemcpyDtoHAsync(&value, data, sizeof value, stream));
+    OK(cuStreamSynchronize(stream));
+    check(value);
+}
+
+// RMM, and PyTorch's backend cudaMallocAsync: arrays of different sizes come from a pool that keeps all that it has, and
+// the step waits for its stream.
+static void pools(CUstream stream, int step) {
+    static CUmemoryPool pool;
+    if (!step) {
+        CUmemPoolProps props = {};
+        props.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+        props.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+        props.location.id = device;
+        OK(cuMemPoolCreate(&pool, &props));
+        cuuint64_t all = UINT64_MAX;
+        OK(cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &all));
+    }
+    float value = 0;
+    for (size_t mib : {320, 300}) {
+        CUdeviceptr array;
+        OK(cuMemAllocFromPoolAsync(&array, mib << 20, pool, stream));
+        launch(stream, 128, false);
+        OK(cuMemcpyDtoDAsync(array, data, 4 * N, stream));
+        OK(cuMemcpyDtoDAsync(data + 4 * N, array, 4 * N, stream));
+        OK(cuMemFreeAsync(array, stream));
+    }
+    OK(cuMemcpyDtoHAsync(&value, data + 4 * N, sizeof value, stream));
+    OK(cuStreamSynchronize(stream));
+    check(value);
+}
+
 int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}, {"flags", flags}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -3,6 +3,8 @@
 #define PROGRAM "host_registration"
 #include "cases.h"
 #include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
 
 constexpr size_t PAGE = 4096, SIZE = 64 * PAGE;
 
@@ -57,6 +59,25 @@ int main(int argc, char **argv) {
     printf("; read only: %d", read_only);
     RETURNS(cudaErrorInvalidValue, cudaHostRegister(room, PAGE, 0x80));
     RETURNS(cudaErrorInvalidValue, cudaHostRegister(nullptr, PAGE, 0));
+    // A file that is mapped for reading, as llama.cpp registers a model.
+    int file = memfd_create("model", 0);
+    TRUE_THAT(file >= 0 && write(file, room, SIZE) == (ssize_t)SIZE);
+    char *model = (char *)mmap(nullptr, SIZE, PROT_READ, MAP_SHARED, file, 0);
+    REQUIRE(model != MAP_FAILED, "mmap of a file failed");
+    cudaError_t registered = cudaHostRegister(model, SIZE, cudaHostRegisterPortable | cudaHostRegisterReadOnly);
+    TRUE_THAT(registered == cudaSuccess || (!read_only && registered == cudaErrorNotSupported));
+    if (registered == cudaSuccess) {
+        RETURNS(cudaSuccess, cudaMemsetAsync(device, 0, SIZE, 0));
+        RETURNS(cudaSuccess, cudaMemcpyAsync(device, model, SIZE, cudaMemcpyHostToDevice, 0));
+        std::vector<char> back(SIZE);
+        RETURNS(cudaSuccess, cudaMemcpy(back.data(), device, SIZE, cudaMemcpyDeviceToHost));
+        TRUE_THAT(memcmp(back.data(), model, SIZE) == 0);
+        RETURNS(cudaSuccess, cudaHostUnregister(model));
+    } else {
+        cudaGetLastError();
+    }
+    munmap(model, SIZE);
+    close(file);
 
     // By allocation.
     for (unsigned wanted : {cudaHostAllocDefault, cudaHostAllocPortable, cudaHostAllocMapped, cudaHostAllocWriteCombined, cudaHostAllocPortable | cudaHostAllocMapped}) {

@@ -400,6 +400,46 @@ static void another_process(char **argv) {
     close(process.socket);
 }
 
+// A graph that is captured again for each step, which updates the instance of the first one, as llama.cpp does: its
+// kernel is on one server, what it copies and fills on the other.
+static void updated_graph() {
+    const int n = 1000;
+    const size_t bytes = n * sizeof(int);
+    int *there[2] = {on_device(1, n, 0), on_device(1, n, 0)}, *filled[2] = {on_device(1, n, 0), on_device(1, n, 0)};
+    int *here = on_device(0, n, 0);
+    cudaStream_t stream;
+    cudaGraphExec_t exec = nullptr;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (int step = 0; step < 4; step++) {
+        cudaGraph_t graph;
+        CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        add<<<8, 128, 0, stream>>>(here, n, step + 1);
+        CHECK(cudaMemcpyPeerAsync(there[step % 2], 1, here, 0, bytes, stream));
+        CHECK(cudaMemsetAsync(filled[step % 2], step, bytes, stream));
+        CHECK(cudaStreamEndCapture(stream, &graph));
+        if (!exec) {
+            CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        } else {
+            cudaGraphExecUpdateResultInfo info;
+            CHECK(cudaGraphExecUpdate(exec, graph, &info));
+        }
+        CHECK(cudaGraphDestroy(graph));
+        expect_value("the launch of an updated graph", 0, cudaGraphLaunch(exec, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        expect_value("what an updated graph copied", 1, holds(there[step % 2], n, (step + 1) * (step + 2) / 2));
+        std::vector<int> words(n);
+        CHECK(cudaMemcpy(words.data(), filled[step % 2], bytes, cudaMemcpyDefault));
+        expect_value("what an updated graph filled", 1, words == std::vector<int>(n, 0x01010101 * step));
+    }
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaStreamDestroy(stream));
+    CHECK(cudaFree(here));
+    for (int i = 0; i < 2; i++) {
+        CHECK(cudaFree(there[i]));
+        CHECK(cudaFree(filled[i]));
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 2 && std::string(argv[1]) == "other") return other(atoi(argv[2]));
     parse_options(argc, argv);
@@ -408,6 +448,7 @@ int main(int argc, char **argv) {
     per_thread_streams();
     boxes_in_streams();
     graph_nodes();
+    updated_graph();
     symbols();
     batches();
     mapped_memory();

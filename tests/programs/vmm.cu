@@ -122,5 +122,27 @@ int main(int argc, char **argv) {
         DRIVER(cuMemRelease(pieces[i]));
     }
     DRIVER(cuMemAddressFree(base, 8 * granule));
+
+    // Addresses for 120 expandable segments of a large device, of which some are mapped.
+    std::vector<CUdeviceptr> segments(120);
+    const size_t segment = 159ull << 30;
+    for (auto &address : segments) DRIVER(cuMemAddressReserve(&address, segment, 0, 0, 0));
+    CUmemGenericAllocationHandle shared;
+    DRIVER(cuMemCreate(&shared, granule, &prop, 0));
+    for (size_t i : {0, 60, 119}) {
+        CUdeviceptr at = segments[i] + segment - granule;
+        DRIVER(cuMemMap(at, granule, 0, shared, 0));
+        DRIVER(cuMemSetAccess(at, granule, &access, 1));
+        DRIVER(cuMemsetD32(at, (unsigned)i, granule / 4));
+        add<<<64, 256>>>((unsigned *)at, granule / 4, 100);
+        LAUNCHED();
+        DRIVER(cuMemcpyDtoH(got.data(), at, granule));
+        for (size_t word = 0; word < granule / 4; word++) REQUIRE(got[word] == 100 + i, "word %zu of segment %zu is %u", word, i, got[word]);
+        CHECK(cudaPointerGetAttributes(&attributes, (void *)(at + 4)));
+        REQUIRE(attributes.type == cudaMemoryTypeDevice && attributes.device == 0, "a pointer into segment %zu is of type %d", i, (int)attributes.type);
+        DRIVER(cuMemUnmap(at, granule));
+    }
+    DRIVER(cuMemRelease(shared));
+    for (auto address : segments) DRIVER(cuMemAddressFree(address, segment));
     return pass("mapped side by side, twice, by a descriptor, and grown");
 }

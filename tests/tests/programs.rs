@@ -20,8 +20,14 @@ const WAYS: [(&str, Way); 3] = [
 ];
 /// Programs to run without userfaultfd, as in containers. Managed memory then uses page protection, and
 /// everything except system calls on it works.
-const BY_PAGE_PROTECTION: [&str; 5] =
-    ["managed_memory", "managed_neighbors", "managed_variables", "managed_api", "mapped_memory"];
+const BY_PAGE_PROTECTION: [&str; 6] = [
+    "managed_memory",
+    "managed_neighbors",
+    "managed_variables",
+    "managed_api",
+    "managed_forks",
+    "mapped_memory",
+];
 /// The program with kernels that the software GPU cannot run: when the process reads the images itself, that
 /// is noticed too late for this program.
 const CANNOT_RUN: &str = "unsupported_kernels";

@@ -207,6 +207,18 @@ fn results_that_change_after_the_wait_are_copied_again() -> Result<()> {
     Ok(())
 }
 
+/// The maps of a kernel's operands are the same in every step.
+#[test]
+fn tensor_maps_are_made_once() -> Result<()> {
+    waits_of_a_step("hopper", 1)
+}
+
+/// The memory stays the pool's, as its release threshold asks for.
+#[test]
+fn memory_of_a_pool_is_requested_once() -> Result<()> {
+    waits_of_a_step("pools", 1)
+}
+
 #[test]
 fn four_streams_of_cupy_are_waited_for_once() -> Result<()> {
     waits_of_a_step("cupy", 1)

@@ -50,7 +50,8 @@ impl<T> Slab<T> {
     }
 
     fn handle(&self, place: u32, generation: u32) -> usize {
-        // A multiple of 16. Bit 46 and up contain the kind, so it never equals an x86-64 user-space address.
+        // A multiple of 16. It may equal an address in the program, but nothing looks for a handle among
+        // addresses, or for an address here.
         ((self.kind << (PLACE_BITS + GENERATION_BITS + 4))
             | (u64::from(generation) << (PLACE_BITS + 4))
             | (u64::from(place) << 4)) as usize

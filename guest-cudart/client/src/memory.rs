@@ -27,7 +27,7 @@ pub const ALIGN: u64 = 512;
 /// The smallest chunk in bytes, if the device has that much: a program with a few small allocations makes one
 /// request.
 const MIN_CHUNK: u64 = 32 << 20;
-/// How many bytes of chunks without allocations are kept for later ones.
+/// How many bytes of chunks without allocations are kept for later ones, if the program asks for no more.
 const MAX_EMPTY: u64 = 256 << 20;
 
 /// Maximum size in bytes of a chunk that is requested before it is needed.
@@ -89,7 +89,11 @@ pub struct DeviceMemory<T> {
     addresses: FreeRanges,
     chunks: BTreeMap<u64, Piece>,
     free: FreeRanges,
+    /// Bytes of chunks without allocations.
     empty: u64,
+    /// Bytes of all allocations: now and at the maximum.
+    used: u64,
+    used_high: u64,
     /// The chunks that were requested early, in this order, and how many there should be.
     ahead: VecDeque<Requested>,
     depth: usize,
@@ -169,6 +173,8 @@ impl<T> DeviceMemory<T> {
             chunks: BTreeMap::new(),
             free: FreeRanges::new(),
             empty: 0,
+            used: 0,
+            used_high: 0,
             ahead: VecDeque::new(),
             depth: 1,
             leaving: Vec::new(),
@@ -215,6 +221,8 @@ impl<T> DeviceMemory<T> {
             }
             chunk.used += reserved;
         }
+        self.used += reserved;
+        self.used_high = self.used_high.max(self.used);
         self.allocations.insert(address, Allocation { size, reserved, tag });
         Ok(address)
     }
@@ -400,8 +408,22 @@ impl<T> DeviceMemory<T> {
 
     /// Frees an allocation; `None` if there is none at this address. No pending work may use it.
     pub fn free(&mut self, address: u64, backing: &dyn Backing) -> Option<Allocation<T>> {
+        self.free_and_keep(address, |_, _| 0, backing)
+    }
+
+    /// Like [`free`](Self::free), for memory of which the program keeps more for later allocations. `keep`
+    /// says how many bytes more, from the owner's data and the number before this. It is not always called.
+    /// There are never more than make the program's memory as large as it once was.
+    pub fn free_and_keep(
+        &mut self,
+        address: u64,
+        keep: impl FnOnce(&T, u64) -> u64,
+        backing: &dyn Backing,
+    ) -> Option<Allocation<T>> {
+        let before = self.empty.saturating_sub(MAX_EMPTY);
         let allocation = self.allocations.remove(&address)?;
         self.free.insert(address, allocation.reserved);
+        self.used -= allocation.reserved;
         if let Some((_, chunk)) = self.chunks.range_mut(..=address).next_back() {
             chunk.used -= allocation.reserved;
             if chunk.used == 0 {
@@ -409,9 +431,15 @@ impl<T> DeviceMemory<T> {
             }
         }
         if self.empty > MAX_EMPTY {
-            self.trim(MAX_EMPTY, backing);
+            let more = keep(&allocation.tag, before);
+            self.keep_only(more, backing);
         }
         Some(allocation)
+    }
+
+    /// Gives chunks without allocations back as [`free_and_keep`](Self::free_and_keep) does.
+    pub fn keep_only(&mut self, more: u64, backing: &dyn Backing) {
+        self.trim(MAX_EMPTY + more.min(self.used_high - self.used), backing);
     }
 
     /// The allocation that contains an address, and its start.
@@ -605,6 +633,34 @@ mod tests {
         memory.free(third, &fake).unwrap();
         memory.leaving.last_mut().unwrap().answer = Box::new(Answered(Err(Status::UNKNOWN)));
         assert_eq!((memory.free_bytes(), memory.chunks().len()), (SIZE, 2));
+    }
+
+    #[test]
+    fn a_program_keeps_as_much_as_it_asks_for() {
+        const SIZE: u64 = 300 << 20;
+        let fake = Fake::new(4 << 30);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let [first, second, third] = [(); 3].map(|()| memory.alloc(SIZE, (), &fake).unwrap());
+        memory.free_and_keep(first, |(), before| SIZE + before, &fake).unwrap();
+        assert_eq!((fake.backed(), memory.alloc(SIZE, (), &fake)), (3 * SIZE, Ok(first)));
+        memory.free_and_keep(first, |(), _| SIZE, &fake).unwrap();
+        // What asks for nothing takes nothing from the others.
+        memory.free_and_keep(second, |(), before| before, &fake).unwrap();
+        assert_eq!(fake.backed(), 2 * SIZE);
+        memory.free(third, &fake).unwrap();
+        assert_eq!((fake.backed(), memory.free_bytes()), (0, 0));
+    }
+
+    #[test]
+    fn a_program_keeps_no_more_than_it_once_had() {
+        let fake = Fake::new(16 << 30);
+        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        // None fits into the memory of those before it.
+        for mib in 300..330 {
+            let address = memory.alloc(mib << 20, (), &fake).unwrap();
+            memory.free_and_keep(address, |(), _| u64::MAX, &fake).unwrap();
+            assert!(fake.backed() <= MAX_EMPTY + (mib << 20), "{} bytes", fake.backed());
+        }
     }
 
     #[test]

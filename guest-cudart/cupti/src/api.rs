@@ -1,8 +1,9 @@
 //! The functions of the activity API.
 
+use std::cell::Cell;
 use std::ffi::c_void;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
 
 use cupti_records::{Kernel, Memcpy, MemcpyPtoP, Memset, attribute, channel, copy, flag, kind};
 
@@ -34,8 +35,12 @@ const EMPTY_KINDS: u64 = 1 << kind::OVERHEAD;
 static ENABLED: AtomicU64 = AtomicU64::new(0);
 /// Held while kinds are enabled or disabled.
 static CHANGING: Mutex<()> = Mutex::new(());
-/// Held while the records of devices are fetched.
+/// Held while the records of devices are fetched: see [`Turn`].
 static FETCHING: Mutex<()> = Mutex::new(());
+thread_local! {
+    /// Whether this thread fetches records.
+    static FETCHES: Cell<bool> = const { Cell::new(false) };
+}
 /// Values of attributes, which have no effect here.
 static ATTRIBUTES: Mutex<[u64; attribute::LAST as usize + 1]> = Mutex::new([0; attribute::LAST as usize + 1]);
 
@@ -71,11 +76,13 @@ fn enable(number: u32) -> Result {
 }
 
 fn disable(number: u32) -> Result {
-    let _turn = lock(&CHANGING);
     if number == 0 || number >= kind::COUNT {
         return Err(INVALID_KIND);
     }
     let bit = 1 << number;
+    // In this order: a thread that fetches calls the program, which may enable a kind then.
+    let turn = if bit & DEVICE_KINDS != 0 { Turn::wait() } else { None };
+    let _changing = lock(&CHANGING);
     if !is_enabled(number) {
         return Ok(());
     }
@@ -86,30 +93,63 @@ fn disable(number: u32) -> Result {
         kind::EXTERNAL_CORRELATION => calls::EXTERNAL.store(false, Ordering::Relaxed),
         _ if bit & DEVICE_KINDS != 0 && others & DEVICE_KINDS == 0 => {
             // Fetch the records of what the devices have done until now.
-            let _ = fetch(true);
+            let _ = turn.as_ref().map(|turn| turn.fetch(true));
             table()?.stop();
         }
         // Fetch the records of this kind until now.
-        _ if bit & DEVICE_KINDS != 0 => drop(fetch(true)),
+        _ if bit & DEVICE_KINDS != 0 => _ = turn.as_ref().map(|turn| turn.fetch(true)),
         _ => {}
     }
     ENABLED.fetch_and(!bit, Ordering::Relaxed);
     calls::observe()
 }
 
-/// Fetches the records of what the devices did and writes them into the program's buffers. `all`: includes
-/// records that the server does not have from its driver yet.
-pub fn fetch(all: bool) -> Result {
-    let Ok(_turn) = FETCHING.try_lock() else { return Ok(()) };
-    let table = table()?;
-    let mut found = Vec::new();
-    let fetched = table.read(all, |record| found.push(device_record(record)));
-    let times = clock::compare();
-    for record in found {
-        record.write(&times);
+/// Fetches all records as [`Turn::fetch`] does, after those that another thread is fetching have been written.
+fn fetch() -> Result {
+    Turn::wait().map_or(Ok(()), |turn| turn.fetch(true))
+}
+
+/// Fetches the records that the server has, unless a thread is fetching already.
+pub fn fetch_some() -> Result {
+    let turn = FETCHING.try_lock().ok().map(Turn::begin);
+    turn.map_or(Ok(()), |turn| turn.fetch(false))
+}
+
+/// A thread's turn at fetching records.
+struct Turn(#[expect(dead_code, reason = "held until the turn is over")] MutexGuard<'static, ()>);
+
+impl Turn {
+    fn begin(turn: MutexGuard<'static, ()>) -> Turn {
+        let _ = FETCHES.try_with(|fetches| fetches.set(true));
+        Turn(turn)
     }
-    buffers::lose(table.dropped());
-    fetched
+
+    /// Waits for this thread's turn. `None` if it has it: it is writing records, and the program's function
+    /// for buffers has called this library.
+    fn wait() -> Option<Turn> {
+        let waits = FETCHES.try_with(|fetches| !fetches.get()).unwrap_or(false);
+        waits.then(|| Turn::begin(lock(&FETCHING)))
+    }
+
+    /// Fetches the records of what the devices did and writes them into the program's buffers. `all`:
+    /// includes records that the server does not have from its driver yet.
+    fn fetch(&self, all: bool) -> Result {
+        let table = table()?;
+        let mut found = Vec::new();
+        let fetched = table.read(all, |record| found.push(device_record(record)));
+        let times = clock::compare();
+        for record in found {
+            record.write(&times);
+        }
+        buffers::lose(table.dropped());
+        fetched
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let _ = FETCHES.try_with(|fetches| fetches.set(false));
+    }
 }
 
 /// A record with times of the system's clock.
@@ -270,7 +310,7 @@ pub extern "C" fn cuptiActivityFlushAll(_flag: u32) -> CUptiResult {
     // Both flags have the same effect: the server returns the records of everything that its devices have
     // completed.
     const { assert!(flag::FLUSH_FORCED == 1) };
-    let fetched = if any_device_kind() { fetch(true) } else { Ok(()) };
+    let fetched = if any_device_kind() { fetch() } else { Ok(()) };
     buffers::flush();
     finish(fetched)
 }
@@ -461,4 +501,44 @@ pub extern "C" fn cuptiFinalize() -> CUptiResult {
     }
     buffers::flush();
     0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::fake::READING;
+    use std::sync::atomic::{AtomicBool, AtomicU32};
+    use std::time::Duration;
+
+    static READS: AtomicU32 = AtomicU32::new(0);
+    static DISABLED: AtomicBool = AtomicBool::new(false);
+
+    /// The first read takes long: so long that a thread which does not wait for it is through.
+    fn read() {
+        for _ in 0..200 {
+            if READS.load(Ordering::SeqCst) > 0 || DISABLED.load(Ordering::SeqCst) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        READS.fetch_add(1, Ordering::SeqCst);
+        // As a function for buffers may.
+        assert_eq!(cuptiActivityFlushAll(0), 0);
+    }
+
+    #[test]
+    fn a_kind_is_enabled_until_the_records_that_are_being_fetched_are_written() {
+        enable(kind::MEMSET).unwrap();
+        *lock(&READING) = Some(read);
+        std::thread::scope(|scope| {
+            scope.spawn(|| fetch_some().unwrap());
+            while FETCHING.try_lock().is_ok() {
+                std::thread::yield_now();
+            }
+            disable(kind::MEMSET).unwrap();
+            DISABLED.store(true, Ordering::SeqCst);
+            assert_eq!(READS.load(Ordering::SeqCst), 2, "those of the other thread, and then the last ones");
+        });
+        *lock(&READING) = None;
+    }
 }

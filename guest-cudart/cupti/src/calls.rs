@@ -147,7 +147,7 @@ unsafe extern "C" fn leaves(text: *const c_char, len: usize, runtime: u32, corre
     if CALLS.fetch_add(1, Ordering::Relaxed) + 1 >= FETCH_AFTER && api::any_device_kind() {
         CALLS.store(0, Ordering::Relaxed);
         // Records that cannot be fetched now are fetched, or counted as dropped, later.
-        let _ = api::fetch(false);
+        let _ = api::fetch_some();
     }
 }
 

@@ -1,7 +1,6 @@
 //! The table of functions through which rgpu's libcuda serves this library. Another libcuda does not have it.
 
 use std::ffi::{c_char, c_void};
-use std::sync::OnceLock;
 
 use crate::result::{CUptiResult, NOT_INITIALIZED, NOT_SUPPORTED, Result};
 
@@ -59,10 +58,12 @@ pub mod work {
     pub const FILL: u32 = 3;
 }
 
+#[cfg(not(test))]
 const ID: &[u8; 16] = b"rgpu device work";
 /// `CUDA_ERROR_NOT_SUPPORTED`.
 const CUDA_NOT_SUPPORTED: u32 = 801;
 
+#[cfg(not(test))]
 fn find() -> Option<&'static Table> {
     type Find = unsafe extern "C" fn(*mut *const Table, *const u8) -> u32;
     // SAFETY: names that end with NUL. The library stays loaded, as every user of CUDA's driver leaves it.
@@ -90,7 +91,15 @@ fn find() -> Option<&'static Table> {
 }
 
 /// libcuda's table.
+#[cfg(test)]
 pub fn table() -> Result<&'static Table> {
+    Ok(&fake::TABLE)
+}
+
+/// libcuda's table.
+#[cfg(not(test))]
+pub fn table() -> Result<&'static Table> {
+    use std::sync::OnceLock;
     static TABLE: OnceLock<Option<&'static Table>> = OnceLock::new();
     TABLE.get_or_init(find).ok_or(NOT_INITIALIZED)
 }
@@ -165,4 +174,60 @@ impl Table {
         result(unsafe { (self.stream_id)(stream, per_thread.into(), &mut id) }, otherwise)?;
         Ok(id)
     }
+}
+
+/// A libcuda for tests, whose devices have no records.
+#[cfg(test)]
+pub mod fake {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// What is done when records are read.
+    pub static READING: Mutex<Option<fn()>> = Mutex::new(None);
+
+    unsafe extern "C" fn observe(_: *const Observer) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn done() -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn read(
+        _: u32,
+        _: unsafe extern "C" fn(*mut c_void, *const DeviceRecord),
+        _: *mut c_void,
+    ) -> u32 {
+        let reading = *crate::lock(&READING);
+        reading.into_iter().for_each(|reading| reading());
+        0
+    }
+
+    unsafe extern "C" fn dropped() -> u64 {
+        0
+    }
+
+    unsafe extern "C" fn context_ids(_: usize, _: *mut u32, _: *mut u32) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn stream_id(_: usize, _: u32, _: *mut u32) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn observe_contexts(_: Option<unsafe extern "C" fn(usize)>) -> u32 {
+        0
+    }
+
+    pub static TABLE: Table = Table {
+        size: size_of::<Table>(),
+        observe,
+        start: done,
+        stop: done,
+        read,
+        dropped,
+        context_ids,
+        stream_id,
+        observe_contexts,
+    };
 }

@@ -4,6 +4,7 @@
 //! A callback gets the function and its result, but not its arguments and the context: `functionParams` and
 //! `context` are NULL.
 
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::ffi::{CString, c_char, c_void};
 use std::sync::Mutex;
@@ -55,6 +56,12 @@ struct Subscriber {
     domains: HashSet<u32>,
     /// Enabled functions of other domains, and disabled functions of these domains.
     exceptions: HashSet<(u32, u32)>,
+}
+
+thread_local! {
+    /// The word that a subscriber may leave at a call's beginning and finds at its end: `correlationData`.
+    /// Calls inside of a call are not reported, so one for each thread is enough.
+    static WORD: Cell<u64> = const { Cell::new(0) };
 }
 
 static SUBSCRIBER: Mutex<Option<Subscriber>> = Mutex::new(None);
@@ -116,7 +123,9 @@ pub fn call(domain: u32, function: &str, correlation: u32, status: Option<u32>) 
         (s.callback, s.user)
     };
     let Ok(name) = CString::new(function) else { return };
-    let (mut result, mut data) = (status.unwrap_or(0), 0u64);
+    let mut result = status.unwrap_or(0);
+    // A thread that is being destroyed has no word any more.
+    let mut word = WORD.try_with(Cell::get).ok().filter(|_| status.is_some()).unwrap_or(0);
     let told = CallbackData {
         site: u32::from(status.is_some()),
         function_name: name.as_ptr(),
@@ -125,11 +134,12 @@ pub fn call(domain: u32, function: &str, correlation: u32, status: Option<u32>) 
         symbol_name: std::ptr::null(),
         context: std::ptr::null_mut(),
         context_uid: 0,
-        correlation_data: &raw mut data,
+        correlation_data: &raw mut word,
         correlation_id: correlation,
     };
     // SAFETY: the program's function and word, as it has given them; the structure lives until it returns.
     unsafe { callback(user.0, domain, number, (&raw const told).cast()) };
+    let _ = WORD.try_with(|kept| kept.set(if status.is_some() { 0 } else { word }));
 }
 
 fn with_subscriber(handle: *mut c_void, f: impl FnOnce(&mut Subscriber) -> Result) -> CUptiResult {
@@ -252,4 +262,43 @@ pub unsafe extern "C" fn cuptiGetCallbackName(
     let found = names::of(domain).and_then(|names| names.name(cbid)).ok_or(INVALID_PARAMETER);
     // SAFETY: the caller gives a place for an address.
     finish(found.and_then(|found| unsafe { put(name, found.as_ptr()) }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Leaves a word at a call's beginning, and checks it at its end.
+    unsafe extern "C" fn callback(_: *mut c_void, _: u32, _: u32, told: *const c_void) {
+        // SAFETY: the structure that `call` has made, with a place for the word.
+        let (told, word) = unsafe {
+            let told = &*told.cast::<CallbackData>();
+            (told, &mut *told.correlation_data)
+        };
+        let left = u64::from(told.correlation_id) << 32;
+        match told.site {
+            0 => assert_eq!(std::mem::replace(word, left), 0),
+            _ => assert_eq!(*word, if told.correlation_id == 7 { 0 } else { left }),
+        }
+    }
+
+    #[test]
+    fn a_word_that_is_left_at_a_calls_beginning_is_there_at_its_end() {
+        let (domains, exceptions) = (HashSet::from([DRIVER]), HashSet::new());
+        let user = User(std::ptr::null_mut());
+        *lock(&SUBSCRIBER) = Some(Subscriber { callback, user, domains, exceptions });
+        std::thread::scope(|scope| {
+            for thread in 1..3 {
+                scope.spawn(move || {
+                    for number in [thread, thread + 2] {
+                        call(DRIVER, "cuInit", number, None);
+                        call(DRIVER, "cuInit", number, Some(0));
+                    }
+                    // Its beginning was not reported.
+                    call(DRIVER, "cuInit", 7, Some(0));
+                });
+            }
+        });
+        *lock(&SUBSCRIBER) = None;
+    }
 }

@@ -2,7 +2,8 @@
 //!
 //! The memory is mapped twice: where the program uses it, with the protection of the page's state, and a
 //! second time, always readable and writable, for filling pages. A stopped thread writes its fault to a pipe
-//! and sleeps in the handler until it is resolved. Faults at other addresses go to the previous handler.
+//! and sleeps in the handler until it is resolved. Faults at other addresses go to the previous handler, and so
+//! do all those of a child process: it has none of this memory, and nobody who would resolve them.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -14,6 +15,7 @@ use std::sync::{Mutex, OnceLock};
 use super::Fault;
 use crate::lock;
 use crate::port::mapping::Mapping;
+use crate::session::forked;
 
 /// The most ranges. Their table entries never move, so that the handler can read them without a lock.
 const MOST_RANGES: usize = 4096;
@@ -330,7 +332,7 @@ extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
         let write = machine.gregs[libc::REG_ERR as usize] & 2 != 0;
         ((*info).si_addr() as usize, write, *libc::__errno_location())
     };
-    if is_known(address) && stop(address, write) {
+    if !forked() && is_known(address) && stop(address, write) {
         // SAFETY: `errno` is this thread's.
         unsafe { *libc::__errno_location() = errno };
         return;

@@ -19,6 +19,9 @@ use protocol::device::{Answer, untext};
 
 const ABI_VERSION: u32 = 1;
 
+/// The size of a page, in bytes.
+const PAGE: usize = 4096;
+
 const fn ioctl(direction: u32, number: u32, size: usize) -> libc::c_ulong {
     (direction << 30 | (size as u32) << 16 | 0x47 << 8 | number) as libc::c_ulong
 }
@@ -185,14 +188,48 @@ impl Guest {
         })
     }
 
-    fn register(&self, addr: usize, size: usize) -> Result<u32, PortError> {
+    fn register(&self, addr: usize, size: usize) -> io::Result<u32> {
         let mut request = RegisterMemory { addr: addr as u64, size: size as u64, flags: 0, region: 0 };
-        call(&self.file, REGISTER_MEMORY, &mut request).map_err(|source| {
-            let what = over_limit(&source).unwrap_or("RGPU_IOC_REGISTER_MEMORY (see also ulimit -l)");
-            PortError::io(&self.path, what, source)
-        })?;
+        call(&self.file, REGISTER_MEMORY, &mut request)?;
         Ok(request.region)
     }
+
+    fn not_registered(&self, source: io::Error) -> PortError {
+        let what = over_limit(&source).unwrap_or("RGPU_IOC_REGISTER_MEMORY (see also ulimit -l)");
+        PortError::io(&self.path, what, source)
+    }
+}
+
+/// Whether the kernel does not pin this memory for a device that writes it, although the program has it: it is
+/// mapped only for reading, or to a file. NVIDIA's driver registers such memory.
+fn is_only_pageable(error: &io::Error, addr: usize, size: usize) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EOPNOTSUPP)) && can_be_read(addr, size)
+}
+
+/// Whether all pages of a range are mapped, and the first and the last of its bytes can be read.
+fn can_be_read(addr: usize, size: usize) -> bool {
+    /// Bytes that one call looks at, which gets one byte for each page.
+    const STEP: usize = 1 << 30;
+    let Some(last) = size.checked_sub(1).and_then(|size| addr.checked_add(size)) else { return false };
+    let mut first = addr & !(PAGE - 1);
+    let mut resident = Vec::new();
+    while first <= last {
+        let len = (last - first + 1).min(STEP);
+        resident.resize(len.div_ceil(PAGE), 0_u8);
+        // SAFETY: the call reads no memory at these addresses, and writes a byte for each page.
+        if unsafe { libc::mincore(first as *mut libc::c_void, len, resident.as_mut_ptr()) } < 0 {
+            return false;
+        }
+        let Some(next) = first.checked_add(STEP) else { break };
+        first = next;
+    }
+    [addr, last].into_iter().all(|at| {
+        let mut byte = 0_u8;
+        let local = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+        let remote = libc::iovec { iov_base: at as *mut libc::c_void, iov_len: 1 };
+        // SAFETY: writes one byte to `byte`. The system checks the other address.
+        unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) == 1 }
+    })
 }
 
 /// What to say of an error that stands for the driver's limit of memory for one user.
@@ -289,16 +326,25 @@ impl Port for Guest {
     fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
         let mapping = Mapping::pinned(None, size, at)
             .map_err(|source| PortError::io(&self.path, "mapping pinned memory", source))?;
-        let region = self.register(mapping.base() as usize, size)?;
+        let region = self.register(mapping.base() as usize, size).map_err(|e| self.not_registered(e))?;
         Ok(Pinned { mapping, region, file: None })
     }
 
     fn pin(&self, addr: usize, size: usize) -> Option<Result<u32, PortError>> {
-        Some(self.register(addr, size))
+        match self.register(addr, size) {
+            Err(error) if is_only_pageable(&error, addr, size) => {
+                log::info(format_args!(
+                    "the {size} bytes of host memory at {addr:#x} cannot be pinned ({error}) and are copied like pageable memory"
+                ));
+                None
+            }
+            registered => Some(registered.map_err(|error| self.not_registered(error))),
+        }
     }
 
     fn pin_shared(&self, pinned: &Pinned) -> Result<u32, PortError> {
-        self.register(pinned.mapping.base() as usize, pinned.mapping.len())
+        let registered = self.register(pinned.mapping.base() as usize, pinned.mapping.len());
+        registered.map_err(|error| self.not_registered(error))
     }
 
     fn unpin(&self, region: u32) {
@@ -364,6 +410,28 @@ mod tests {
         for second in [5, 10, 60] {
             assert_eq!(silence.look(0, begin + Duration::from_secs(second)), Verdict::Wait);
         }
+    }
+
+    #[test]
+    fn memory_that_cannot_be_pinned_is_pageable_if_the_program_has_it() {
+        let refused = io::Error::from_raw_os_error(libc::EFAULT);
+        let map = |len: usize, protection| {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            // SAFETY: a new mapping, where the system likes.
+            let mapped = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
+            assert_ne!(mapped, libc::MAP_FAILED);
+            mapped as usize
+        };
+        let is = |addr, size| is_only_pageable(&refused, addr, size);
+        let [readable, hidden] = [libc::PROT_READ, libc::PROT_NONE].map(|with| map(4 * PAGE, with));
+        assert!(is(readable, 4 * PAGE) && is(readable + 100, PAGE));
+        assert!(!is_only_pageable(&io::Error::from_raw_os_error(libc::ENOMEM), readable, PAGE));
+        assert!(
+            !is(hidden, PAGE) && !is(0, PAGE) && !is(usize::MAX - PAGE, PAGE) && !is(readable, usize::MAX)
+        );
+        // SAFETY: a page of the mapping above, which nobody uses.
+        assert_eq!(unsafe { libc::munmap((readable + PAGE) as *mut libc::c_void, PAGE) }, 0);
+        assert!(!is(readable, 4 * PAGE) && is(readable + 2 * PAGE, 2 * PAGE));
     }
 
     #[test]

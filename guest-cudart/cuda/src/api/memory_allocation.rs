@@ -111,7 +111,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         device.server.session.append(&MemFree { address: dptr })?;
-        memory.free(dptr, device);
+        stream_ordered::free(device, &mut memory, dptr);
         drop(memory);
         device_memory::wait_for_returned(device);
         pool::gone(found.pool, found.size);

@@ -236,7 +236,9 @@ api! {
         if let (Some(server), Some(name)) = (found.imported, &found.name) {
             pool_export::forget_pool(driver, server, name)?;
         }
-        POOLS.remove(pool).map(|_| ()).ok_or(Status::INVALID_VALUE)
+        POOLS.remove(pool).ok_or(Status::INVALID_VALUE)?;
+        pool::keeps_less(driver, &found);
+        Ok(())
     }
 
     fn cuMemPoolTrimTo(pool: usize, keep: usize) {
@@ -254,7 +256,7 @@ api! {
     }
 
     unsafe fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
-        let (_, pool) = pool::own(pool)?;
+        let (driver, pool) = pool::own(pool)?;
         non_null(value)?;
         // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: an int for the kinds of
         // reuse.
@@ -263,7 +265,12 @@ api! {
         let bytes = || unsafe { value.cast::<u64>().read() };
         match attribute {
             1..=3 => pool.reuse[attribute as usize - 1].store(number(), Ordering::Relaxed),
-            4 => pool.threshold.store(bytes(), Ordering::Relaxed),
+            4 => {
+                let threshold = bytes();
+                if pool.threshold.swap(threshold, Ordering::Relaxed) > threshold {
+                    pool::keeps_less(driver, &pool);
+                }
+            }
             // The two high-water marks can only be reset to 0.
             6 | 8 if bytes() == 0 => pool.used_high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed),
             _ => return Err(Status::INVALID_VALUE),

@@ -1,14 +1,17 @@
 //! Tensor maps. The server's driver encodes them, because their format is private to it.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
+use std::sync::{LazyLock, Mutex};
 
 use crate::abi::arguments::{Array, InOut, Out};
 use crate::abi::result::Result;
-use crate::process::context;
-use client::Status;
+use crate::process::context::{self, Context};
 use client::ops::texture::{
     Tensor, TensorMapIm2col, TensorMapIm2colWide, TensorMapReplaceAddress, TensorMapTiled,
 };
+use client::ops::{SyncOp, encode};
+use client::{Status, lock};
 
 /// Maximum number of dimensions of a tensor.
 const MAX_RANK: u32 = 5;
@@ -52,6 +55,40 @@ impl TensorArguments<'_> {
     }
 }
 
+/// A map.
+type Map = [u8; 128];
+
+/// What a map is made from: a device's ordinal, an opcode, and the operation.
+type Request = (u32, u16, Vec<u8>);
+
+/// The maps that servers have made. Each follows from its request alone, and programs make the same ones again
+/// before every launch.
+static MADE: LazyLock<Mutex<HashMap<Request, Map>>> = LazyLock::new(Mutex::default);
+
+/// How many maps are kept, of less than half a KiB each with their requests.
+const MOST: usize = 8192;
+
+/// Makes a map.
+fn make<'a, T: SyncOp<'a>>(
+    context: &Context,
+    operation: &T,
+    map: impl FnOnce(T::Reply) -> Map,
+) -> Result<Map> {
+    let mut bytes = Vec::new();
+    encode(operation, &mut bytes);
+    let request = (context.device, T::INFO.opcode, bytes);
+    if let Some(map) = lock(&MADE).get(&request) {
+        return Ok(*map);
+    }
+    let map = map(context.session().call(operation)?);
+    let mut made = lock(&MADE);
+    if made.len() >= MOST {
+        made.clear();
+    }
+    made.insert(request, map);
+    Ok(map)
+}
+
 api! {
     unsafe fn cuTensorMapEncodeTiled(
         map: Out<[u8; 128]>, data_type: u32, rank: u32, address: *mut c_void, sizes: Array<u64>, strides: Array<u64>, box_sizes: Array<u32>,
@@ -64,7 +101,8 @@ api! {
         let tensor = unsafe { said.read() }?;
         // SAFETY: the lists have one entry per dimension, by CUDA's manual.
         let box_sizes = unsafe { box_sizes.first(rank as usize) }?.to_vec();
-        map.put(context.session().call(&TensorMapTiled { context: context.id, tensor, box_sizes })?.map)
+        let request = TensorMapTiled { context: context.id, tensor, box_sizes };
+        map.put(make(context, &request, |reply| reply.map)?)
     }
 
     unsafe fn cuTensorMapEncodeIm2col(
@@ -80,7 +118,7 @@ api! {
         // SAFETY: the lists have one entry per dimension, by CUDA's manual.
         let (lower, upper) = unsafe { (lower.first(corners)?.to_vec(), upper.first(corners)?.to_vec()) };
         let request = TensorMapIm2col { context: context.id, tensor, lower, upper, channels, pixels };
-        map.put(context.session().call(&request)?.map)
+        map.put(make(context, &request, |reply| reply.map)?)
     }
 
     unsafe fn cuTensorMapEncodeIm2colWide(
@@ -94,13 +132,13 @@ api! {
         let tensor = unsafe { said.read() }?;
         let corners = [lower, upper];
         let request = TensorMapIm2colWide { context: context.id, tensor, corners, channels, pixels, mode };
-        map.put(context.session().call(&request)?.map)
+        map.put(make(context, &request, |reply| reply.map)?)
     }
 
     fn cuTensorMapReplaceAddress(map: InOut<[u8; 128]>, address: *mut c_void) {
         let old = map.get()?;
         let (_, context) = context::ready()?;
         let request = TensorMapReplaceAddress { context: context.id, map: old, address: address as u64 };
-        map.put(context.session().call(&request)?.map)
+        map.put(make(context, &request, |reply| reply.map)?)
     }
 }

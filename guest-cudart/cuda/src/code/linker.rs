@@ -67,9 +67,7 @@ pub(crate) fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) 
         staged.as_ref().map_or(HostIn::Inline(data), |staging| HostIn::Range(staging.range(data.len())));
     let options = jit.options.clone();
     let answer = link.session.call(&LinkAdd { link: link.id, kind, name: cut(name), options, data: bytes });
-    if let Some(staging) = staged {
-        staging.done();
-    }
+    drop(staged);
     let reply = answer?;
     // SAFETY: the program keeps its buffers as long as the linker.
     unsafe { link.jit.report(&reply.info_log, &reply.error_log) };
@@ -82,7 +80,7 @@ pub(crate) fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) 
 pub(crate) fn fetch(link: &Link, room: usize) -> std::result::Result<Box<[u8]>, Result<usize>> {
     let staging = Staging::new(link.session, room).map_err(Err)?;
     let answer = link.session.call(&LinkComplete { link: link.id, image: HostOut(staging.range(room)) });
-    let fetched = answer.map_err(Err).and_then(|reply| {
+    answer.map_err(Err).and_then(|reply| {
         // SAFETY: the program keeps its buffers as long as the linker.
         unsafe { link.jit.report(&reply.info_log, &reply.error_log) };
         Status(reply.result).ok().map_err(Err)?;
@@ -92,7 +90,5 @@ pub(crate) fn fetch(link: &Link, room: usize) -> std::result::Result<Box<[u8]>, 
         }
         // SAFETY: the host wrote `size` bytes there before it answered.
         Ok(unsafe { std::slice::from_raw_parts(staging.ptr(), size) }.into())
-    });
-    staging.done();
-    fetched
+    })
 }

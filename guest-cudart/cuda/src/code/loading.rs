@@ -72,9 +72,7 @@ impl Loading {
         }
         let Some(Answer { ahead, image }) = answer.take() else { return true };
         let reply = ahead.take();
-        if let Some(image) = image {
-            image.done();
-        }
+        drop(image);
         let (result, log) = match reply {
             Ok(reply) => (Status(reply.result).ok(), reply.error_log),
             Err(status) => (Err(status), String::new()),
@@ -113,4 +111,26 @@ impl Loading {
 fn collect() {
     let mut due = lock(&DUE);
     due.retain(|loading| !loading.take());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::driver::Server;
+    use crate::process::driver::unused::REGISTERED;
+    use client::data::HostIn;
+    use client::handle::ContextId;
+
+    #[test]
+    fn an_image_that_is_not_sent_is_unregistered() {
+        let session = Server::unused().session;
+        let load =
+            ModuleLoadByName { context: ContextId(0), module: ModuleId(1), image: HostIn::Inline(&[]) };
+        // Nobody answers these.
+        while Loading::send(session, &load, None).unwrap().is_some() {}
+        let image = Staging::new(session, session.arena().largest() + 1).unwrap();
+        assert_eq!(REGISTERED.get(), 1);
+        assert!(Loading::send(session, &load, Some(image)).unwrap().is_none());
+        assert_eq!(REGISTERED.get(), 0);
+    }
 }

@@ -106,9 +106,7 @@ pub(crate) fn load(context: &'static Context, image: &[u8], jit: &Jit) -> Result
         image: source,
         info: HostOut(table.range(TABLE)),
     });
-    if let Some(staging) = staged {
-        staging.done();
-    }
+    drop(staged);
     let reply = match result {
         Ok(reply) => reply,
         Err(status) => {
@@ -142,9 +140,7 @@ pub(crate) fn load(context: &'static Context, image: &[u8], jit: &Jit) -> Result
         if again.info_size as usize > needed {
             return Err(Status::UNKNOWN);
         }
-        let functions = read(&large, again.info_size as usize);
-        large.done();
-        functions?
+        read(&large, again.info_size as usize)?
     };
     let functions: Vec<Arc<Function>> = functions
         .functions

@@ -23,7 +23,7 @@ use crate::memory::graph_memory::GraphMemory;
 use crate::memory::staging::Staging;
 use crate::memory::{pinned_regions, transfer};
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{Driver, Server, driver};
 use crate::process::fences::{self, OwnEvent};
 use crate::process::holds;
 use crate::process::stream::Stream;
@@ -170,17 +170,21 @@ impl Flat {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
             Work::Kernel(kernel) => self.home.is_none_or(|home| kernel.is_of(home)),
-            Work::Copy(copy) => match self.owner.upgrade() {
-                Some(graph) => copy_boxes::is_on_server(graph.context.server, copy),
+            Work::Copy(copy) => match self.server() {
+                Some(server) => copy_boxes::is_on_server(server, copy),
                 None => copy_boxes::is_on_device(copy),
             },
-            Work::Fill(fill) => {
-                let server = self.owner.upgrade().map(|graph| graph.context.server);
-                !driver().is_ok_and(|driver| fill::is_elsewhere(driver, server, fill))
-            }
+            Work::Fill(fill) => !driver().is_ok_and(|driver| fill::is_elsewhere(driver, self.server(), fill)),
             Work::Words(words) => words.is_on_device(),
             _ => true,
         }
+    }
+
+    /// The server that has the node's graph, also once the program has destroyed the graph that the node was
+    /// made from.
+    fn server(&self) -> Option<&'static Server> {
+        let context = self.home.or_else(|| self.owner.upgrade().map(|graph| graph.context));
+        context.map(|context| context.server)
     }
 
     /// Whether it waits for words that an independent node may write.
@@ -365,11 +369,12 @@ impl State {
 
     /// Sends changes to the server's graphs.
     fn refresh(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
-        if self.changed.is_empty() || self.waits {
-            return Ok(());
-        }
+        // Also if the launch makes all graphs: a changed copy may need more room.
         for place in &self.changed {
             self.nodes[*place].bounce = None;
+        }
+        if self.changed.is_empty() || self.waits {
+            return Ok(());
         }
         let mut fresh = plan(&self.nodes).into_iter();
         let same = self.steps.iter().all(|step| match (step, fresh.next()) {
@@ -523,9 +528,7 @@ fn with_bytes(session: &'static Session, bytes: &[u8], send: impl FnOnce(HostIn<
     let staging = Staging::new(session, bytes.len())?;
     // SAFETY: the staging memory has this many bytes and belongs only to this call.
     unsafe { transfer::move_bytes(bytes.as_ptr(), staging.ptr(), bytes.len()) };
-    let answer = send(HostIn::Range(staging.range(bytes.len())));
-    staging.done();
-    answer
+    send(HostIn::Range(staging.range(bytes.len())))
 }
 
 /// A new id for a graph on the server.

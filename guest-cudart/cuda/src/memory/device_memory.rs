@@ -38,13 +38,20 @@ pub(crate) fn device_of(driver: &Driver, address: u64) -> Option<&Device> {
     driver.devices.get(usize::try_from(ordinal).ok()?)
 }
 
-/// Asks for memory of a device. If there is none, completes what is being given back, if there is any, and
-/// asks again. The caller holds no lock that a thread may need before it lets a stream go on.
+/// Asks for memory of a device. If there is none, gives back what is kept without allocations, and asks
+/// again. The caller holds no lock that a thread may need before it lets a stream go on.
 pub(crate) fn or_returned<T>(device: &Device, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
     match ask() {
-        Err(Status::OUT_OF_MEMORY) if wait_for_returned(device) => ask(),
+        Err(Status::OUT_OF_MEMORY) if give_back(device) => ask(),
         asked => asked,
     }
+}
+
+/// Gives back all memory of a device that is kept without allocations, and waits until the server has taken
+/// it. Returns false if there is none.
+pub(crate) fn give_back(device: &Device) -> bool {
+    let any = lock(&device.memory).trim(0, device);
+    wait_for_returned(device) || any
 }
 
 /// Waits until the server has taken the chunks that a device gives back. It takes them when the device's

@@ -361,7 +361,7 @@ pub(crate) fn back(
         Ok(pools)
     };
     let returned = |segment: &Arc<Segment>| {
-        driver.devices.get(segment.device as usize).is_some_and(device_memory::wait_for_returned)
+        driver.devices.get(segment.device as usize).is_some_and(device_memory::give_back)
     };
     let pools = match back_all() {
         // Waits without the lock, which a thread may need before it lets a stream go on.

@@ -2,7 +2,7 @@
 //!
 //! An allocation is placed immediately, in memory that no stream uses any more (or that the same stream has
 //! freed before). A free takes effect when its stream reaches it. A pool is a handle, a device and
-//! attributes. All pools of a device share its window.
+//! attributes. All pools of a device share its window, and [keep](kept) what is freed there together.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
@@ -54,9 +54,9 @@ pub(crate) struct Pool {
     pub access: Mutex<BTreeMap<u32, u32>>,
     /// Maximum size of its allocations together, in bytes. 0: no limit.
     pub limit: u64,
-    /// The three reuse attributes and the release threshold. They are only stored: reuse is always the
-    /// strictest kind.
+    /// The three reuse attributes. They are only stored: reuse is always the strictest kind.
     pub reuse: [AtomicI32; 3],
+    /// The release threshold, in bytes.
     pub threshold: AtomicU64,
     /// Size of its allocations together, in bytes: now and at its maximum.
     pub used: AtomicU64,
@@ -143,6 +143,13 @@ impl Pool {
         Ok(())
     }
 
+    /// How many bytes of a device's memory it keeps at most.
+    fn keeps(&self, device: u32) -> u64 {
+        let is_its =
+            self.device == device && self.managed.is_none() && self.host.is_none() && self.imported.is_none();
+        if is_its { self.threshold() } else { 0 }
+    }
+
     /// An allocation was freed.
     pub fn give_back(&self, size: u64) {
         self.used.fetch_sub(size, Ordering::Relaxed);
@@ -153,6 +160,20 @@ impl Pool {
 pub(crate) fn gone(pool: usize, size: u64) {
     if let Some(pool) = POOLS.get(pool).filter(|_| pool != 0) {
         pool.give_back(size);
+    }
+}
+
+/// How many bytes without allocations a device's memory keeps for all its pools when an allocation of `pool`
+/// is freed, or one of no pool (0): then it keeps no more than `before`.
+pub(crate) fn kept(device: u32, pool: usize, before: u64) -> u64 {
+    let most = POOLS.all().iter().fold(0_u64, |all, pool| all.saturating_add(pool.keeps(device)));
+    if pool == 0 { most.min(before) } else { most }
+}
+
+/// A pool of a device keeps less than before, or is gone.
+pub(crate) fn keeps_less(driver: &Driver, pool: &Pool) {
+    if let Some(device) = driver.devices.get(pool.device as usize) {
+        lock(&device.memory).keep_only(kept(device.ordinal, 0, u64::MAX), device);
     }
 }
 

@@ -14,6 +14,7 @@ use crate::process::driver::{Device, Driver, Server, Tag, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
+use client::memory::DeviceMemory;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::seq::Seq;
 use client::{Status, lock};
@@ -123,8 +124,14 @@ pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64, bu
     }
     // In this order, so that the address is reused only after the server knows that it is free.
     if device.server.session.append(&MemFree { address }).is_ok() {
-        memory.free(address, device);
+        free(device, &mut memory, address);
     }
+}
+
+/// Frees an allocation of a device that no work uses, and keeps as much memory as its pools ask for.
+pub(crate) fn free(device: &Device, memory: &mut DeviceMemory<Tag>, address: u64) {
+    let keep = |tag: &Tag, before| pool::kept(device.ordinal, tag.pool, before);
+    memory.free_and_keep(address, keep, device);
 }
 
 /// Frees in stream order. The memory can be reused when the stream has reached the free.
@@ -365,6 +372,30 @@ mod tests {
         freed.stream.is_synced(freed.stream.mark().unwrap());
         collect(freed.driver, home);
         assert!(!freed.is_there());
+    }
+
+    #[test]
+    fn memory_is_kept_for_a_pool_until_the_pool_is_gone() {
+        const SIZE: u64 = 512 << 20;
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        let context = Context::new(ContextId(0), server, 0, 0, false);
+        let device = &driver.devices[0];
+        let pool = pool::insert(Pool { threshold: u64::MAX.into(), ..Pool::new(0) }).unwrap();
+        let address = |pool| {
+            let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
+            lock(&device.memory).alloc(SIZE, tag, &Full).unwrap()
+        };
+        let [pools, other] = [address(pool), address(0)];
+        free(device, &mut lock(&device.memory), pools);
+        assert_eq!(lock(&device.memory).chunks().len(), 2);
+        free(device, &mut lock(&device.memory), other);
+        assert_eq!(lock(&device.memory).chunks().len(), 1);
+        assert_eq!(address(pool), pools);
+        free(device, &mut lock(&device.memory), pools);
+        let gone = pool::POOLS.remove(pool).unwrap();
+        pool::keeps_less(driver, &gone);
+        assert!(lock(&device.memory).chunks().is_empty());
     }
 
     #[test]

@@ -3,13 +3,14 @@
 //!
 //! The server has the same tables and checks everything again. The tables here answer the program's queries
 //! and recognize invalid pointers without a round trip. Addresses are chosen here, outside of all devices'
-//! windows: in [`SPACE`], unless the program asks for others that are free.
+//! windows: in [`SPACE`], or in windows that no device has if the program asks for them or [`SPACE`] is full.
 //!
 //! While a server is asked to change something, the table is not locked: copies find there what they use, and
 //! a server that does not answer must not stop those of others. Whoever changes something at some addresses
 //! has a [claim](Claims) on them instead.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -23,11 +24,12 @@ use crate::process::context::{self, Context};
 use crate::process::driver::{Device, Driver, Server};
 use crate::process::fences::{self, SHARES};
 use crate::process::ids::unique_id;
+use client::channel::MAX_DEVICES;
 use client::handle::MemoryId;
 use client::handles::Slab;
 use client::ops::memory::{
     AddressFree, AddressReserve, MemoryAccess, MemoryCreate, MemoryImport, MemoryMap, MemoryRelease,
-    MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE, may_be_reserved,
+    MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE, WINDOW_SIZE, may_be_reserved, window,
 };
 use client::session::Session;
 use client::{Status, log};
@@ -289,11 +291,11 @@ impl Space {
         is_apart(self.reserved.range(..address + size).map(|(start, it)| (*start, it.size)), address)
     }
 
-    /// The first free range from `from`. `None` if there is none before the end.
-    fn free_from(&self, from: u64, size: u64, alignment: u64) -> Option<u64> {
-        let mut at = from.checked_next_multiple_of(alignment)?;
+    /// The first free range inside of another one. `None` if there is none.
+    fn free_in(&self, within: Range<u64>, size: u64, alignment: u64) -> Option<u64> {
+        let mut at = within.start.checked_next_multiple_of(alignment)?;
         loop {
-            let end = at.checked_add(size).filter(|end| *end <= SPACE + SPACE_SIZE)?;
+            let end = at.checked_add(size).filter(|end| *end <= within.end)?;
             match self.reserved.range(..end).next_back() {
                 Some((start, Reservation { size: len, .. })) if start + len > at => {
                     // There may be more behind this one, so continue after it.
@@ -313,13 +315,22 @@ impl Space {
         if wished { wish } else { self.next.max(SPACE) }
     }
 
-    /// Chooses addresses, from `from` on if there are some.
-    fn take(&mut self, from: u64, alignment: u64, reservation: Reservation) -> Result<u64> {
-        let size = reservation.size;
+    /// Chooses addresses: a wish in a window, or from `from` on if there are some. If [`SPACE`] is full, they
+    /// are in the `others`: windows that no device has.
+    fn take(
+        &mut self,
+        from: u64,
+        others: &[Range<u64>],
+        alignment: u64,
+        reservation: Reservation,
+    ) -> Result<u64> {
+        let (size, end) = (reservation.size, SPACE + SPACE_SIZE);
         let there = || self.is_free(from, size).then_some(from);
-        let found = if in_windows(from) { there() } else { self.free_from(from, size, alignment) };
-        let found = found.or_else(|| self.free_from(SPACE, size, alignment));
-        let address = found.ok_or(Status::OUT_OF_MEMORY)?;
+        let found = if in_windows(from) { there() } else { self.free_in(from..end, size, alignment) };
+        let address = found
+            .or_else(|| self.free_in(SPACE..end, size, alignment))
+            .or_else(|| others.iter().find_map(|other| self.free_in(other.clone(), size, alignment)))
+            .ok_or(Status::OUT_OF_MEMORY)?;
         self.reserved.insert(address, reservation);
         if !in_windows(address) {
             self.next = address + size;
@@ -401,6 +412,14 @@ pub(crate) fn reserve_for_any(driver: &Driver, size: u64, alignment: u64, wish: 
     reserve_at(driver, Reservation { size, only: None }, alignment, wish)
 }
 
+/// The addresses of the windows that none of these devices has, those first that a server will less likely
+/// have reserved for devices that the program does not see.
+fn windows_of_none(devices: Range<u32>) -> Vec<Range<u64>> {
+    let behind = window(devices.end)..window(MAX_DEVICES);
+    let before = window(0)..window(devices.start);
+    [behind, before].into_iter().filter(|range| !range.is_empty()).collect()
+}
+
 fn reserve_at(driver: &Driver, reservation: Reservation, alignment: u64, wish: u64) -> Result<u64> {
     let (size, granule) = (reservation.size, Space::granule(driver));
     if size == 0 || !size.is_multiple_of(granule) || (alignment != 0 && !alignment.is_power_of_two()) {
@@ -408,12 +427,13 @@ fn reserve_at(driver: &Driver, reservation: Reservation, alignment: u64, wish: u
     }
     let alignment = alignment.max(SPACE_ALIGN);
     let mut from = read().first(driver, size, alignment, wish);
-    if in_windows(from) {
-        ELSEWHERE.store(true, Ordering::Release);
-    }
+    let mut others = windows_of_none(driver.windows());
     for _ in 0..ATTEMPTS {
         // From here on no other thread gets these addresses.
-        let address = write().take(from, alignment, reservation)?;
+        let address = write().take(from, &others, alignment, reservation)?;
+        if in_windows(address) {
+            ELSEWHERE.store(true, Ordering::Release);
+        }
         let _changing = CHANGING.take(address, size);
         match reserve_with(driver, address, reservation) {
             Ok(()) => return Ok(address),
@@ -424,7 +444,21 @@ fn reserve_at(driver: &Driver, reservation: Reservation, alignment: u64, wish: u
                 if status != Status::OUT_OF_MEMORY && !may_be_older {
                     return Err(status);
                 }
-                from = if in_windows(address) { read().next.max(SPACE) } else { address + size };
+                from = match in_windows(address) {
+                    true if address == wish => read().next.max(SPACE),
+                    // The server may have reserved the whole window for another device of its own.
+                    true => {
+                        let next = window(((address - window(0)) / WINDOW_SIZE) as u32 + 1);
+                        others.retain_mut(|other| {
+                            if other.contains(&address) {
+                                other.start = next;
+                            }
+                            !other.is_empty()
+                        });
+                        SPACE + SPACE_SIZE
+                    }
+                    false => address + size,
+                };
             }
         }
     }
@@ -789,7 +823,6 @@ mod tests {
     use client::data::HostIn;
     use client::handle::ContextId;
     use client::ops::copy::MemcpyHtoD;
-    use client::ops::memory::{WINDOW_SIZE, window};
 
     use super::*;
     use crate::streams::stream_table;
@@ -889,7 +922,7 @@ mod tests {
         let mut space = Space::new();
         let mut take = |wish, size| {
             let from = space.first(driver, size, SPACE_ALIGN, wish);
-            space.take(from, SPACE_ALIGN, Reservation { size, only: None }).unwrap()
+            space.take(from, &[], SPACE_ALIGN, Reservation { size, only: None }).unwrap()
         };
         let far = SPACE + SPACE_SIZE / 2;
         let last = SPACE + SPACE_SIZE - WINDOW_SIZE;
@@ -901,6 +934,27 @@ mod tests {
             let address = take(wish, SPACE_ALIGN);
             assert!(in_space(address) && address != wish, "{wish:#x} {address:#x}");
         }
+    }
+
+    #[test]
+    fn addresses_behind_a_full_space_are_in_windows_that_no_device_has() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server; 2]);
+        let mut space = Space::new();
+        let others = windows_of_none(driver.windows());
+        let mut take = |size| {
+            let from = space.first(driver, size, SPACE_ALIGN, 0);
+            space.take(from, &others, SPACE_ALIGN, Reservation { size, only: None })
+        };
+        for _ in 0..SPACE_SIZE / WINDOW_SIZE {
+            assert!(in_space(take(WINDOW_SIZE).unwrap()));
+        }
+        assert_eq!(take(3 * WINDOW_SIZE), Ok(window(2)));
+        for number in 5..MAX_DEVICES {
+            assert_eq!(take(WINDOW_SIZE), Ok(window(number)));
+        }
+        assert_eq!(take(SPACE_ALIGN), Err(Status::OUT_OF_MEMORY));
+        assert_eq!(windows_of_none(2..4), [window(4)..window(MAX_DEVICES), window(0)..window(2)]);
     }
 
     #[test]

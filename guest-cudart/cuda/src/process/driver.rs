@@ -499,7 +499,8 @@ pub(crate) struct Tag {
 
 /// A session without a connection, for tests that need only this process.
 #[cfg(test)]
-mod unused {
+pub(crate) mod unused {
+    use std::cell::Cell;
     use std::os::fd::RawFd;
     use std::path::Path;
     use std::thread::JoinHandle;
@@ -514,6 +515,11 @@ mod unused {
     use client::session::{Purpose, Session};
     use protocol::Status;
     use protocol::version::OURS;
+
+    thread_local! {
+        /// How many pieces of pinned memory this thread has registered, and not unregistered.
+        pub static REGISTERED: Cell<usize> = const { Cell::new(0) };
+    }
 
     struct Nowhere(Mapping);
 
@@ -545,8 +551,10 @@ mod unused {
             unreachable!("it lives")
         }
 
-        fn pin_new(&self, _size: usize, _at: Option<usize>) -> Result<Pinned, PortError> {
-            unreachable!("nothing is pinned")
+        fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
+            let mapping = Mapping::pinned(None, size, at).expect("pinned memory");
+            REGISTERED.set(REGISTERED.get() + 1);
+            Ok(Pinned { mapping, region: 0, file: None })
         }
 
         fn pin(&self, _addr: usize, _size: usize) -> Option<Result<u32, PortError>> {
@@ -554,10 +562,12 @@ mod unused {
         }
 
         fn pin_shared(&self, _pinned: &Pinned) -> Result<u32, PortError> {
-            unreachable!("nothing is pinned")
+            unreachable!("there is one server")
         }
 
-        fn unpin(&self, _region: u32) {}
+        fn unpin(&self, _region: u32) {
+            REGISTERED.set(REGISTERED.get() - 1);
+        }
 
         fn descriptors(&self) -> Vec<RawFd> {
             Vec::new()

@@ -236,7 +236,7 @@ pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
                 }
             }
         }
-        staging.done();
+        drop(staging);
         copies.values().for_each(&mut sink);
     }
     Ok(())
