@@ -97,7 +97,7 @@ pub struct Session {
     daemons: Vec<Daemon>,
     /// Whether the program has devices of several servers.
     several: bool,
-    /// The programs' RGPU_SERVERS.
+    /// The programs' RGPU_SERVERS. `None`: those of the private `vhost-rgpu`, all of them.
     named: Option<String>,
     /// Released after the daemons' end.
     _leases: Option<Renewed>,
@@ -159,8 +159,13 @@ impl Session {
     pub fn environment(&self, command: &mut Command) -> Result<()> {
         command
             .env("RGPU_SOCKET", &self.socket)
-            .envs(self.named.as_ref().map(|named| (SERVERS, named)))
             .env("LD_LIBRARY_PATH", with_libraries(&self.libraries, std::env::var_os("LD_LIBRARY_PATH"))?);
+        // Without leases the private vhost-rgpu has just the program's servers. Those that rgpuctl's own
+        // environment names may be others, which it would refuse.
+        match &self.named {
+            Some(named) => command.env(SERVERS, named),
+            None => command.env_remove(SERVERS),
+        };
         // A library's own path to NVIDIA's libcupti (PyTorch has one) comes before LD_LIBRARY_PATH, but a
         // library that is already loaded comes before both.
         let profiler = self.libraries.join("libcupti.so.13");
@@ -369,6 +374,28 @@ mod tests {
         assert_eq!(preloaded("/opt/c.so".into(), None), "/opt/c.so");
         assert_eq!(preloaded("/opt/c.so".into(), Some("".into())), "/opt/c.so");
         assert_eq!(preloaded("/opt/c.so".into(), Some("/a.so".into())), "/a.so:/opt/c.so");
+    }
+
+    #[test]
+    fn programs_do_not_inherit_servers_that_their_session_does_not_have() {
+        let mut session = Session {
+            libraries: "/opt/rgpu".into(),
+            socket: "/run/native.sock".into(),
+            daemons: Vec::new(),
+            several: false,
+            named: None,
+            _leases: None,
+            folder: RuntimeFolder::create().unwrap(),
+        };
+        let servers = |session: &Session| {
+            let mut command = Command::new("true");
+            session.environment(&mut command).unwrap();
+            let found = command.get_envs().find(|(name, _)| *name == SERVERS);
+            found.map(|(_, value)| value.map(ToOwned::to_owned))
+        };
+        assert_eq!(servers(&session), Some(None), "removed");
+        session.named = Some("tcp:gpu1:9700#key".into());
+        assert_eq!(servers(&session), Some(Some("tcp:gpu1:9700#key".into())));
     }
 
     #[test]
