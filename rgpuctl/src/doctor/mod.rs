@@ -67,7 +67,7 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
         findings.extend([Some(module), node].into_iter().flatten());
     } else {
         println!("This is a host: there is no rgpu device here.");
-        findings.extend([qemu(), kvm(), gpu()]);
+        findings.extend([qemu(), kvm(), gpu(Path::new("/"))]);
         findings.extend(profiling(Path::new("/")));
         findings.extend([daemon("vhost-rgpu"), daemon("server")]);
         for (daemon, list, name) in
@@ -204,15 +204,23 @@ fn kvm() -> Finding {
     }
 }
 
-fn gpu() -> Finding {
-    if !Path::new("/dev/nvidiactl").exists() {
+/// The GPU and its driver. `root`: the root of the file system.
+fn gpu(root: &Path) -> Finding {
+    let missing = missing_nodes(root);
+    if !missing.is_empty() {
+        return Wrong(
+            format!("there is no {}, so CUDA does not see GPUs that the driver has", missing.join(", ")),
+            "nvidia-smi makes the nodes of all GPUs, and so does systemctl restart rgpu-server".into(),
+        );
+    }
+    if !root.join("dev/nvidiactl").exists() {
         return Note(
             "there is no NVIDIA GPU with a loaded driver; a machine without an NVIDIA GPU can serve one in software"
                 .into(),
             None,
         );
     }
-    let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let version = std::fs::read_to_string(root.join("proc/driver/nvidia/version")).unwrap_or_default();
     match driver_version(&version) {
         Some(version) if version >= 580 => Good(format!("an NVIDIA GPU with driver {version} (CUDA 13)")),
         Some(version) => Note(
@@ -225,6 +233,21 @@ fn gpu() -> Finding {
             None,
         ),
     }
+}
+
+/// The device nodes that GPUs of the driver need and do not have. No driver makes them: programs with all
+/// rights do, such as nvidia-smi.
+fn missing_nodes(root: &Path) -> Vec<String> {
+    let gpus = std::fs::read_dir(root.join("proc/driver/nvidia/gpus"));
+    let minor = |gpu: std::fs::DirEntry| -> Option<u32> {
+        let text = std::fs::read_to_string(gpu.path().join("information")).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("Device Minor:")?.trim().parse().ok())
+    };
+    let mut minors: Vec<u32> = gpus.into_iter().flatten().flatten().filter_map(minor).collect();
+    minors.sort_unstable();
+    let control = (!minors.is_empty()).then(|| "/dev/nvidiactl".to_owned());
+    let nodes = control.into_iter().chain(minors.into_iter().map(|minor| format!("/dev/nvidia{minor}")));
+    nodes.filter(|node| !root.join(node.trim_start_matches('/')).exists()).collect()
 }
 
 /// The major number of the driver in the text of `/proc/driver/nvidia/version`.
@@ -568,6 +591,33 @@ mod tests {
         let text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n";
         assert_eq!(driver_version(text), Some(580));
         assert_eq!(driver_version(""), None);
+    }
+
+    #[test]
+    fn gpus_without_a_device_node_are_told() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path();
+        assert!(matches!(gpu(root), Note(text, None) if text.starts_with("there is no NVIDIA GPU")));
+        for (folder, minor) in [("0000:0a:00.0", 1), ("0000:01:00.0", 0)] {
+            let folder = root.join("proc/driver/nvidia/gpus").join(folder);
+            std::fs::create_dir_all(&folder).unwrap();
+            let text = format!("Model: \t\t NVIDIA H200\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n");
+            std::fs::write(folder.join("information"), text).unwrap();
+        }
+        let nvrm = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n";
+        std::fs::write(root.join("proc/driver/nvidia/version"), nvrm).unwrap();
+        std::fs::create_dir(root.join("dev")).unwrap();
+        for (made, missing) in [
+            ("null", "there is no /dev/nvidiactl, /dev/nvidia0, /dev/nvidia1, so"),
+            ("nvidiactl", "there is no /dev/nvidia0, /dev/nvidia1, so"),
+            ("nvidia0", "there is no /dev/nvidia1, so"),
+        ] {
+            std::fs::write(root.join("dev").join(made), "").unwrap();
+            let found = gpu(root);
+            assert!(matches!(&found, Wrong(text, _) if text.starts_with(missing)), "{found:?}");
+        }
+        std::fs::write(root.join("dev/nvidia1"), "").unwrap();
+        assert!(matches!(gpu(root), Good(text) if text.contains("driver 580")));
     }
 
     #[test]
