@@ -15,15 +15,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use host_bridge::ask::{Answer, Question};
+use host_bridge::ask::{Answer as Reply, Question};
 use host_bridge::bridge::{Security, ask};
 use host_bridge::framing::{Address, with_causes};
 use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
 use identity::{ClientFiles, Source};
 use nix::sys::resource::{Resource, getrlimit};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, recv, setsockopt, socket, sockopt,
+};
+use nix::sys::time::{TimeVal, TimeValLike};
 use nix::unistd::{AccessFlags, access};
+use protocol::device::{Answer, Response};
+use zerocopy::FromBytes;
 
 use crate::daemon::read_status;
 use crate::enrollment::client_folder;
@@ -400,12 +405,17 @@ fn native_socket() -> Finding {
 
 /// What the result of a connection to the socket for programs means. `named`: whether RGPU_SOCKET names it.
 /// `unit`: what systemd knew of vhost-rgpu before, if the socket may be systemd's.
-fn native(path: &Path, named: bool, connected: std::io::Result<()>, unit: Option<&Unit>) -> Finding {
+fn native(
+    path: &Path,
+    named: bool,
+    connected: std::io::Result<Option<Response>>,
+    unit: Option<&Unit>,
+) -> Finding {
     let origin = if named { " (named by RGPU_SOCKET)" } else { "" };
     let shown = format!("{}{origin}", path.display());
     let error = match (connected, unit) {
         (Err(error), _) => error,
-        (Ok(()), Some(unit)) if !unit.starts() => {
+        (Ok(_), Some(unit)) if !unit.starts() => {
             return Wrong(
                 format!(
                     "{shown}: systemd has programs on this host wait there for vhost-rgpu, which does not start"
@@ -413,7 +423,18 @@ fn native(path: &Path, named: bool, connected: std::io::Result<()>, unit: Option
                 why_not("vhost-rgpu"),
             );
         }
-        (Ok(()), _) => return Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
+        (Ok(None), _) => return Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
+        (Ok(Some(refusal)), _) => {
+            let text = format!("{shown}: programs on this host are refused: {}", refusal.reason());
+            return match Answer::from_number(refusal.status) {
+                // It may serve virtual machines only.
+                Answer::Invalid => Note(
+                    text,
+                    Some("if they are to use GPUs: a section [native] in /etc/rgpu/vhost-rgpu.toml, then systemctl reload vhost-rgpu".into()),
+                ),
+                _ => Wrong(text, "journalctl -u vhost-rgpu has more".into()),
+            };
+        }
     };
     let step = match error.kind() {
         ErrorKind::NotFound if !named => {
@@ -431,10 +452,15 @@ fn native(path: &Path, named: bool, connected: std::io::Result<()>, unit: Option
     Wrong(format!("programs on this host cannot reach vhost-rgpu at {shown}: {error}"), step.into())
 }
 
-/// Connects to a socket for packets, as programs do.
-fn connect_packets(path: &Path) -> std::io::Result<()> {
+/// Connects to a socket for packets, as programs do. Returns what vhost-rgpu says to a program that it refuses
+/// before any request: it says that at once.
+fn connect_packets(path: &Path) -> std::io::Result<Option<Response>> {
     let socket = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
-    Ok(connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?)
+    connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::milliseconds(500))?;
+    let mut packet = [0; size_of::<Response>()];
+    let length = recv(socket.as_raw_fd(), &mut packet, MsgFlags::empty()).unwrap_or(0);
+    Ok((length == packet.len()).then(|| Response::read_from_bytes(&packet).ok()).flatten())
 }
 
 /// Pinned memory counts against this limit, in guests and on hosts.
@@ -561,7 +587,7 @@ fn protected(address: &Address, server: &str, at: SocketAddr, socket: TcpStream)
 fn served(server: &str, address: &Address, files: ClientFiles) -> Finding {
     let trusted = format!("the server at {server} has the key that is pinned for it");
     match ask(address, Security::Tls(Arc::new(files)), &Question::Inventory {}) {
-        Ok(Answer::Inventory(gpus)) => Good(format!("{trusted}; GPUs for this client: {}", gpus.len())),
+        Ok(Reply::Inventory(gpus)) => Good(format!("{trusted}; GPUs for this client: {}", gpus.len())),
         Ok(_) => Wrong(
             format!("{trusted}, but does not say which GPUs this client may use"),
             "install the same release of rgpu on both".into(),
@@ -696,7 +722,10 @@ mod tests {
         assert!(step(ErrorKind::ConnectionRefused, true).contains("RGPU_SOCKET"));
         assert!(step(ErrorKind::NotFound, true).contains("RGPU_SOCKET"));
         assert!(step(ErrorKind::NotFound, false).contains("rgpuctl run"));
-        let reached = |unit: Option<&Unit>| native(Path::new("/s"), false, Ok(()), unit);
+        let refused = |answer| native(Path::new("/s"), false, Ok(Some(Response::new(answer, "why"))), None);
+        assert!(matches!(refused(Answer::Invalid), Note(text, Some(_)) if text.ends_with("are refused: why")));
+        assert!(matches!(refused(Answer::NoResources), Wrong(..)));
+        let reached = |unit: Option<&Unit>| native(Path::new("/s"), false, Ok(None), unit);
         assert!(matches!(reached(None), Good(_)));
         for (state, starts) in
             [("active", true), ("inactive", true), ("activating", false), ("failed", false)]
