@@ -137,6 +137,11 @@ impl Place {
     }
 }
 
+/// The key of a server's lease, as text.
+fn key(server: &Server) -> String {
+    server.lease.map(|key| key.to_text()).unwrap_or_default()
+}
+
 impl Asker {
     /// Asks one server.
     pub fn ask(&self, server: &Server, question: &Question) -> Result<Answer, ConnectError> {
@@ -151,8 +156,13 @@ impl Asker {
     /// Renews leases, all at the same time: others must not end because one server does not answer. The
     /// servers have the leases' keys.
     pub fn renew_all(&self, servers: &[Server]) -> Vec<Result<Answer, ConnectError>> {
-        let key = |server: &Server| server.lease.map(|key| key.to_text()).unwrap_or_default();
         self.ask_each(servers, |server| Question::Renew { key: key(server) })
+    }
+
+    /// Releases leases, all at the same time: somebody waits for that, and a server that does not answer
+    /// takes long.
+    pub fn release_all(&self, servers: &[Server]) -> Vec<Result<Answer, ConnectError>> {
+        self.ask_each(servers, |server| Question::Release { key: key(server) })
     }
 
     fn ask_each(
@@ -232,6 +242,11 @@ pub struct Held {
     pub server: Server,
     /// The server's description of it.
     pub lease: Lease,
+}
+
+/// The servers of leases, with their keys.
+pub fn servers_of(held: &[Held]) -> Vec<Server> {
+    held.iter().map(|held| held.server.clone()).collect()
 }
 
 /// A server that is not asked, and why.
@@ -459,7 +474,7 @@ fn take(
                 held.push(Held { server, lease });
             }
             Err(error) => {
-                release(asker, held.iter().map(|held| &held.server));
+                release(asker, &servers_of(&held));
                 return Err((*place, error));
             }
         }
@@ -474,12 +489,9 @@ fn granted(answer: Answer) -> Option<(Lease, Secret)> {
 
 /// Releases leases. Prints an error for each lease that cannot be released now, which ends when its time is
 /// over.
-pub fn release<'s>(asker: &Asker, leases: impl Iterator<Item = &'s Server>) {
-    for server in leases {
-        let Some(key) = server.lease else { continue };
-        if let Err(error) = asker.ask(server, &Question::Release { key: key.to_text() }) {
-            eprintln!("rgpuctl: a lease was not released: {}", with_causes(&error));
-        }
+pub fn release(asker: &Asker, leases: &[Server]) {
+    for error in asker.release_all(leases).into_iter().filter_map(Result::err) {
+        eprintln!("rgpuctl: a lease was not released: {}", with_causes(&error));
     }
 }
 
@@ -637,6 +649,21 @@ mod tests {
         });
         let renewed = Asker(Security::Insecure).renew_all(&[first, second]);
         assert!(renewed.iter().all(Result::is_ok), "{renewed:?}");
+    }
+
+    #[test]
+    fn leases_are_released_although_one_server_does_not_answer() {
+        let (asked, others) = std::sync::mpsc::channel();
+        let first = server(gpu(0, 0, 80), move || {
+            others.recv().unwrap();
+            Does::Grants
+        });
+        let second = server(gpu(0, 0, 80), move || {
+            asked.send(()).unwrap();
+            Does::Grants
+        });
+        let released = Asker(Security::Insecure).release_all(&[first, second]);
+        assert!(released.iter().all(Result::is_ok), "{released:?}");
     }
 
     /// How a request for leases fails that may wait for an hour.
