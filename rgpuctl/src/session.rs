@@ -107,6 +107,7 @@ pub struct Session {
 impl Session {
     /// Starts the daemons that `target` needs and waits until they are ready.
     pub fn start(target: &Target) -> Result<Self> {
+        target.wanted.only_with_gpus()?;
         let libraries = libraries()?;
         let folder = RuntimeFolder::create()?;
         let logs = match &target.log_dir {

@@ -723,7 +723,9 @@ mod tests {
         assert!(step(ErrorKind::NotFound, true).contains("RGPU_SOCKET"));
         assert!(step(ErrorKind::NotFound, false).contains("rgpuctl run"));
         let refused = |answer| native(Path::new("/s"), false, Ok(Some(Response::new(answer, "why"))), None);
-        assert!(matches!(refused(Answer::Invalid), Note(text, Some(_)) if text.ends_with("are refused: why")));
+        assert!(
+            matches!(refused(Answer::Invalid), Note(text, Some(_)) if text.ends_with("are refused: why"))
+        );
         assert!(matches!(refused(Answer::NoResources), Wrong(..)));
         let reached = |unit: Option<&Unit>| native(Path::new("/s"), false, Ok(None), unit);
         assert!(matches!(reached(None), Good(_)));
