@@ -1,5 +1,6 @@
 //! `rgpuctl lease`, `renew`, `release`, `leases` and `inventory`: GPUs of servers for a time.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -143,23 +144,36 @@ pub fn lease(arguments: &Lease) -> Result<ExitCode> {
         }
         held => held?,
     };
-    if *json {
-        let rows: Vec<Value> = held.iter().map(|held| row(&held.server.to_string(), &held.lease)).collect();
-        println!("{}", json!({ "servers": as_servers(&held), "leases": rows }));
-        return Ok(ExitCode::SUCCESS);
+    // Nobody else would know the leases' keys.
+    if let Err(error) = print_leases(&held, *json) {
+        pool::release(&asker, &pool::servers_of(&held));
+        return Err(error).context("cannot print the leases, so they were released");
     }
-    for Held { server, lease } in &held {
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints leases: what they are on standard error, and on standard output what programs need.
+fn print_leases(held: &[Held], json: bool) -> std::io::Result<()> {
+    let (mut out, mut log) = (std::io::stdout(), std::io::stderr());
+    if json {
+        let rows: Vec<Value> = held.iter().map(|held| row(&held.server.to_string(), &held.lease)).collect();
+        writeln!(out, "{}", json!({ "servers": as_servers(held), "leases": rows }))?;
+        return out.flush();
+    }
+    for Held { server, lease } in held {
         let devices: Vec<String> = lease.devices.iter().map(u32::to_string).collect();
         let how = if lease.exclusive { "exclusively" } else { "shared" };
-        eprintln!(
-            "lease {} of {server}: devices {}, {how}, for {} s",
+        let minutes = lease.seconds_left.div_ceil(60);
+        // Only for people.
+        let _ = writeln!(
+            log,
+            "lease {} of {server}: devices {}, {how}, for {minutes} min",
             lease.id,
             devices.join(", "),
-            lease.seconds_left
         );
     }
-    println!("{}", as_servers(&held));
-    Ok(ExitCode::SUCCESS)
+    writeln!(out, "{}", as_servers(held))?;
+    out.flush()
 }
 
 /// A lease with its server, for lists.
