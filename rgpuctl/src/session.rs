@@ -15,6 +15,7 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use host_bridge::server::Server;
 use nix::fcntl::{Flock, FlockArg};
+use nix::unistd::{AccessFlags, eaccess};
 use serde_json::Value;
 
 use crate::daemon::{Daemon, option, read_status};
@@ -303,11 +304,15 @@ impl RuntimeFolder {
     const PREFIX: &str = "rgpu-run-";
 
     fn create() -> Result<Self> {
-        let parent = std::env::var_os("XDG_RUNTIME_DIR")
-            .map(PathBuf::from)
-            .filter(|path| path.is_dir())
-            .unwrap_or_else(std::env::temp_dir);
-        Self::create_in(&parent)
+        Self::create_in(&Self::parent(std::env::var_os("XDG_RUNTIME_DIR")))
+    }
+
+    /// The folder that the environment names, unless it is another user's, as after `su`.
+    fn parent(named: Option<OsString>) -> PathBuf {
+        let usable = |path: &PathBuf| {
+            path.is_dir() && eaccess(path.as_path(), AccessFlags::W_OK | AccessFlags::X_OK).is_ok()
+        };
+        named.map(PathBuf::from).filter(usable).unwrap_or_else(std::env::temp_dir)
     }
 
     fn create_in(parent: &Path) -> Result<Self> {
@@ -406,6 +411,20 @@ mod tests {
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
         drop(folder);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_folder_that_this_user_may_not_write_to_is_not_used() {
+        let own = tempfile::tempdir().unwrap();
+        let named = |path: &Path| RuntimeFolder::parent(Some(path.into()));
+        assert_eq!(named(own.path()), own.path());
+        for other in ["/nonexistent", ""] {
+            assert_eq!(named(Path::new(other)), std::env::temp_dir(), "{other}");
+        }
+        std::fs::set_permissions(own.path(), std::fs::Permissions::from_mode(0o500)).unwrap();
+        // Root may write everywhere.
+        let root = nix::unistd::geteuid().is_root();
+        assert_eq!(named(own.path()) == own.path(), root);
     }
 
     #[test]
