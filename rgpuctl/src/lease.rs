@@ -10,9 +10,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use host_bridge::ask::{Answer, Lease as Row, Question};
+use host_bridge::bridge::ConnectError;
 use host_bridge::framing::with_causes;
 use host_bridge::server::Server;
 use nix::sys::signal::{SigSet, SigmaskHow};
+use protocol::device::Answer as Refusal;
 use serde_json::{Value, json};
 
 use crate::enrollment::{Admin, request_answer};
@@ -348,12 +350,16 @@ impl Renewed {
         let held = pool::lease(&asker, &place.members()?, wanted, name, HELD_SECONDS)?;
         let servers = pool::servers_of(&held);
         let (stop, stopped) = channel::<()>();
-        let (own_asker, own) = (asker.clone(), servers.clone());
+        let (own_asker, mut own) = (asker.clone(), servers.clone());
         let work = move || {
             while stopped.recv_timeout(RENEW_EVERY) == Err(RecvTimeoutError::Timeout) {
-                for error in own_asker.renew_all(&own).into_iter().filter_map(Result::err) {
+                let mut renewed = own_asker.renew_all(&own).into_iter();
+                own.retain(|_| {
+                    let Some(Err(error)) = renewed.next() else { return true };
                     eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
-                }
+                    // A lease that has ended does not come back.
+                    !matches!(error, ConnectError::Refused { answer: Refusal::Denied, .. })
+                });
             }
         };
         let mut renewed = Renewed { asker, servers, stop: Some(stop), thread: None };
