@@ -461,15 +461,9 @@ mod tests {
         let (shown, none) = (path.display(), Vec::<String>::new());
         assert_eq!(found(&path, &0o600.into()), none);
         assert_eq!(found(&path, &DEFAULT_MODE.into()), none, "the default");
-        assert_eq!(
-            found(&path, &0o666.into()),
-            [format!("{shown} has the permissions 0o600, not 0o666")]
-        );
+        assert_eq!(found(&path, &0o666.into()), [format!("{shown} has the permissions 0o600, not 0o666")]);
         let elsewhere = folder.path().join("mine");
-        assert_eq!(
-            found(&elsewhere, &0o600.into()),
-            [format!("{} is at {shown}", elsewhere.display())]
-        );
+        assert_eq!(found(&elsewhere, &0o600.into()), [format!("{} is at {shown}", elsewhere.display())]);
         let group = Some("no such group".to_owned());
         assert_eq!(
             found(&path, &Access { mode: 0o600, group }),

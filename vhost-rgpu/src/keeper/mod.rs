@@ -151,7 +151,9 @@ impl Keeper {
         let scraped = or_without(goes_on, scrape::listen(&config.metrics, &mut sockets))?.flatten();
         if native.is_none() {
             native::drop_others(&store, sockets.inherited);
-            if let Some(listening) = or_without(goes_on, sockets.take("native", SockType::SeqPacket))?.flatten() {
+            if let Some(listening) =
+                or_without(goes_on, sockets.take("native", SockType::SeqPacket))?.flatten()
+            {
                 tracing::info!("programs are refused: the configuration has no section [native]");
                 self.stoppers.push(listening.stopper());
                 let succession = succession.clone();

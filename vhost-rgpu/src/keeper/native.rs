@@ -445,6 +445,7 @@ fn find(store: &Arc<Store>, uid: u32, inherited: &mut Inherited) -> Option<(Kept
 pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
     for uid in users(inherited) {
         if let Some((kept, found)) = find(store, uid, inherited) {
+            tracing::warn!("programs of user {uid}: not served any more, and disconnected");
             kept.kill_device_process(&found);
             kept.end();
         }
