@@ -123,7 +123,7 @@ pub struct Serve {
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
     /// Idle workers to keep ready, each with a context on the first device. With 0, a worker starts when a
-    /// client asks for one
+    /// client asks for one, and one at the start of the server, which only finds out its devices
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub workers: usize,
     /// Idle workers to keep ready until the first session begins. By default as many as later

@@ -146,6 +146,20 @@ fn sessions_need_a_lease_where_the_rules_say_so() {
 }
 
 #[test]
+fn a_server_without_spare_workers_leases_its_devices_before_any_session() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("clients.toml");
+    std::fs::write(&path, "lease_required = true\n").unwrap();
+    let rules = format!("--clients={}", path.display());
+    let server = Server::start(&[&rules, "--software-devices=2", "--workers=0"]);
+    let asks = Asks::here(&server);
+    until("it knows its devices", || asks.gpus().len() == 2);
+    until("the worker that told them is gone", || server.children().is_empty());
+    let (_, key) = asks.lease(one(false, 600)).unwrap();
+    local_under(&server, &key).call(&SessionInfo {}).unwrap();
+}
+
+#[test]
 fn a_lease_that_is_not_renewed_ends() {
     let (folder, server) = with_rules("exclusive_leases = true\n", Server::start);
     let asks = Asks::here(&server);

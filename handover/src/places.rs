@@ -5,6 +5,8 @@
 //! check that nobody else asked for does not know whose a socket is that somebody listens at, and lets it
 //! pass: it is probably the running daemon's.
 
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -30,13 +32,22 @@ const TCP: &str = "tcp:";
 pub struct Places {
     /// Where the daemon that is to be replaced listens. `None`: none is.
     held: Option<(Vec<PathBuf>, Vec<SocketAddr>)>,
+    /// What was asked about so far, as the messages name it: no two sockets can be at one place.
+    asked: RefCell<HashSet<String>>,
 }
 
 impl Places {
     /// For the daemon that this process would replace, if it was [asked](crate::can_take_over) that.
     pub fn new() -> Places {
         let asked = std::env::var_os(LISTENS).is_some();
-        Places { held: asked.then(|| parse(&io::read_to_string(io::stdin()).unwrap_or_default())) }
+        let held = asked.then(|| parse(&io::read_to_string(io::stdin()).unwrap_or_default()));
+        Places { held, ..Places::default() }
+    }
+
+    /// Fails if another of the daemon's sockets is there.
+    fn once(&self, place: String) -> Result<(), String> {
+        let wrong = format!("cannot listen at {place}: the configuration has another socket there");
+        if self.asked.borrow_mut().insert(place) { Ok(()) } else { Err(wrong) }
     }
 
     /// Whether a daemon could listen at a Unix socket. It makes a missing folder.
@@ -44,6 +55,7 @@ impl Places {
     /// # Errors
     /// Why not.
     pub fn unix(&self, path: &Path) -> Result<(), String> {
+        self.once(path.display().to_string())?;
         let wrong = |why: &dyn Display| format!("cannot listen at {}: {why}", path.display());
         if self.held.as_ref().is_some_and(|(paths, _)| paths.iter().any(|held| held == path)) {
             return Ok(());
@@ -69,6 +81,10 @@ impl Places {
     /// # Errors
     /// Why not.
     pub fn tcp(&self, host: &str, port: u16) -> Result<(), String> {
+        // With 0, the system chooses one that is free.
+        if port > 0 {
+            self.once(format!("{host}, port {port}"))?;
+        }
         let wrong = |e: io::Error| format!("cannot listen at {host}, port {port}: {e}");
         let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
         // Like the standard library, a daemon takes the first one that works.
@@ -189,6 +205,19 @@ mod tests {
     }
 
     #[test]
+    fn two_sockets_at_one_place_are_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let (places, path) = (Places::default(), folder.path().join("s"));
+        assert_eq!(places.unix(&path), Ok(()));
+        assert!(places.unix(&path).unwrap_err().contains("another socket there"));
+        assert_eq!(places.unix(&folder.path().join("t")), Ok(()));
+        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        assert_eq!(places.tcp("127.0.0.1", free), Ok(()));
+        assert!(places.tcp("127.0.0.1", free).unwrap_err().contains("another socket there"));
+        assert_eq!([(); 2].map(|()| places.tcp("127.0.0.1", 0)), [Ok(()), Ok(())]);
+    }
+
+    #[test]
     fn only_what_the_daemon_itself_listens_at_is_free_for_the_next_one() {
         let folder = tempfile::tempdir().unwrap();
         let paths = ["own", "other"].map(|name| folder.path().join(name));
@@ -207,7 +236,7 @@ mod tests {
             (unix, tcp, places.tcp("0.0.0.0", own.port()).is_ok())
         };
         let held = parse(&format!("unix:{}\ntcp:{own}\n", paths[0].display()));
-        let (unix, tcp, wider) = check(&Places { held: Some(held) });
+        let (unix, tcp, wider) = check(&Places { held: Some(held), ..Places::default() });
         assert_eq!((unix, tcp, wider), ([true, false], [true, false], true));
         // Without a daemon that says what it has, they may all be the running one's.
         assert_eq!(check(&Places::default()), ([true, true], [true, true], true));

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::io::{self, IoSlice, Read};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{Ipv6Addr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -54,6 +54,10 @@ impl FromStr for Address {
         }
         let rest = s.strip_prefix("tcp:").unwrap_or(s);
         let bare_v6 = rest.matches(':').count() > 1 && !rest.contains(']');
+        // Behind a "%" is an interface.
+        if bare_v6 && rest.split('%').next().is_none_or(|address| address.parse::<Ipv6Addr>().is_err()) {
+            return Err(wrong());
+        }
         let (host, port) = match rest.rsplit_once(':') {
             Some((host, port)) if !port.ends_with(']') && !bare_v6 => {
                 (host, port.parse().map_err(|_| wrong())?)
@@ -622,12 +626,15 @@ mod tests {
             ("tcp:[::1]:9700", Address::Tcp("::1".into(), 9700)),
             ("[fe80::1]", Address::Tcp("fe80::1".into(), DEFAULT_PORT)),
             ("::1", Address::Tcp("::1".into(), DEFAULT_PORT)),
+            ("fe80::1%eth0", Address::Tcp("fe80::1%eth0".into(), DEFAULT_PORT)),
         ] {
             let address: Address = text.parse().unwrap();
             assert_eq!(address, want, "{text}");
             assert_eq!(address.to_string().parse(), Ok(want));
         }
-        for text in ["", "unix:", "tcp:", "host:port", "host:99999", "/run/x.sock"] {
+        let wrong =
+            ["", "unix:", "tcp:", "host:port", "host:99999", "/run/x.sock", "host:9700:1", "tcp:tcp:host:1"];
+        for text in wrong {
             assert!(text.parse::<Address>().is_err(), "{text}");
         }
     }

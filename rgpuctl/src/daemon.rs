@@ -18,6 +18,8 @@ use nix::unistd::Pid;
 
 /// How long a daemon may take to become ready. Creating a CUDA context takes most of a second for each GPU.
 const READY_WITHIN: Duration = Duration::from_secs(60);
+/// How long a daemon may be silent while it tells its status.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
 /// How long a daemon may take to end after SIGTERM, before SIGKILL: longer than `vhost-rgpu` gives sessions
 /// that a busy machine or a slow server holds up.
 const END_WITHIN: Duration = Duration::from_secs(18);
@@ -158,10 +160,14 @@ pub fn read_status(path: &Path) -> Result<serde_json::Value> {
         };
         anyhow::Error::new(error).context(format!("{what} {}", path.display()))
     })?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
     let mut text = String::new();
-    stream.read_to_string(&mut text).with_context(|| {
-        format!("the daemon at {} closed the connection before the end of its answer", path.display())
+    stream.read_to_string(&mut text).map_err(|error| {
+        let what = match error.kind() {
+            ErrorKind::WouldBlock => format!("does not answer within {} s", ANSWERS_WITHIN.as_secs()),
+            _ => "closed the connection before the end of its answer".to_owned(),
+        };
+        anyhow::Error::new(error).context(format!("the daemon at {} {what}", path.display()))
     })?;
     serde_json::from_str(&text)
         .with_context(|| format!("the answer of the daemon at {} is not JSON", path.display()))

@@ -92,9 +92,10 @@ pub struct Revoke {
 /// The folder of this user's key and servers: root's folder if this user is root, or if neither HOME nor
 /// XDG_CONFIG_HOME is set.
 pub fn client_folder() -> PathBuf {
-    let own = std::env::var_os("XDG_CONFIG_HOME")
-        .map(PathBuf::from)
-        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".config")))
+    // An empty one would be the current folder.
+    let folder = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let own = folder("XDG_CONFIG_HOME")
+        .or_else(|| folder("HOME").map(|home| home.join(".config")))
         .map(|folder| folder.join("rgpu"));
     match own {
         Some(own) if !nix::unistd::geteuid().is_root() => own,

@@ -24,8 +24,8 @@ pub fn find(name: &str) -> Result<PathBuf> {
 /// The folder of the guest libraries: `RGPU_LIB_DIR`, otherwise `../lib/rgpu` as installed, otherwise the
 /// source tree's.
 pub fn libraries() -> Result<PathBuf> {
-    if let Some(folder) = std::env::var_os("RGPU_LIB_DIR") {
-        return Ok(folder.into());
+    if let Some(folder) = std::env::var_os("RGPU_LIB_DIR").filter(|folder| !folder.is_empty()) {
+        return std::path::absolute(&folder).with_context(|| format!("RGPU_LIB_DIR={}", folder.display()));
     }
     let own = own_folder().context("cannot find rgpuctl's own folder")?;
     let candidates = [own.join("../lib/rgpu"), own.join("../guest/lib")];

@@ -1,5 +1,6 @@
 //! `rgpuctl lease`, `renew`, `release`, `leases` and `inventory`: GPUs of servers for a time.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -9,9 +10,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use host_bridge::ask::{Answer, Lease as Row, Question};
+use host_bridge::bridge::ConnectError;
 use host_bridge::framing::with_causes;
 use host_bridge::server::Server;
 use nix::sys::signal::{SigSet, SigmaskHow};
+use protocol::device::Answer as Refusal;
 use serde_json::{Value, json};
 
 use crate::enrollment::{Admin, request_answer};
@@ -143,23 +146,36 @@ pub fn lease(arguments: &Lease) -> Result<ExitCode> {
         }
         held => held?,
     };
-    if *json {
-        let rows: Vec<Value> = held.iter().map(|held| row(&held.server.to_string(), &held.lease)).collect();
-        println!("{}", json!({ "servers": as_servers(&held), "leases": rows }));
-        return Ok(ExitCode::SUCCESS);
+    // Nobody else would know the leases' keys.
+    if let Err(error) = print_leases(&held, *json) {
+        pool::release(&asker, &pool::servers_of(&held));
+        return Err(error).context("cannot print the leases, so they were released");
     }
-    for Held { server, lease } in &held {
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints leases: what they are on standard error, and on standard output what programs need.
+fn print_leases(held: &[Held], json: bool) -> std::io::Result<()> {
+    let (mut out, mut log) = (std::io::stdout(), std::io::stderr());
+    if json {
+        let rows: Vec<Value> = held.iter().map(|held| row(&held.server.to_string(), &held.lease)).collect();
+        writeln!(out, "{}", json!({ "servers": as_servers(held), "leases": rows }))?;
+        return out.flush();
+    }
+    for Held { server, lease } in held {
         let devices: Vec<String> = lease.devices.iter().map(u32::to_string).collect();
         let how = if lease.exclusive { "exclusively" } else { "shared" };
-        eprintln!(
-            "lease {} of {server}: devices {}, {how}, for {} s",
+        let minutes = lease.seconds_left.div_ceil(60);
+        // Only for people.
+        let _ = writeln!(
+            log,
+            "lease {} of {server}: devices {}, {how}, for {minutes} min",
             lease.id,
             devices.join(", "),
-            lease.seconds_left
         );
     }
-    println!("{}", as_servers(&held));
-    Ok(ExitCode::SUCCESS)
+    writeln!(out, "{}", as_servers(held))?;
+    out.flush()
 }
 
 /// A lease with its server, for lists.
@@ -188,25 +204,12 @@ pub fn in_environment() -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Does something with each lease. If that fails for one, does it with the others too, and fails at the end.
-fn each(leases: &[String], mut act: impl FnMut(&str) -> Result<()>) -> Result<ExitCode> {
-    let mut failed = false;
-    for lease in given(leases)? {
-        if let Err(error) = act(&lease) {
-            eprintln!("rgpuctl: {}", with_causes(error.as_ref()));
-            failed = true;
-        }
-    }
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
-}
-
-/// The lease that a text names, with its key as text.
-fn parse(text: &str) -> Result<(Server, String)> {
+/// The lease that a text names: its server, with its key.
+fn parse(text: &str) -> Result<Server> {
     let server: Server = text.parse()?;
-    let key = server
-        .lease
-        .with_context(|| format!("{text:?} names no lease: ADDRESS#KEY, as rgpuctl lease prints it"))?;
-    Ok((server, key.to_text()))
+    let named = server.lease.is_some();
+    ensure!(named, "{text:?} names no lease: ADDRESS#KEY, as rgpuctl lease prints it");
+    Ok(server)
 }
 
 /// Renews leases.
@@ -219,7 +222,7 @@ pub fn renew(arguments: &Renew) -> Result<ExitCode> {
     let mut servers = Vec::new();
     for text in given(&arguments.leases)? {
         match parse(&text) {
-            Ok((server, _)) => servers.push(server),
+            Ok(server) => servers.push(server),
             Err(error) => wrong(error.as_ref()),
         }
     }
@@ -230,25 +233,41 @@ pub fn renew(arguments: &Renew) -> Result<ExitCode> {
 
 /// Releases leases.
 pub fn release(arguments: &Release) -> Result<ExitCode> {
-    let asker = arguments.how.asker();
-    let number = |text: &str| text.len() == 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
-    each(&arguments.leases, |text| {
-        let sessions = if number(text) {
-            let question = json!({ "release": { "lease": text } });
-            request_answer(&arguments.admin.socket, &question)?["ended_sessions"].as_u64().unwrap_or(0)
-        } else {
-            let (server, key) = parse(text)?;
-            match asker.ask(&server, &Question::Release { key })? {
-                Answer::Released { sessions } => sessions as u64,
-                _ => 0,
-            }
-        };
+    let mut failed = false;
+    let mut wrong = |error: &(dyn std::error::Error + 'static)| {
+        eprintln!("rgpuctl: {}", with_causes(error));
+        failed = true;
+    };
+    let ended = |sessions: u64| {
         if sessions > 0 {
             let s = if sessions == 1 { "" } else { "s" };
             eprintln!("{sessions} session{s} ended with the lease");
         }
-        Ok(())
-    })
+    };
+    let number = |text: &str| text.len() == 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let mut servers = Vec::new();
+    for text in given(&arguments.leases)? {
+        if number(&text) {
+            let question = json!({ "release": { "lease": text } });
+            match request_answer(&arguments.admin.socket, &question) {
+                Ok(answer) => ended(answer["ended_sessions"].as_u64().unwrap_or(0)),
+                Err(error) => wrong(error.as_ref()),
+            }
+            continue;
+        }
+        match parse(&text) {
+            Ok(server) => servers.push(server),
+            Err(error) => wrong(error.as_ref()),
+        }
+    }
+    for answer in arguments.how.asker().release_all(&servers) {
+        match answer {
+            Ok(Answer::Released { sessions }) => ended(sessions as u64),
+            Ok(_) => {}
+            Err(error) => wrong(&error),
+        }
+    }
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Prints rows as JSON or as a table, and the reasons why rows of some servers are missing.
@@ -329,14 +348,18 @@ impl Renewed {
     pub fn take(place: &Place, wanted: &Wanted, name: &str) -> Result<Renewed> {
         let asker = place.asker();
         let held = pool::lease(&asker, &place.members()?, wanted, name, HELD_SECONDS)?;
-        let servers: Vec<Server> = held.into_iter().map(|held| held.server).collect();
+        let servers = pool::servers_of(&held);
         let (stop, stopped) = channel::<()>();
-        let (own_asker, own) = (asker.clone(), servers.clone());
+        let (own_asker, mut own) = (asker.clone(), servers.clone());
         let work = move || {
             while stopped.recv_timeout(RENEW_EVERY) == Err(RecvTimeoutError::Timeout) {
-                for error in own_asker.renew_all(&own).into_iter().filter_map(Result::err) {
+                let mut renewed = own_asker.renew_all(&own).into_iter();
+                own.retain(|_| {
+                    let Some(Err(error)) = renewed.next() else { return true };
                     eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
-                }
+                    // A lease that has ended does not come back.
+                    !matches!(error, ConnectError::Refused { answer: Refusal::Denied, .. })
+                });
             }
         };
         let mut renewed = Renewed { asker, servers, stop: Some(stop), thread: None };
@@ -360,6 +383,6 @@ impl Drop for Renewed {
         drop(self.stop.take());
         // If the thread has panicked, the leases are released all the same.
         self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
-        pool::release(&self.asker, self.servers.iter());
+        pool::release(&self.asker, &self.servers);
     }
 }

@@ -38,6 +38,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
 use host_bridge::framing::with_causes;
+use nix::sys::signal::{SigHandler, Signal, signal};
 
 /// Run programs on a remote GPU and inspect rgpu's daemons.
 #[derive(Parser)]
@@ -98,6 +99,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    prepare_signals();
     let result = match Cli::parse().command {
         Command::Run(arguments) => run::run(arguments),
         Command::Trace(arguments) => trace::trace(&arguments),
@@ -128,6 +130,27 @@ fn main() -> ExitCode {
             ExitCode::from(FAILED)
         }
     }
+}
+
+/// Makes signals mean what they mean for programs in a shell.
+fn prepare_signals() {
+    // Whoever starts rgpuctl may ignore it, and then nobody hears that a program has ended.
+    // SAFETY: the default action runs no code of this process.
+    let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) };
+    // Where nobody reads the output any more (`rgpuctl doctor | head -1`), printing it panics.
+    let others = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        match panic.payload_as_str().and_then(|text| text.strip_prefix("failed printing to stdout: ")) {
+            Some(why) if why == std::io::Error::from(nix::Error::EPIPE).to_string() => {
+                run::end_by(Signal::SIGPIPE);
+            }
+            Some(why) => {
+                eprintln!("rgpuctl: cannot print: {why}");
+                std::process::exit(FAILED.into());
+            }
+            None => others(panic),
+        }
+    }));
 }
 
 /// The exit status when rgpuctl itself fails, as with `env` and `timeout`.

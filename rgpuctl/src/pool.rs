@@ -27,6 +27,8 @@ const POOL: &str = "/etc/rgpu/pool.toml";
 /// How long to wait before asking again when GPUs are taken: the first time, and at most. A hundred jobs may
 /// wait for the one thread of a server that answers all of them.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
+/// How many seconds to wait at most: a year.
+const LONGEST_WAIT: u64 = 365 * 24 * 3600;
 /// How often to choose again at once if another client was faster, before other servers are asked.
 const TRIES: u32 = 5;
 
@@ -61,23 +63,39 @@ pub struct Wanted {
     pub gpus: Option<u32>,
     /// Let nobody else use them meanwhile. The servers' rules must allow that (exclusive_leases in
     /// clients.toml)
-    #[arg(long, requires = "gpus")]
+    #[arg(long)]
     pub exclusive: bool,
     /// Choose only GPUs whose name contains this text, such as H100, in upper or lower case
-    #[arg(long, value_name = "TEXT", requires = "gpus", default_value = "", hide_default_value = true)]
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub model: String,
     /// Memory on each GPU, in bytes or with a unit (K, M, G, T): the program gets no more, and no other lease
     /// gets it. By default what the server's rules give
-    #[arg(long, value_name = "SIZE", requires = "gpus", value_parser = parse_size, default_value = "0", hide_default_value = true)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", hide_default_value = true)]
     pub memory: u64,
     /// Weight of the lease, a number from 1 to 10000: its share of the GPUs' time while others compete for
     /// it. By default what the server's rules give
-    #[arg(long, value_name = "N", requires = "gpus", default_value_t = 0, hide_default_value = true)]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub weight: u32,
     /// Seconds to wait if not enough GPUs are free. What the servers would not have even if all were is not
     /// waited for
-    #[arg(long, value_name = "SECONDS", requires = "gpus", default_value_t = 0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=LONGEST_WAIT))]
     pub wait: u64,
+}
+
+impl Wanted {
+    /// That a program which runs under no lease describes no GPUs.
+    ///
+    /// # Errors
+    /// If it does.
+    pub fn only_with_gpus(&self) -> Result<()> {
+        let Wanted { gpus, exclusive, model, memory, weight, wait } = self;
+        let described = *exclusive || !model.is_empty() || [*memory, (*weight).into(), *wait] != [0; 3];
+        ensure!(
+            gpus.is_some() || !described,
+            "--exclusive, --model, --memory, --weight and --wait describe the GPUs of --gpus, which is missing"
+        );
+        Ok(())
+    }
 }
 
 /// The pool's file.
@@ -137,6 +155,11 @@ impl Place {
     }
 }
 
+/// The key of a server's lease, as text.
+fn key(server: &Server) -> String {
+    server.lease.map(|key| key.to_text()).unwrap_or_default()
+}
+
 impl Asker {
     /// Asks one server.
     pub fn ask(&self, server: &Server, question: &Question) -> Result<Answer, ConnectError> {
@@ -151,8 +174,13 @@ impl Asker {
     /// Renews leases, all at the same time: others must not end because one server does not answer. The
     /// servers have the leases' keys.
     pub fn renew_all(&self, servers: &[Server]) -> Vec<Result<Answer, ConnectError>> {
-        let key = |server: &Server| server.lease.map(|key| key.to_text()).unwrap_or_default();
         self.ask_each(servers, |server| Question::Renew { key: key(server) })
+    }
+
+    /// Releases leases, all at the same time: somebody waits for that, and a server that does not answer
+    /// takes long.
+    pub fn release_all(&self, servers: &[Server]) -> Vec<Result<Answer, ConnectError>> {
+        self.ask_each(servers, |server| Question::Release { key: key(server) })
     }
 
     fn ask_each(
@@ -211,10 +239,15 @@ fn choose(all: &[Vec<&Gpu>], count: usize) -> Result<Vec<(usize, Vec<u32>)>, usi
     if let Some((place, gpus)) = enough.min_by_key(|(_, gpus)| busyness(&gpus[..count])) {
         return Ok(vec![(place, numbers(&gpus[..count]))]);
     }
+    // As few servers as possible, and among those with as many GPUs the least busy one.
     let mut places: Vec<usize> = (0..all.len()).filter(|place| !all[*place].is_empty()).collect();
-    places.sort_by_key(|place| Reverse(all[*place].len()));
     let (mut left, mut chosen) = (count, Vec::new());
-    for place in places {
+    while let Some(next) = (0..places.len()).min_by_key(|next| {
+        let gpus = &all[places[*next]];
+        let take = left.min(gpus.len());
+        (Reverse(take), busyness(&gpus[..take]))
+    }) {
+        let place = places.remove(next);
         let take = left.min(all[place].len());
         chosen.push((place, numbers(&all[place][..take])));
         left -= take;
@@ -232,6 +265,11 @@ pub struct Held {
     pub server: Server,
     /// The server's description of it.
     pub lease: Lease,
+}
+
+/// The servers of leases, with their keys.
+pub fn servers_of(held: &[Held]) -> Vec<Server> {
+    held.iter().map(|held| held.server.clone()).collect()
 }
 
 /// A server that is not asked, and why.
@@ -252,6 +290,17 @@ enum Until {
 }
 
 impl LeftOut {
+    /// For a server that did not tell its GPUs. It would not do so later either if it does not let this
+    /// client in.
+    fn by_inventory(error: &ConnectError) -> LeftOut {
+        let until = match error {
+            ConnectError::Credentials { .. } | ConnectError::Unsafe { .. } => Until::Ever,
+            ConnectError::Refused { answer: Refusal::Denied, .. } => Until::Ever,
+            _ => Until::NextRound,
+        };
+        LeftOut { why: with_causes(error), until }
+    }
+
     /// For a server that did not grant a lease of `asked` GPUs. `busy`: it may grant one later.
     fn new(error: &ConnectError, asked: usize, busy: bool) -> LeftOut {
         let until = match error {
@@ -336,6 +385,24 @@ fn pauses() -> impl Iterator<Item = Duration> {
     })
 }
 
+/// The same servers, each of them once, with all GPUs that it is named with.
+fn merged(members: &[Server]) -> Vec<Server> {
+    let mut all: Vec<Server> = Vec::new();
+    for member in members {
+        match all.iter_mut().find(|server| server.address == member.address) {
+            // An empty list stands for all.
+            Some(server) if server.devices.is_empty() || member.devices.is_empty() => server.devices.clear(),
+            Some(server) => {
+                let new = |device: &&u8| !server.devices.contains(device);
+                let more: Vec<u8> = member.devices.iter().filter(new).copied().collect();
+                server.devices.extend(more);
+            }
+            None => all.push(member.clone()),
+        }
+    }
+    all
+}
+
 /// Leases the wanted number of GPUs, for this many seconds. The order of the servers and of their GPUs has no
 /// meaning.
 ///
@@ -354,28 +421,37 @@ pub fn lease(
         let such = such(count, wanted);
         bail!(Never(format!("{such} can never be had: a program can use {MAX_GPUS} at most")));
     }
+    let members = merged(members);
+    let members = members.as_slice();
     let deadline = Instant::now() + Duration::from_secs(wanted.wait);
+    let mut waits = false;
     let mut left_out: Vec<Option<LeftOut>> = members.iter().map(|_| None).collect();
     let (mut tries, mut pauses) = (0, pauses());
     loop {
         let inventories = asker.ask_all(members, &Question::Inventory {});
         let mut said = Vec::new();
-        let gpus: Vec<Vec<Gpu>> = inventories
-            .into_iter()
-            .zip(&left_out)
-            .map(|(inventory, left_out)| match (inventory, left_out) {
-                (_, Some(LeftOut { why, .. })) => {
-                    said.push(why.clone());
-                    Vec::new()
+        let mut gpus: Vec<Vec<Gpu>> = Vec::with_capacity(members.len());
+        for ((server, inventory), left_out) in members.iter().zip(inventories).zip(&mut left_out) {
+            let (known, why) = match (inventory, &*left_out) {
+                (_, Some(LeftOut { why, .. })) => (Vec::new(), Some(why.clone())),
+                (Ok(Answer::Inventory(gpus)), None) if gpus.is_empty() => {
+                    let why = format!(
+                        "{server} names no GPUs for this client: it may have just been started, or its rules give none"
+                    );
+                    (Vec::new(), Some(why))
                 }
-                (Ok(Answer::Inventory(gpus)), None) => gpus,
-                (Ok(_), None) => Vec::new(),
+                (Ok(Answer::Inventory(gpus)), None) => (gpus, None),
+                (Ok(_), None) => (Vec::new(), Some(format!("{server} does not answer with its inventory"))),
                 (Err(error), None) => {
-                    said.push(with_causes(&error));
-                    Vec::new()
+                    let out = LeftOut::by_inventory(&error);
+                    let why = out.why.clone();
+                    *left_out = Some(out);
+                    (Vec::new(), Some(why))
                 }
-            })
-            .collect();
+            };
+            gpus.push(known);
+            said.extend(why);
+        }
         let fitting: Vec<Vec<&Gpu>> =
             gpus.iter().zip(members).map(|(gpus, server)| fitting(gpus, &server.devices, wanted)).collect();
         match choose(&fitting, count) {
@@ -415,6 +491,15 @@ pub fn lease(
             |left_out: &Option<LeftOut>| left_out.as_ref().is_some_and(|out| out.until != Until::NextRound);
         if left_out.iter().all(refused) || Instant::now() >= deadline {
             bail!("{} cannot be had now: {}", such(count, wanted), said.join("; "));
+        }
+        if !waits {
+            waits = true;
+            eprintln!(
+                "rgpuctl: waiting for {s}, up to {} s: {}",
+                wanted.wait,
+                said.join("; "),
+                s = such(count, wanted)
+            );
         }
         tries = 0;
         left_out.iter_mut().for_each(|left_out| drop(left_out.take_if(|out| out.until == Until::NextRound)));
@@ -459,7 +544,7 @@ fn take(
                 held.push(Held { server, lease });
             }
             Err(error) => {
-                release(asker, held.iter().map(|held| &held.server));
+                release(asker, &servers_of(&held));
                 return Err((*place, error));
             }
         }
@@ -474,12 +559,9 @@ fn granted(answer: Answer) -> Option<(Lease, Secret)> {
 
 /// Releases leases. Prints an error for each lease that cannot be released now, which ends when its time is
 /// over.
-pub fn release<'s>(asker: &Asker, leases: impl Iterator<Item = &'s Server>) {
-    for server in leases {
-        let Some(key) = server.lease else { continue };
-        if let Err(error) = asker.ask(server, &Question::Release { key: key.to_text() }) {
-            eprintln!("rgpuctl: a lease was not released: {}", with_causes(&error));
-        }
+pub fn release(asker: &Asker, leases: &[Server]) {
+    for error in asker.release_all(leases).into_iter().filter_map(Result::err) {
+        eprintln!("rgpuctl: a lease was not released: {}", with_causes(&error));
     }
 }
 
@@ -528,6 +610,40 @@ mod tests {
             Ok(vec![(1, vec![2, 1]), (0, vec![0]), (2, vec![0])])
         );
         assert_eq!(chosen(&servers, &wanted(false, 50, ""), 4), Err(3));
+        // Several servers are needed.
+        let busy = vec![gpu(0, 5, 80), gpu(1, 5, 80)];
+        let idle = vec![gpu(0, 0, 80), gpu(1, 0, 80)];
+        let servers = [busy.clone(), idle.clone(), idle, vec![gpu(0, 1, 80)]];
+        assert_eq!(chosen(&servers, &any, 3), Ok(vec![(1, vec![0, 1]), (2, vec![0])]));
+        assert_eq!(chosen(&servers, &any, 5), Ok(vec![(1, vec![0, 1]), (2, vec![0, 1]), (3, vec![0])]));
+    }
+
+    #[test]
+    fn a_server_that_is_named_twice_has_its_gpus_once() {
+        let shown = |members: &[&str]| -> Vec<String> {
+            let members: Vec<Server> = members.iter().map(|text| text.parse().unwrap()).collect();
+            merged(&members).iter().map(ToString::to_string).collect()
+        };
+        assert_eq!(shown(&["a", "b", "a:9700", "a:9701"]), ["tcp:a:9700", "tcp:b:9700", "tcp:a:9701"]);
+        assert_eq!(shown(&["a/0", "a/1,0", "b/2", "b"]), ["tcp:a:9700/0,1", "tcp:b:9700"]);
+        let wanted = Wanted { gpus: Some(2), ..wanted(false, 0, "") };
+        let server = server(gpu(0, 0, 80), || Does::Grants);
+        let twice = [server.clone(), server];
+        let error = lease(&Asker(Security::Insecure), &twice, &wanted, "", 60).unwrap_err();
+        assert!(error.is::<Never>(), "{error}");
+    }
+
+    #[test]
+    fn a_description_of_gpus_needs_their_number_only_where_there_may_be_none() {
+        use clap::Parser;
+        let parsed = |words: &[&str]| crate::Cli::try_parse_from(["rgpuctl"].iter().chain(words));
+        assert!(parsed(&["lease", "--model", "H100", "--wait", "60"]).is_ok());
+        assert!(parsed(&["lease", "--wait", "18446744073709551615"]).is_err());
+        let any = wanted(false, 0, "");
+        assert!(any.only_with_gpus().is_ok());
+        assert!(wanted(false, 0, "h100").only_with_gpus().is_err());
+        assert!(Wanted { wait: 1, ..any }.only_with_gpus().is_err());
+        assert!(Wanted { gpus: Some(1), ..wanted(true, 1, "h100") }.only_with_gpus().is_ok());
     }
 
     /// What a server does when it is asked for a lease.
@@ -545,9 +661,7 @@ mod tests {
 
     /// A server with these GPUs.
     fn server_of(gpus: Vec<Gpu>, mut does: impl FnMut() -> Does + Send + 'static) -> Server {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
-        let mut answer = move |question| match question {
+        server_that(move |question| match question {
             Question::Inventory {} => Some(Ok(Answer::Inventory(gpus.clone()))),
             _ => match does() {
                 Does::Grants => {
@@ -558,7 +672,16 @@ mod tests {
                 Does::Forbids => Some(Err((Refusal::Denied, "no exclusive leases"))),
                 Does::Closes => None,
             },
-        };
+        })
+    }
+
+    /// What a server says to a question. `None`: it closes the connection.
+    type Says = Option<Result<Answer, (Refusal, &'static str)>>;
+
+    /// A server that answers so.
+    fn server_that(mut answer: impl FnMut(Question) -> Says + Send + 'static) -> Server {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let (mut stream, mut hello) = (stream.unwrap(), Hello::new_zeroed());
@@ -639,6 +762,21 @@ mod tests {
         assert!(renewed.iter().all(Result::is_ok), "{renewed:?}");
     }
 
+    #[test]
+    fn leases_are_released_although_one_server_does_not_answer() {
+        let (asked, others) = std::sync::mpsc::channel();
+        let first = server(gpu(0, 0, 80), move || {
+            others.recv().unwrap();
+            Does::Grants
+        });
+        let second = server(gpu(0, 0, 80), move || {
+            asked.send(()).unwrap();
+            Does::Grants
+        });
+        let released = Asker(Security::Insecure).release_all(&[first, second]);
+        assert!(released.iter().all(Result::is_ok), "{released:?}");
+    }
+
     /// How a request for leases fails that may wait for an hour.
     fn failure(servers: &[Server], wanted: &Wanted, gpus: u32) -> anyhow::Error {
         let wanted = Wanted { gpus: Some(gpus), wait: 3600, ..wanted.clone() };
@@ -699,6 +837,33 @@ mod tests {
             let error = no_wait(&servers, &wanted, gpus);
             assert!(!error.is::<Never>() && error.to_string().contains("cannot be had now"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_server_that_does_not_let_this_client_in_is_not_waited_for() {
+        let stranger =
+            server_that(|_| Some(Err((Refusal::Denied, "the server does not know this client's key"))));
+        let error = failure(std::slice::from_ref(&stranger), &wanted(false, 0, ""), 1);
+        assert!(!error.is::<Never>() && error.to_string().contains("does not know this client"), "{error}");
+        // Others are waited for.
+        let mut asked = 0;
+        let free_later = server(gpu(0, 0, 80), move || {
+            asked += 1;
+            if asked == 1 { Does::Closes } else { Does::Grants }
+        });
+        let wanted = Wanted { gpus: Some(1), wait: 3600, ..wanted(false, 0, "") };
+        let members = [stranger, free_later.clone()];
+        let held = lease(&Asker(Security::Insecure), &members, &wanted, "", 60).unwrap();
+        assert_eq!(held[0].server.address, free_later.address);
+    }
+
+    #[test]
+    fn a_server_that_names_no_gpus_is_named_itself() {
+        let starting = server_of(Vec::new(), || Does::Refuses);
+        let wanted = Wanted { gpus: Some(1), ..wanted(false, 0, "") };
+        let asker = Asker(Security::Insecure);
+        let error = lease(&asker, std::slice::from_ref(&starting), &wanted, "", 60).unwrap_err().to_string();
+        assert!(error.contains(&format!("{starting} names no GPUs")), "{error}");
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::signal::{SigHandler, SigSet, Signal, kill, raise};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
 
@@ -21,7 +22,8 @@ use crate::session::{Session, Target};
 /// leases the GPUs while the program runs. Without --gpus and --server, rgpuctl starts a private server for
 /// the program, which uses this machine's GPU or, if there is none, a GPU in software.
 ///
-/// The exit status is the program's own, 128 + N if signal N ended it, or 125 if rgpuctl could not run it.
+/// The exit status is the program's own, for a shell 128 + N if signal N ended it, or 125 if rgpuctl could not
+/// run it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   rgpuctl run -- ./vectorAdd                               this machine's GPU, or a GPU in software
@@ -39,12 +41,12 @@ pub struct Arguments {
 
 /// Runs the program and returns its exit status.
 pub fn run(arguments: Arguments) -> Result<ExitCode> {
-    run_program(&arguments.target, &arguments.program)
+    run_program(&arguments.target, &arguments.program).map(exit)
 }
 
-/// Runs `program` (its path and its arguments) and returns its exit status. The daemons have ended when this
+/// Runs `program` (its path and its arguments) and returns how it ended. The daemons have ended when this
 /// returns.
-pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
+pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitStatus> {
     let (path, arguments) = program.split_first().context("no program was given")?;
     let mut session = Session::start(target)?;
     let mut command = Command::new(path);
@@ -59,7 +61,7 @@ pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
     let program = command.spawn().with_context(|| format!("cannot run {name}"))?;
     let status = wait(program, &signals, &mut session);
     drop(session);
-    Ok(exit_code(status?))
+    status
 }
 
 /// Waits for the program. Meanwhile forwards signals, and reports a daemon that ends before the program.
@@ -81,15 +83,35 @@ fn wait(mut program: Child, signals: &Signals, session: &mut Session) -> Result<
     }
 }
 
-fn exit_code(status: ExitStatus) -> ExitCode {
+/// Signals that come from a terminal or a supervisor, and not from a fault of the program.
+const FROM_OUTSIDE: [Signal; 4] = [Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM, Signal::SIGHUP];
+
+/// The exit status that tells how a program ended; nothing must be left to clean up. If a signal from outside
+/// ended it, this process ends by the same one: a shell takes an ordinary end for that of a program that has
+/// dealt with Ctrl-C, and its loop goes on.
+pub fn exit(status: ExitStatus) -> ExitCode {
     match (status.code(), status.signal()) {
         (Some(code), _) => ExitCode::from(u8::try_from(code).unwrap_or(FAILED)),
-        (None, Some(signal)) => {
+        (None, Some(number)) => {
             eprintln!("rgpuctl: the program was ended by {}", describe(status));
-            ExitCode::from(u8::try_from(128 + signal).unwrap_or(FAILED))
+            if let Some(signal) = FROM_OUTSIDE.into_iter().find(|signal| *signal as i32 == number) {
+                end_by(signal);
+            }
+            ExitCode::from(u8::try_from(128 + number).unwrap_or(FAILED))
         }
         (None, None) => ExitCode::from(FAILED),
     }
+}
+
+/// Ends this process by a signal.
+pub fn end_by(signal: Signal) {
+    // The program may have left a core file; this one would only confuse.
+    let _ = setrlimit(Resource::RLIMIT_CORE, 0, 0);
+    // SAFETY: the default action runs no code of this process.
+    let _ = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
+    let _ = raise(signal);
+    // Delivered here if it was blocked.
+    let _ = SigSet::from(signal).thread_unblock();
 }
 
 /// What a signal means for rgpuctl.

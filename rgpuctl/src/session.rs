@@ -15,6 +15,7 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use host_bridge::server::Server;
 use nix::fcntl::{Flock, FlockArg};
+use nix::unistd::{AccessFlags, eaccess};
 use serde_json::Value;
 
 use crate::daemon::{Daemon, option, read_status};
@@ -97,7 +98,7 @@ pub struct Session {
     daemons: Vec<Daemon>,
     /// Whether the program has devices of several servers.
     several: bool,
-    /// The programs' RGPU_SERVERS.
+    /// The programs' RGPU_SERVERS. `None`: those of the private `vhost-rgpu`, all of them.
     named: Option<String>,
     /// Released after the daemons' end.
     _leases: Option<Renewed>,
@@ -107,6 +108,7 @@ pub struct Session {
 impl Session {
     /// Starts the daemons that `target` needs and waits until they are ready.
     pub fn start(target: &Target) -> Result<Self> {
+        target.wanted.only_with_gpus()?;
         let libraries = libraries()?;
         let folder = RuntimeFolder::create()?;
         let logs = match &target.log_dir {
@@ -159,8 +161,13 @@ impl Session {
     pub fn environment(&self, command: &mut Command) -> Result<()> {
         command
             .env("RGPU_SOCKET", &self.socket)
-            .envs(self.named.as_ref().map(|named| (SERVERS, named)))
             .env("LD_LIBRARY_PATH", with_libraries(&self.libraries, std::env::var_os("LD_LIBRARY_PATH"))?);
+        // Without leases the private vhost-rgpu has just the program's servers. Those that rgpuctl's own
+        // environment names may be others, which it would refuse.
+        match &self.named {
+            Some(named) => command.env(SERVERS, named),
+            None => command.env_remove(SERVERS),
+        };
         // A library's own path to NVIDIA's libcupti (PyTorch has one) comes before LD_LIBRARY_PATH, but a
         // library that is already loaded comes before both.
         let profiler = self.libraries.join("libcupti.so.13");
@@ -297,11 +304,15 @@ impl RuntimeFolder {
     const PREFIX: &str = "rgpu-run-";
 
     fn create() -> Result<Self> {
-        let parent = std::env::var_os("XDG_RUNTIME_DIR")
-            .map(PathBuf::from)
-            .filter(|path| path.is_dir())
-            .unwrap_or_else(std::env::temp_dir);
-        Self::create_in(&parent)
+        Self::create_in(&Self::parent(std::env::var_os("XDG_RUNTIME_DIR")))
+    }
+
+    /// The folder that the environment names, unless it is another user's, as after `su`.
+    fn parent(named: Option<OsString>) -> PathBuf {
+        let usable = |path: &PathBuf| {
+            path.is_dir() && eaccess(path.as_path(), AccessFlags::W_OK | AccessFlags::X_OK).is_ok()
+        };
+        named.map(PathBuf::from).filter(usable).unwrap_or_else(std::env::temp_dir)
     }
 
     fn create_in(parent: &Path) -> Result<Self> {
@@ -372,12 +383,48 @@ mod tests {
     }
 
     #[test]
+    fn programs_do_not_inherit_servers_that_their_session_does_not_have() {
+        let mut session = Session {
+            libraries: "/opt/rgpu".into(),
+            socket: "/run/native.sock".into(),
+            daemons: Vec::new(),
+            several: false,
+            named: None,
+            _leases: None,
+            folder: RuntimeFolder::create().unwrap(),
+        };
+        let servers = |session: &Session| {
+            let mut command = Command::new("true");
+            session.environment(&mut command).unwrap();
+            let found = command.get_envs().find(|(name, _)| *name == SERVERS);
+            found.map(|(_, value)| value.map(ToOwned::to_owned))
+        };
+        assert_eq!(servers(&session), Some(None), "removed");
+        session.named = Some("tcp:gpu1:9700#key".into());
+        assert_eq!(servers(&session), Some(Some("tcp:gpu1:9700#key".into())));
+    }
+
+    #[test]
     fn a_runtime_folder_is_private_and_removed_in_the_end() {
         let folder = RuntimeFolder::create().unwrap();
         let path = folder.path.clone();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
         drop(folder);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_folder_that_this_user_may_not_write_to_is_not_used() {
+        let own = tempfile::tempdir().unwrap();
+        let named = |path: &Path| RuntimeFolder::parent(Some(path.into()));
+        assert_eq!(named(own.path()), own.path());
+        for other in ["/nonexistent", ""] {
+            assert_eq!(named(Path::new(other)), std::env::temp_dir(), "{other}");
+        }
+        std::fs::set_permissions(own.path(), std::fs::Permissions::from_mode(0o500)).unwrap();
+        // Root may write everywhere.
+        let root = nix::unistd::geteuid().is_root();
+        assert_eq!(named(own.path()) == own.path(), root);
     }
 
     #[test]

@@ -13,26 +13,23 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::path::Path;
 
-use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::recording::{Command, FIRST, Traced};
 
 /// Writes the timeline. Returns the number of its events.
-pub fn write(traced: &[Traced], path: &Path) -> Result<usize> {
-    let context = || format!("cannot write {}", path.display());
+pub fn write(traced: &[Traced], file: File) -> std::io::Result<usize> {
     let events = events(traced);
-    let mut file = BufWriter::new(File::create(path).with_context(context)?);
+    let mut file = BufWriter::new(file);
     // One event in each line, so that the file can be searched and cut by hand.
     let mut put = |text: &str| file.write_all(text.as_bytes());
-    put("{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n").with_context(context)?;
+    put("{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n")?;
     for (at, event) in events.iter().enumerate() {
-        put(&format!("{event}{}\n", if at + 1 < events.len() { "," } else { "" })).with_context(context)?;
+        put(&format!("{event}{}\n", if at + 1 < events.len() { "," } else { "" }))?;
     }
-    put("]}\n").with_context(context)?;
-    file.flush().with_context(context)?;
+    put("]}\n")?;
+    file.flush()?;
     Ok(events.len())
 }
 
@@ -262,7 +259,7 @@ mod tests {
             std::fs::write(folder.path().join(name), text).unwrap();
         }
         let path = folder.path().join("out.json");
-        let count = write(&recording::read(folder.path()).unwrap(), &path).unwrap();
+        let count = write(&recording::read(folder.path()).unwrap(), File::create(&path).unwrap()).unwrap();
         let all: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let events = all["traceEvents"].as_array().unwrap();
         assert_eq!(events.len(), count);

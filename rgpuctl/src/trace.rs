@@ -6,15 +6,17 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Write;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use host_bridge::framing::with_causes;
 use protocol::trace::{DEVICES, VARIABLE};
 
 use crate::recording::{self, Command, Commands, FIRST, STAGES};
-use crate::run::run_program;
+use crate::run::{self, run_program};
 use crate::session::Target;
 use crate::timeline;
 
@@ -72,29 +74,53 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
         // SAFETY: as above.
         unsafe { std::env::set_var(DEVICES, "1") };
     }
-    let code = run_program(&arguments.target, &arguments.program);
-    let (traced, waits) = (recording::read(&folder), waits(&folder));
-    if arguments.keep.is_none() {
+    // Before the program runs, perhaps for hours.
+    let output = arguments.output.as_deref().map(|path| {
+        let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+        anyhow::Ok((path, file))
+    });
+    let ended = output.transpose().and_then(|output| {
+        let status = run_program(&arguments.target, &arguments.program)?;
+        let shown = show(&folder, output);
+        Ok((status, shown))
+    });
+    let unread = matches!(ended, Ok((_, Err(_))));
+    if arguments.keep.is_none() && !unread {
         // Files that cannot be removed do no harm.
         let _ = std::fs::remove_dir_all(&folder);
     }
-    let code = code?;
-    let traced = traced?;
+    let (status, shown) = ended?;
+    if let Err(error) = shown {
+        let (why, folder) = (with_causes(error.as_ref()), folder.display());
+        eprintln!("rgpuctl: {why}; the recordings are in {folder}");
+    }
+    Ok(run::exit(status))
+}
+
+/// Prints what is in the recordings, and writes the timeline.
+fn show(folder: &Path, output: Option<(&Path, File)>) -> Result<()> {
+    let traced = recording::read(folder)?;
+    if traced.is_empty() {
+        eprintln!(
+            "rgpuctl: there is no recording: a process that uses the GPU writes one when it exits, not if a signal ends it"
+        );
+    }
     for program in &traced {
         eprint!("rgpuctl: process {}, microseconds:\n{}", program.pid, table(&program.commands()));
     }
-    for (program, table) in waits? {
+    for (program, table) in waits(folder)? {
         eprint!("rgpuctl: process {program}, functions that waited for the server:\n{table}");
     }
-    if let Some(file) = &arguments.output {
-        let written = timeline::write(&traced, file)?;
-        eprintln!("rgpuctl: {written} events in {}; open it at https://ui.perfetto.dev", file.display());
+    if let Some((path, file)) = output {
+        let written = timeline::write(&traced, file);
+        let written = written.with_context(|| format!("cannot write {}", path.display()))?;
+        eprintln!("rgpuctl: {written} events in {}; open it at https://ui.perfetto.dev", path.display());
     }
     let lost: u64 = traced.iter().map(recording::Traced::lost).sum();
     if lost > 0 {
         eprintln!("rgpuctl: {lost} entries are missing: a process keeps the first million");
     }
-    Ok(code)
+    Ok(())
 }
 
 /// A table of the functions that waited, for each process with such functions, with its process id.

@@ -658,6 +658,16 @@ fn upgrade(machine: &Machine) -> Result<()> {
     // A unit that its operator has disabled stays disabled.
     machine.check("systemctl disable rgpu-server; dpkg -i /mnt/packages/rgpu-server.deb", LONG)?;
     ensure!(property(machine, "rgpu-server", "UnitFileState")? == "disabled", "the unit is enabled again");
+    // One that its operator has stopped stays so over an upgrade, but not if the package was removed meanwhile.
+    let again = |name: &str| format!("dpkg -i /mnt/packages/{name}.deb");
+    machine.check("systemctl enable rgpu-server; systemctl stop rgpu-server", LONG)?;
+    machine.check(&again("rgpu-server"), LONG)?;
+    ensure!(property(machine, "rgpu-server", "ActiveState")? == "inactive", "the upgrade has started it");
+    machine.check("apt-get remove -y rgpu-server vhost-rgpu", LONG)?;
+    for (name, unit) in [("rgpu-server", "rgpu-server"), ("vhost-rgpu", "vhost-rgpu.socket")] {
+        machine.check(&again(name), LONG)?;
+        ensure!(property(machine, unit, "ActiveState")? == "active", "{unit} is not started");
+    }
     quiet(machine)?;
     machine.check_console()
 }

@@ -3,6 +3,7 @@
 mod support;
 
 use std::net::TcpStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -262,6 +263,113 @@ fn rgpuctl(words: &[&str]) -> Result<Outcome> {
             .env("RGPU_LIB_DIR", tree::guest_libraries()),
         LIMIT,
     )
+}
+
+/// `rgpuctl run` with a private server in software.
+fn private(program: &[&str]) -> Command {
+    let mut command = Command::new(tree::binaries().join("rgpuctl"));
+    command.args(["run", "--backend", "software", "--"]).args(program);
+    command.env("RGPU_LIB_DIR", tree::guest_libraries());
+    command
+}
+
+#[test]
+fn servers_in_the_environment_do_not_matter_where_others_are_named() -> Result<()> {
+    let program = built("vectorAdd")?.display().to_string();
+    run(private(&[&program]).env("RGPU_SERVERS", "gpu9"), LIMIT)?.verdict("vectorAdd").map(drop)
+}
+
+#[test]
+fn run_ends_with_its_program_although_it_was_started_with_sigchld_ignored() -> Result<()> {
+    let mut command = private(&["sh", "-c", "exit 7"]);
+    let ignore = || {
+        // SAFETY: between fork and exec, one system call, which is async-signal-safe.
+        let before = unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+        if before == libc::SIG_ERR { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+    };
+    // SAFETY: as above.
+    unsafe { command.pre_exec(ignore) };
+    let outcome = run(&mut command, LIMIT)?;
+    ensure!(outcome.status == Some(7), "{outcome:?}");
+    Ok(())
+}
+
+/// A shell that runs several programs ends on Ctrl-C only if the program was ended by the signal.
+#[test]
+fn run_ends_by_the_signal_from_outside_that_ended_its_program() -> Result<()> {
+    for (signal, ends) in [("INT", Some(libc::SIGINT)), ("TERM", Some(libc::SIGTERM)), ("SEGV", None)] {
+        let status = private(&["sh", "-c", &format!("kill -{signal} $$")]).status()?;
+        ensure!(status.signal() == ends, "{signal}: {status}");
+        ensure!(ends.is_some() || status.code() == Some(128 + libc::SIGSEGV), "{signal}: {status}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_timeline_that_cannot_be_written_is_noticed_before_the_program_runs() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mark = folder.path().join("mark").display().to_string();
+    let output = folder.path().join("missing/timeline").display().to_string();
+    let outcome = rgpuctl(&["trace", "--backend", "software", "--output", &output, "--", "touch", &mark])?;
+    ensure!(outcome.status == Some(125) && outcome.stderr.contains(&output), "{outcome:?}");
+    ensure!(!folder.path().join("mark").exists(), "the program has run");
+    // Without recordings, the program's status is the result all the same.
+    let outcome = rgpuctl(&["trace", "--backend", "software", "--", "sh", "-c", "exit 7"])?;
+    ensure!(outcome.status == Some(7) && outcome.stderr.contains("there is no recording"), "{outcome:?}");
+    Ok(())
+}
+
+#[test]
+fn bench_shows_its_figures_although_there_are_none_to_compare_them_with() -> Result<()> {
+    let outcome = rgpuctl(&["bench", "--backend", "software", "--largest", "1", "--native"])?;
+    ensure!(outcome.stdout.contains("launch and synchronize"), "{outcome:?}");
+    // A machine with NVIDIA's driver has both.
+    ensure!(outcome.status == Some(0) || outcome.stderr.contains("native: "), "{outcome:?}");
+    Ok(())
+}
+
+#[test]
+fn leases_that_cannot_be_printed_are_released() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (listen, admin) = (format!("unix:{}", path("server.sock")), path("admin"));
+    let arguments = ["--backend", "software", "--listen", &listen, "--admin-socket", &admin];
+    let log = tree::logs().join("rgpuctl-lease").join("rgpu-server.log");
+    let _server = Daemon::start("rgpu-server", arguments, &log, &folder.path().join("status"))?;
+    let leases = || rgpuctl(&["leases", "--socket", &admin]);
+    eventually(|| {
+        let inventory = rgpuctl(&["inventory", "--server", &listen])?;
+        ensure!(inventory.stdout.contains(&listen), "{inventory:?}");
+        Ok(())
+    })?;
+    for full in [false, true] {
+        let mut command = Command::new(tree::binaries().join("rgpuctl"));
+        command.args(["lease", "--insecure", "--server", &listen]).stderr(std::process::Stdio::piped());
+        if full {
+            command.stdout(std::fs::OpenOptions::new().write(true).open("/dev/full")?);
+        } else {
+            let (reader, writer) = std::io::pipe()?;
+            drop(reader);
+            command.stdout(writer);
+        }
+        let output = command.spawn()?.wait_with_output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.code() == Some(125) && said.contains("they were released"), "{said}");
+        ensure!(leases()?.stdout == "none\n", "{:?}", leases()?);
+    }
+    Ok(())
+}
+
+#[test]
+fn output_that_nobody_reads_is_no_panic() -> Result<()> {
+    let (reader, writer) = std::io::pipe()?;
+    drop(reader);
+    let mut command = Command::new(tree::binaries().join("rgpuctl"));
+    let output = command.arg("doctor").stdout(writer).stderr(std::process::Stdio::piped()).spawn()?;
+    let output = output.wait_with_output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(said.is_empty() && output.status.signal() == Some(libc::SIGPIPE), "{}: {said}", output.status);
+    Ok(())
 }
 
 #[test]

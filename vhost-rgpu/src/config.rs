@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,6 +22,7 @@ use options::{File, Layer, Section, manual};
 use protocol::device::MAX_EXTENTS;
 use sandbox::{Mode, Policy};
 use thiserror::Error;
+use tracing_subscriber::EnvFilter;
 
 use crate::servers::{self, Servers};
 use crate::sockets::Access;
@@ -153,10 +155,12 @@ struct NativeOptions {
     /// Socket for processes of this host. systemd may create it: descriptor name "native"
     #[arg(id = "native.socket", long = "native-socket", value_name = "PATH", default_value = protocol::native::DEFAULT_SOCKET)]
     socket: PathBuf,
-    /// Permissions of that socket's file, in octal: a process that may connect may use the GPU
+    /// Permissions of that socket's file, in octal: a process that may connect may use the GPU. Of a socket
+    /// that systemd creates, they are SocketMode= in its unit
     #[arg(id = "native.mode", long = "native-mode", value_name = "MODE", default_value = "0o660", value_parser = parse_mode)]
     mode: u32,
-    /// Group of that socket's file. By default the daemon's own
+    /// Group of that socket's file. By default the daemon's own. Of a socket that systemd creates, it is
+    /// SocketGroup= in its unit
     #[arg(id = "native.group", long = "native-group", value_name = "NAME")]
     group: Option<String>,
     /// Maximum concurrent channels of one user of this host, so that no user can take all of them
@@ -341,6 +345,16 @@ impl Config {
         vms.chain(self.native.iter().map(|native| &native.servers)).flat_map(Servers::all)
     }
 
+    /// What to do about a file that everybody on this host can read, if it has a lease's key.
+    pub fn exposed_lease(&self, file: &Path) -> Option<String> {
+        let leased = self.sessions().any(|session| session.lease.is_some());
+        let mode = std::fs::metadata(file).ok()?.permissions().mode();
+        let shown = file.display();
+        (leased && mode & 0o004 != 0).then(|| {
+            format!("everybody on this host can read the key of a lease in {shown}, and use its GPUs: chmod 640 {shown}")
+        })
+    }
+
     /// The servers on other machines to which sessions are opened without TLS.
     pub fn insecure_servers(&self) -> Vec<String> {
         let sessions = self.sessions();
@@ -395,8 +409,13 @@ impl Arguments {
         let file = source.map(parse).transpose()?;
         let mut config = read(given, file.as_ref())?;
         let all = Layer { given, section: None };
-        if let (false, Ok(log)) = (all.has_flag("log"), std::env::var("RUST_LOG")) {
-            config.log = log;
+        // The variable may be meant for another program, whose filters are another library's.
+        match std::env::var("RUST_LOG").map(|log| (EnvFilter::try_new(&log), log)) {
+            Ok((Ok(_), log)) if !all.has_flag("log") => config.log = log,
+            Ok((Err(e), log)) if self.device_process.is_none() => {
+                eprintln!("vhost-rgpu: RUST_LOG={log} is ignored: {e}");
+            }
+            _ => {}
         }
         Ok(config)
     }
@@ -753,6 +772,20 @@ mod tests {
         let tcp = |address: &str, devices: &[u8]| (address.to_owned(), devices.to_vec(), TransportKind::Tcp);
         let local = ("unix:/run/s".to_owned(), Vec::new(), TransportKind::Local);
         assert_eq!(shown, [tcp("tcp:gpu1:9700", &[]), local, tcp("tcp:gpu2:9701", &[2, 0])]);
+    }
+
+    #[test]
+    fn a_file_with_a_lease_that_everybody_can_read_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.toml");
+        std::fs::write(&path, "").unwrap();
+        let leased = VM.replace("tcp:gpu:9700", &format!("tcp:gpu:9700#{}", "0a".repeat(32)));
+        let exposed = |text: &str, mode| {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            config(text, &[]).unwrap().exposed_lease(&path)
+        };
+        assert!(exposed(&leased, 0o644).is_some_and(|text| text.contains("chmod 640")));
+        assert_eq!((exposed(&leased, 0o640), exposed(VM, 0o644)), (None, None));
     }
 
     #[test]

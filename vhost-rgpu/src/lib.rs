@@ -93,11 +93,16 @@ fn run() -> Result<()> {
             access.gid().context("group")?;
         }
     }
+    let exposed = source.as_ref().filter(|_| control.is_none());
+    let exposed = exposed.and_then(|source| config.exposed_lease(&source.path));
     if arguments.common.check_config {
         if let Some(format) = arguments.common.takes_over {
             keeper::takeover::takes_over(format)?;
         }
         sockets::check(&config)?;
+        if let Some(exposed) = exposed {
+            eprintln!("vhost-rgpu: {exposed}");
+        }
         let vms: Vec<&str> = config.vms.iter().map(|vm| vm.name.as_str()).collect();
         let vms = if vms.is_empty() { "none".to_owned() } else { vms.join(", ") };
         let native = config.native.map_or("none".to_owned(), |native| native.socket.display().to_string());
@@ -107,6 +112,9 @@ fn run() -> Result<()> {
     // A log that nobody watches, such as systemd's, is not to have colors.
     let colors = std::io::stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colors).with_writer(std::io::stderr).init();
+    if let Some(exposed) = exposed {
+        tracing::warn!("{exposed}");
+    }
     if arguments.device_process.is_none() {
         for server in config.insecure_servers() {
             tracing::warn!(

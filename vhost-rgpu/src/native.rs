@@ -150,12 +150,15 @@ impl Server {
 
     /// Stores something for a successor.
     fn store(&self, place: u64, stored: io::Result<Stored>) -> Result<(), Refusal> {
-        if self.stored.load(Ordering::Relaxed) >= MAX_STORED {
+        let one_more = |stored| (stored < MAX_STORED).then_some(stored + 1);
+        if self.stored.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).is_err() {
             return Err(no_resources(format!("this user's programs have {MAX_STORED} channels and regions")));
         }
-        self.store_again(place, stored)?;
-        self.stored.fetch_add(1, Ordering::Relaxed);
-        Ok(())
+        let told = self.store_again(place, stored);
+        if told.is_err() {
+            self.stored.fetch_sub(1, Ordering::Relaxed);
+        }
+        told
     }
 
     /// Replaces something that was stored.
@@ -194,9 +197,7 @@ impl Server {
         let spawned = std::thread::Builder::new().name(format!("native-{number}")).spawn(move || {
             tracing::debug!("{who}: connected");
             let gone = gone;
-            // Dropped first. The session may hold the other for longer.
-            let _open = open;
-            Connection {
+            let stored = Connection {
                 server: &server,
                 socket: &socket,
                 answering,
@@ -209,6 +210,12 @@ impl Server {
                 stored: 0,
             }
             .serve();
+            // First. The session may hold the other for longer.
+            drop(open);
+            // The keeper drops everything with the client, and must know of its end before others may store
+            // as much.
+            server.stored.fetch_sub(stored, Ordering::Relaxed);
+            drop(gone);
         });
         if let Err(e) = spawned {
             tracing::error!("native socket: cannot start a thread for a client: {e}");
@@ -295,14 +302,14 @@ struct Connection<'s> {
 }
 
 impl Connection<'_> {
-    fn serve(mut self) {
+    /// Serves it to its end. Returns how many items are still stored for it.
+    fn serve(mut self) -> usize {
         if !self.again || self.resumes() {
             self.serve_requests();
         }
         let ending = self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1;
         self.end(if ending { "vhost-rgpu is ending" } else { "the client closed its connection" });
-        // The keeper drops everything with the client.
-        self.server.stored.fetch_sub(self.stored, Ordering::Relaxed);
+        self.stored
     }
 
     fn resumes(&mut self) -> bool {

@@ -5,7 +5,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -161,6 +161,11 @@ impl Listening {
         }
     }
 
+    /// The path where it listens, which systemd may have chosen.
+    pub fn place(&self) -> Option<PathBuf> {
+        place_of(&self.fd)
+    }
+
     /// A handle that ends [`accept`](Self::accept) from another thread.
     pub fn stopper(&self) -> Stopper {
         Stopper::Listening(self.stop.clone())
@@ -245,6 +250,9 @@ pub fn check(config: &Config) -> anyhow::Result<()> {
     paths.try_for_each(|path| places.unix(path)).and(metrics).map_err(anyhow::Error::msg)
 }
 
+/// Permissions of the sockets of virtual machines and of programs that the configuration gives by default.
+const DEFAULT_MODE: u32 = 0o660;
+
 /// Prefix of names of listening sockets that the previous keeper created.
 const OWN: &str = "own-";
 /// Prefix of those that systemd created. systemd passes such a socket to each process that it starts, but not
@@ -270,33 +278,57 @@ impl Sockets<'_> {
         kind: SockType,
         access: &Access,
     ) -> Result<Listening, SocketError> {
-        let system = |what, source| SocketError::System { path: path.to_owned(), what, source };
-        let keep = |prefix: &str, listening: Listening| {
-            let kept = self.store.keep(&format!("{prefix}{name}"), &listening);
-            kept.map_err(|source| system("keeping the socket", source))?;
-            Ok(listening)
-        };
-        let before = self.inherited.remove(&format!("{ACTIVATED}{name}"));
-        if let Some(fd) = self.inherited.remove(name).or(before) {
-            let what = getsockopt(&fd, sockopt::SockType);
-            if what != Ok(kind) {
-                let text =
-                    format!("systemd's socket {name:?} is {what:?}, not {kind:?}: correct the .socket unit");
-                return Err(system("socket activation", io::Error::new(io::ErrorKind::InvalidInput, text)));
+        if let Some(listening) = self.take(name, kind)? {
+            let at = listening.place().unwrap_or_default();
+            tracing::info!("using systemd's socket {name:?} at {}", at.display());
+            for difference in differences(&at, path, access) {
+                tracing::warn!(
+                    "{difference}: the .socket unit of systemd's {name:?} decides that, not the configuration"
+                );
             }
-            tracing::info!("using systemd's socket {name:?} instead of {}", path.display());
-            return keep(ACTIVATED, Listening::new(fd, None).map_err(|source| system("eventfd", source))?);
+            return Ok(listening);
         }
+        let system = |what, source| SocketError::System { path: path.to_owned(), what, source };
         let before = self.inherited.remove(&format!("{OWN}{name}"));
         // Its file may have been removed, or the configuration may name another.
         if let Some(fd) = before.filter(|fd| path.exists() && is_at(fd, path)) {
             // The configuration may give it to others than before.
             access.apply(path).map_err(|source| system("its permissions", source))?;
             let listening = Listening::new(fd, Some(path.to_owned()));
-            return keep(OWN, listening.map_err(|source| system("eventfd", source))?);
+            return self.keep(OWN, name, path, listening.map_err(|source| system("eventfd", source))?);
         }
         self.store.forget(&format!("{OWN}{name}"));
-        keep(OWN, Listening::bind(path, kind, access)?)
+        self.keep(OWN, name, path, Listening::bind(path, kind, access)?)
+    }
+
+    /// systemd's socket with that name, if it passed one.
+    pub fn take(&mut self, name: &str, kind: SockType) -> Result<Option<Listening>, SocketError> {
+        let before = self.inherited.remove(&format!("{ACTIVATED}{name}"));
+        let Some(fd) = self.inherited.remove(name).or(before) else { return Ok(None) };
+        let path = place_of(&fd).unwrap_or_default();
+        let system = |what, source| SocketError::System { path: path.clone(), what, source };
+        let what = getsockopt(&fd, sockopt::SockType);
+        if what != Ok(kind) {
+            let text =
+                format!("systemd's socket {name:?} is {what:?}, not {kind:?}: correct the .socket unit");
+            return Err(system("socket activation", io::Error::new(io::ErrorKind::InvalidInput, text)));
+        }
+        let listening = Listening::new(fd, None).map_err(|source| system("eventfd", source))?;
+        self.keep(ACTIVATED, name, &path, listening).map(Some)
+    }
+
+    /// Keeps a socket for the next keeper.
+    fn keep(
+        &self,
+        prefix: &str,
+        name: &str,
+        path: &Path,
+        listening: Listening,
+    ) -> Result<Listening, SocketError> {
+        let kept = self.store.keep(&format!("{prefix}{name}"), &listening);
+        let what = "keeping the socket";
+        kept.map_err(|source| SocketError::System { path: path.to_owned(), what, source })?;
+        Ok(listening)
     }
 
     /// Closes the sockets that nobody took. Logs names that are not the keeper's own.
@@ -314,9 +346,34 @@ impl Sockets<'_> {
     }
 }
 
+/// The path that a socket is bound to.
+fn place_of(fd: &OwnedFd) -> Option<PathBuf> {
+    getsockname::<UnixAddr>(fd.as_raw_fd()).ok()?.path().map(Path::to_owned)
+}
+
 /// Whether a socket is bound to this path.
 fn is_at(fd: &OwnedFd, path: &Path) -> bool {
-    getsockname::<UnixAddr>(fd.as_raw_fd()).is_ok_and(|address| address.path() == Some(path))
+    place_of(fd).is_some_and(|place| place == path)
+}
+
+/// What the configuration says otherwise than systemd's socket at `at` is. Nobody need have written there
+/// what is the default.
+fn differences(at: &Path, path: &Path, access: &Access) -> Vec<String> {
+    let mut found = Vec::new();
+    if at != path {
+        found.push(format!("{} is at {}", path.display(), at.display()));
+    }
+    let Ok(file) = std::fs::metadata(at) else { return found };
+    let mode = file.mode() & 0o777;
+    if access.mode != mode && access.mode != DEFAULT_MODE {
+        found.push(format!("{} has the permissions {mode:#o}, not {:#o}", at.display(), access.mode));
+    }
+    if let Some(group) = &access.group
+        && !access.gid().is_ok_and(|gid| gid == Some(Gid::from_raw(file.gid())))
+    {
+        found.push(format!("{} is not of the group {group}", at.display()));
+    }
+    found
 }
 
 #[cfg(test)]
@@ -388,6 +445,7 @@ mod tests {
         let mut inherited = given();
         let mut sockets = Sockets { inherited: &mut inherited, store: &store };
         let taken = sockets.take_or_bind("native", &path, SockType::SeqPacket, &0.into()).unwrap();
+        assert_eq!(taken.place().as_ref(), Some(&path));
         drop(taken);
         assert!(path.exists(), "systemd's socket file stays");
         assert!(inherited.names("").is_empty());
@@ -395,8 +453,26 @@ mod tests {
     }
 
     #[test]
+    fn what_a_socket_unit_decides_otherwise_than_the_configuration_is_named() {
+        let folder = folder();
+        let path = folder.path().join("s");
+        let _made = Listening::bind(&path, SockType::SeqPacket, &0o600.into()).unwrap();
+        let found = |configured: &Path, access: &Access| differences(&path, configured, access);
+        let (shown, none) = (path.display(), Vec::<String>::new());
+        assert_eq!(found(&path, &0o600.into()), none);
+        assert_eq!(found(&path, &DEFAULT_MODE.into()), none, "the default");
+        assert_eq!(found(&path, &0o666.into()), [format!("{shown} has the permissions 0o600, not 0o666")]);
+        let elsewhere = folder.path().join("mine");
+        assert_eq!(found(&elsewhere, &0o600.into()), [format!("{} is at {shown}", elsewhere.display())]);
+        let group = Some("no such group".to_owned());
+        assert_eq!(
+            found(&path, &Access { mode: 0o600, group }),
+            [format!("{shown} is not of the group no such group")]
+        );
+    }
+
+    #[test]
     fn a_socket_gets_the_group_and_permissions_that_the_configuration_names() {
-        use std::os::unix::fs::MetadataExt;
         let folder = folder();
         let path = folder.path().join("s");
         // Only root may give a file to a group that it is not in.

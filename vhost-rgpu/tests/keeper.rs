@@ -6,6 +6,7 @@ mod daemon;
 mod guest;
 
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,6 +15,7 @@ use daemon::Daemon;
 use guest::{Guest, create, message, plain};
 use host_bridge::bridge::SessionConfig;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
 use nix::unistd::Pid;
 use protocol::channel::{NO_SLOT, State};
 use protocol::data::{HostIn, HostOut};
@@ -409,6 +411,30 @@ fn a_server_that_is_not_reached_for_long_is_told_that_qemu_has_ended() {
     eventually(|| daemon.status()["device_processes"].as_array().unwrap().len() == 1);
     daemon.upgrade();
     channel.synchronize();
+}
+
+#[test]
+fn programs_at_systemds_socket_are_refused_while_no_section_serves_them() {
+    let (server, folder) = (TcpServer::start(), Arc::new(tempfile::tempdir().unwrap()));
+    let manager = Manager::new();
+    let path = folder.path().join("native.sock");
+    let listening = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
+    bind(listening.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+    listen(&listening, Backlog::new(8).unwrap()).unwrap();
+    manager.put("native", listening);
+    let guests = section("vm", &folder.path().join("vm.sock"), &server);
+    let daemon = Daemon::kept_configured(&manager, &folder, &guests);
+    let refused = || {
+        let (answer, reason, _) = NativeClient::connect(&path).unwrap().response().unwrap().unwrap();
+        assert!(answer == Answer::Invalid && reason.contains("no section [native]"), "{reason}");
+    };
+    refused();
+    let programs = format!("[native]\nserver = \"{}\"\n", server.config.server);
+    daemon.reconfigure(&format!("{guests}{programs}"));
+    let (_client, mut channel) = NativeClient::with_channel(&path, "program");
+    channel.synchronize();
+    daemon.reconfigure(&guests);
+    refused();
 }
 
 /// The configuration of a virtual machine with these servers, whose socket is in this folder.

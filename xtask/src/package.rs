@@ -153,6 +153,8 @@ type Compression = (&'static str, &'static str);
 /// Builds and checks the packages of a build, with a Debian revision.
 pub fn make(build: Build, revision: u32, compression: Compression) -> Result<()> {
     debian::packages(&["binutils", "lintian"], "making Debian packages")?;
+    // dpkg-deb refuses folders that not everybody may enter.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
     dist::dist_of(build)?;
     let log = process::log("package")?;
     let step = Step::spinner("making Debian packages");
@@ -345,8 +347,8 @@ impl Package {
         if !settings.is_empty() {
             write(&folder.join("conffiles"), &settings, 0o644)?;
         }
-        for (script, mode) in [("postinst", 0o755), ("prerm", 0o755), ("postrm", 0o755), ("triggers", 0o644)]
-        {
+        let scripts = ["preinst", "postinst", "prerm", "postrm"].map(|script| (script, 0o755));
+        for (script, mode) in scripts.into_iter().chain([("triggers", 0o644)]) {
             if own.join(script).is_file() {
                 write(&folder.join(script), &version.fill(&read(&own.join(script))?), mode)?;
             }

@@ -115,7 +115,13 @@ fn reload(server: &Server) {
         Some(Ok(false)) | None => {}
         Some(Err(e)) => tracing::error!("the server's key and certificates stay as they were: {e:#}"),
     }
-    match read_policy(&server.options) {
+    let rules = read_policy(&server.options);
+    let read = if rules.is_ok() {
+        "read keys, certificates and rules for clients again"
+    } else {
+        "read keys and certificates again"
+    };
+    match rules {
         Ok(policy) => *server.policy.lock().unwrap_or_else(|e| e.into_inner()) = Arc::new(policy),
         Err(e) => {
             let why = host_bridge::framing::with_causes(&e);
@@ -134,7 +140,7 @@ fn reload(server: &Server) {
     let (groups, clients) = server.policy().counts();
     let ended = ends::end_sessions(server, |principal, _| server.may_not_go_on(principal))
         + leases::end_forbidden(server);
-    tracing::info!(groups, clients, ended, "SIGHUP: read keys, certificates and rules for clients again");
+    tracing::info!(groups, clients, ended, "SIGHUP: {read}");
     server.succession.store.ready();
 }
 

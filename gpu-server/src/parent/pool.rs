@@ -102,6 +102,9 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
         Kind::Gpu if pool.begun == 0 => options.first_workers.unwrap_or(options.workers),
         Kind::Gpu => options.workers,
     };
+    // Clients choose devices, and lease them, before their first session, and only a worker knows them. One
+    // that nobody needs ends when it has told them.
+    let spare = if kind == Kind::Gpu && state.serving.is_none() { spare.max(1) } else { spare };
     if pool.idle.len() + pool.starting >= pool.queue.len() + spare {
         return None;
     }
@@ -277,6 +280,15 @@ pub(super) mod tests {
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0);
         waiting(&mut state, 3, Kind::Gpu);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 3);
+    }
+
+    #[test]
+    fn a_server_without_spare_workers_starts_one_that_tells_its_devices() {
+        let (mut state, now, options) = (State::default(), Instant::now(), options(&["--workers=0"]));
+        assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 1);
+        assert_eq!(started(&mut state, &options, Kind::Nvml, 8, now), 0);
+        (state.gpu.starting, state.serving) = (0, Some(("software".into(), vec!["a GPU".into()])));
+        assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0);
     }
 
     #[test]

@@ -15,15 +15,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use host_bridge::ask::{Answer, Question};
+use host_bridge::ask::{Answer as Reply, Question};
 use host_bridge::bridge::{Security, ask};
 use host_bridge::framing::{Address, with_causes};
 use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
 use identity::{ClientFiles, Source};
 use nix::sys::resource::{Resource, getrlimit};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, recv, setsockopt, socket, sockopt,
+};
+use nix::sys::time::{TimeVal, TimeValLike};
 use nix::unistd::{AccessFlags, access};
+use protocol::device::{Answer, Response};
+use zerocopy::FromBytes;
 
 use crate::daemon::read_status;
 use crate::enrollment::client_folder;
@@ -67,7 +72,7 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
         findings.extend([Some(module), node].into_iter().flatten());
     } else {
         println!("This is a host: there is no rgpu device here.");
-        findings.extend([qemu(), kvm(), gpu()]);
+        findings.extend([qemu(), kvm(), gpu(Path::new("/"))]);
         findings.extend(profiling(Path::new("/")));
         findings.extend([daemon("vhost-rgpu"), daemon("server")]);
         for (daemon, list, name) in
@@ -204,15 +209,23 @@ fn kvm() -> Finding {
     }
 }
 
-fn gpu() -> Finding {
-    if !Path::new("/dev/nvidiactl").exists() {
+/// The GPU and its driver. `root`: the root of the file system.
+fn gpu(root: &Path) -> Finding {
+    let missing = missing_nodes(root);
+    if !missing.is_empty() {
+        return Wrong(
+            format!("there is no {}, so CUDA does not see GPUs that the driver has", missing.join(", ")),
+            "nvidia-smi makes the nodes of all GPUs, and so does systemctl restart rgpu-server".into(),
+        );
+    }
+    if !root.join("dev/nvidiactl").exists() {
         return Note(
             "there is no NVIDIA GPU with a loaded driver; a machine without an NVIDIA GPU can serve one in software"
                 .into(),
             None,
         );
     }
-    let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let version = std::fs::read_to_string(root.join("proc/driver/nvidia/version")).unwrap_or_default();
     match driver_version(&version) {
         Some(version) if version >= 580 => Good(format!("an NVIDIA GPU with driver {version} (CUDA 13)")),
         Some(version) => Note(
@@ -225,6 +238,21 @@ fn gpu() -> Finding {
             None,
         ),
     }
+}
+
+/// The device nodes that GPUs of the driver need and do not have. No driver makes them: programs with all
+/// rights do, such as nvidia-smi.
+fn missing_nodes(root: &Path) -> Vec<String> {
+    let gpus = std::fs::read_dir(root.join("proc/driver/nvidia/gpus"));
+    let minor = |gpu: std::fs::DirEntry| -> Option<u32> {
+        let text = std::fs::read_to_string(gpu.path().join("information")).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("Device Minor:")?.trim().parse().ok())
+    };
+    let mut minors: Vec<u32> = gpus.into_iter().flatten().flatten().filter_map(minor).collect();
+    minors.sort_unstable();
+    let control = (!minors.is_empty()).then(|| "/dev/nvidiactl".to_owned());
+    let nodes = control.into_iter().chain(minors.into_iter().map(|minor| format!("/dev/nvidia{minor}")));
+    nodes.filter(|node| !root.join(node.trim_start_matches('/')).exists()).collect()
 }
 
 /// The major number of the driver in the text of `/proc/driver/nvidia/version`.
@@ -377,12 +405,17 @@ fn native_socket() -> Finding {
 
 /// What the result of a connection to the socket for programs means. `named`: whether RGPU_SOCKET names it.
 /// `unit`: what systemd knew of vhost-rgpu before, if the socket may be systemd's.
-fn native(path: &Path, named: bool, connected: std::io::Result<()>, unit: Option<&Unit>) -> Finding {
+fn native(
+    path: &Path,
+    named: bool,
+    connected: std::io::Result<Option<Response>>,
+    unit: Option<&Unit>,
+) -> Finding {
     let origin = if named { " (named by RGPU_SOCKET)" } else { "" };
     let shown = format!("{}{origin}", path.display());
     let error = match (connected, unit) {
         (Err(error), _) => error,
-        (Ok(()), Some(unit)) if !unit.starts() => {
+        (Ok(_), Some(unit)) if !unit.starts() => {
             return Wrong(
                 format!(
                     "{shown}: systemd has programs on this host wait there for vhost-rgpu, which does not start"
@@ -390,7 +423,18 @@ fn native(path: &Path, named: bool, connected: std::io::Result<()>, unit: Option
                 why_not("vhost-rgpu"),
             );
         }
-        (Ok(()), _) => return Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
+        (Ok(None), _) => return Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
+        (Ok(Some(refusal)), _) => {
+            let text = format!("{shown}: programs on this host are refused: {}", refusal.reason());
+            return match Answer::from_number(refusal.status) {
+                // It may serve virtual machines only.
+                Answer::Invalid => Note(
+                    text,
+                    Some("if they are to use GPUs: a section [native] in /etc/rgpu/vhost-rgpu.toml, then systemctl reload vhost-rgpu".into()),
+                ),
+                _ => Wrong(text, "journalctl -u vhost-rgpu has more".into()),
+            };
+        }
     };
     let step = match error.kind() {
         ErrorKind::NotFound if !named => {
@@ -408,10 +452,15 @@ fn native(path: &Path, named: bool, connected: std::io::Result<()>, unit: Option
     Wrong(format!("programs on this host cannot reach vhost-rgpu at {shown}: {error}"), step.into())
 }
 
-/// Connects to a socket for packets, as programs do.
-fn connect_packets(path: &Path) -> std::io::Result<()> {
+/// Connects to a socket for packets, as programs do. Returns what vhost-rgpu says to a program that it refuses
+/// before any request: it says that at once.
+fn connect_packets(path: &Path) -> std::io::Result<Option<Response>> {
     let socket = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
-    Ok(connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?)
+    connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::milliseconds(500))?;
+    let mut packet = [0; size_of::<Response>()];
+    let length = recv(socket.as_raw_fd(), &mut packet, MsgFlags::empty()).unwrap_or(0);
+    Ok((length == packet.len()).then(|| Response::read_from_bytes(&packet).ok()).flatten())
 }
 
 /// Pinned memory counts against this limit, in guests and on hosts.
@@ -538,7 +587,7 @@ fn protected(address: &Address, server: &str, at: SocketAddr, socket: TcpStream)
 fn served(server: &str, address: &Address, files: ClientFiles) -> Finding {
     let trusted = format!("the server at {server} has the key that is pinned for it");
     match ask(address, Security::Tls(Arc::new(files)), &Question::Inventory {}) {
-        Ok(Answer::Inventory(gpus)) => Good(format!("{trusted}; GPUs for this client: {}", gpus.len())),
+        Ok(Reply::Inventory(gpus)) => Good(format!("{trusted}; GPUs for this client: {}", gpus.len())),
         Ok(_) => Wrong(
             format!("{trusted}, but does not say which GPUs this client may use"),
             "install the same release of rgpu on both".into(),
@@ -568,6 +617,33 @@ mod tests {
         let text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n";
         assert_eq!(driver_version(text), Some(580));
         assert_eq!(driver_version(""), None);
+    }
+
+    #[test]
+    fn gpus_without_a_device_node_are_told() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path();
+        assert!(matches!(gpu(root), Note(text, None) if text.starts_with("there is no NVIDIA GPU")));
+        for (folder, minor) in [("0000:0a:00.0", 1), ("0000:01:00.0", 0)] {
+            let folder = root.join("proc/driver/nvidia/gpus").join(folder);
+            std::fs::create_dir_all(&folder).unwrap();
+            let text = format!("Model: \t\t NVIDIA H200\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n");
+            std::fs::write(folder.join("information"), text).unwrap();
+        }
+        let nvrm = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n";
+        std::fs::write(root.join("proc/driver/nvidia/version"), nvrm).unwrap();
+        std::fs::create_dir(root.join("dev")).unwrap();
+        for (made, missing) in [
+            ("null", "there is no /dev/nvidiactl, /dev/nvidia0, /dev/nvidia1, so"),
+            ("nvidiactl", "there is no /dev/nvidia0, /dev/nvidia1, so"),
+            ("nvidia0", "there is no /dev/nvidia1, so"),
+        ] {
+            std::fs::write(root.join("dev").join(made), "").unwrap();
+            let found = gpu(root);
+            assert!(matches!(&found, Wrong(text, _) if text.starts_with(missing)), "{found:?}");
+        }
+        std::fs::write(root.join("dev/nvidia1"), "").unwrap();
+        assert!(matches!(gpu(root), Good(text) if text.contains("driver 580")));
     }
 
     #[test]
@@ -646,7 +722,12 @@ mod tests {
         assert!(step(ErrorKind::ConnectionRefused, true).contains("RGPU_SOCKET"));
         assert!(step(ErrorKind::NotFound, true).contains("RGPU_SOCKET"));
         assert!(step(ErrorKind::NotFound, false).contains("rgpuctl run"));
-        let reached = |unit: Option<&Unit>| native(Path::new("/s"), false, Ok(()), unit);
+        let refused = |answer| native(Path::new("/s"), false, Ok(Some(Response::new(answer, "why"))), None);
+        assert!(
+            matches!(refused(Answer::Invalid), Note(text, Some(_)) if text.ends_with("are refused: why"))
+        );
+        assert!(matches!(refused(Answer::NoResources), Wrong(..)));
+        let reached = |unit: Option<&Unit>| native(Path::new("/s"), false, Ok(None), unit);
         assert!(matches!(reached(None), Good(_)));
         for (state, starts) in
             [("active", true), ("inactive", true), ("activating", false), ("failed", false)]

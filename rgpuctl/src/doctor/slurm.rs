@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use clap::{Args, FromArgMatches};
 use host_bridge::ask::{Answer, Question};
 use host_bridge::framing::with_causes;
 use host_bridge::server::Server;
@@ -16,6 +17,8 @@ use crate::pool::Place;
 
 /// Prolog, Epilog and TaskProlog of the node.
 const SCRIPT: &str = "/usr/lib/rgpu/rgpu-slurm";
+/// Its settings.
+const SETTINGS: &str = "/etc/rgpu/slurm.conf";
 const TIMER: &str = "rgpu-slurm.timer";
 /// How often the timer renews leases, in minutes.
 const RENEWED_EACH: u64 = 2;
@@ -29,7 +32,8 @@ const JOBS: usize = 3;
 struct Settings {
     state: PathBuf,
     pool: PathBuf,
-    insecure: bool,
+    /// Options of rgpuctl.
+    options: String,
     minutes: u64,
     wait: u64,
 }
@@ -47,6 +51,7 @@ pub fn check() -> Vec<Finding> {
     };
     let mut findings = vec![timer(&settings, output(&["systemctl", "is-active", TIMER]).as_deref())];
     findings.extend(minutes(&settings));
+    findings.extend(readable(Path::new(SETTINGS)));
     match output(&["scontrol", "show", "config"]) {
         Ok(text) => findings.extend(configuration(&text, &settings)),
         Err(error) => findings.push(Note(format!("Slurm's configuration is unknown: {error}"), None)),
@@ -73,7 +78,7 @@ fn parse(text: &str) -> Option<Settings> {
     Some(Settings {
         state: value("STATE")?.into(),
         pool: value("POOL")?.into(),
-        insecure: value("OPTIONS")?.split_whitespace().any(|word| word == "--insecure"),
+        options: value("OPTIONS")?.to_owned(),
         minutes: value("MINUTES")?.parse().ok()?,
         wait: value("WAIT")?.parse().ok()?,
     })
@@ -101,6 +106,22 @@ fn minutes(settings: &Settings) -> Option<Finding> {
                 settings.minutes
             ),
             "set MINUTES to 5 or more".into(),
+        )
+    })
+}
+
+/// Whether tasks of all users can read the settings.
+fn readable(path: &Path) -> Option<Finding> {
+    // There need not be any.
+    let mode = fs::metadata(path).ok()?.permissions().mode();
+    (mode & 0o004 == 0).then(|| {
+        let shown = path.display();
+        Wrong(
+            format!(
+                "{shown} has the mode {:o}: TaskProlog reads it as the job's user, and all tasks fail",
+                mode & 0o777
+            ),
+            format!("chmod 644 {shown}; what is secret belongs in files that it names"),
         )
     })
 }
@@ -172,13 +193,24 @@ fn configuration(text: &str, settings: &Settings) -> Vec<Finding> {
     findings
 }
 
+/// The pool, and how the script asks its servers.
+fn place(settings: &Settings) -> Result<Place, String> {
+    let wrong = |error: clap::Error| {
+        let text = error.to_string();
+        format!("OPTIONS: {}", text.lines().next().unwrap_or_default().trim_start_matches("error: "))
+    };
+    // As the shell would split them.
+    let words = settings.options.split_whitespace();
+    let command = Place::augment_args(clap::Command::new("OPTIONS").no_binary_name(true));
+    let place = command.try_get_matches_from(words).and_then(|given| Place::from_arg_matches(&given));
+    Ok(Place { servers: Vec::new(), pool: Some(settings.pool.clone()), ..place.map_err(wrong)? })
+}
+
 /// Whether the pool's servers can be asked with this machine's key, and whether vhost-rgpu knows them.
 fn pool(settings: &Settings) -> Vec<Finding> {
-    let place = Place {
-        servers: Vec::new(),
-        pool: Some(settings.pool.clone()),
-        insecure: settings.insecure,
-        identity: None,
+    let place = match place(settings) {
+        Ok(place) => place,
+        Err(error) => return vec![unusable(&error)],
     };
     let members = match place.members() {
         Ok(members) => members,
@@ -347,9 +379,35 @@ mod tests {
             concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/rgpu-slurm/files/usr/lib/rgpu/rgpu-slurm");
         let settings = parse(&output(&["sh", script, "settings"]).unwrap()).unwrap();
         assert_eq!(settings.pool, Path::new("/etc/rgpu/pool.toml"));
-        assert_eq!((settings.minutes, settings.insecure), (10, false));
-        assert!(parse(SETTINGS).unwrap().insecure);
+        assert_eq!((settings.minutes, settings.options.as_str()), (10, ""));
+        assert_eq!(parse(SETTINGS).unwrap().options, "--insecure");
         assert_eq!(parse("STATE=/run/x\n"), None);
+    }
+
+    #[test]
+    fn servers_are_asked_with_the_scripts_options() {
+        let with = |options: &str| {
+            let text = format!("STATE=/s\nPOOL=/p\nOPTIONS={options}\nMINUTES=10\nWAIT=60\n");
+            place(&parse(&text).unwrap())
+        };
+        let none = with("").unwrap();
+        assert!(!none.insecure && none.identity.is_none() && none.pool == Some("/p".into()));
+        let both = with("--insecure --identity /etc/rgpu/slurm-key").unwrap();
+        assert!(both.insecure && both.identity == Some("/etc/rgpu/slurm-key".into()));
+        let wrong = with("--unsafe").err().unwrap();
+        assert!(wrong.starts_with("OPTIONS: unexpected argument '--unsafe'"), "{wrong}");
+    }
+
+    #[test]
+    fn settings_that_not_all_users_can_read_are_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("slurm.conf");
+        assert_eq!(readable(&path), None);
+        fs::write(&path, "WAIT=60\n").unwrap();
+        for (mode, good) in [(0o600, false), (0o640, false), (0o644, true)] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(readable(&path).is_none(), good, "{mode:o}");
+        }
     }
 
     #[test]

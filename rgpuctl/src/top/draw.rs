@@ -11,8 +11,8 @@ use super::views::{App, Cell, Column, Row, View};
 /// Maximum lines about the daemons and the sockets that do not answer.
 const SUMMARY: usize = 3;
 
-/// Draws everything.
-pub fn draw(frame: &mut Frame<'_>, app: &App) {
+/// Draws everything. On a page beyond the last row, the app scrolls back.
+pub fn draw(frame: &mut Frame<'_>, app: &mut App) {
     let mut summary = app.summary();
     summary.truncate(SUMMARY);
     let lines = summary.len() as u16;
@@ -77,10 +77,11 @@ fn heading(app: &App, widths: &[usize]) -> Line<'static> {
     Line::from(spans)
 }
 
-fn rows(frame: &mut Frame<'_>, app: &App, widths: &[usize], area: Rect) {
+fn rows(frame: &mut Frame<'_>, app: &mut App, widths: &[usize], area: Rect) {
     let height = usize::from(area.height);
     // The last page is full.
-    let offset = app.offset.min(app.rows.len().saturating_sub(height));
+    app.offset = app.offset.min(app.rows.len().saturating_sub(height));
+    let (app, offset) = (&*app, app.offset);
     let columns = app.view.columns();
     let line = |row: &Row| {
         let cells = row.iter().zip(columns).zip(widths);

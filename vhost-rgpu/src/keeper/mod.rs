@@ -151,10 +151,20 @@ impl Keeper {
         let scraped = or_without(goes_on, scrape::listen(&config.metrics, &mut sockets))?.flatten();
         if native.is_none() {
             native::drop_others(&store, sockets.inherited);
+            if let Some(listening) =
+                or_without(goes_on, sockets.take("native", SockType::SeqPacket))?.flatten()
+            {
+                tracing::info!("programs are refused: the configuration has no section [native]");
+                self.stoppers.push(listening.stopper());
+                let succession = succession.clone();
+                self.spawn("native", move || native::refuse_all(&listening, &succession))?;
+            }
         }
 
         if let Some((config, listening)) = native {
-            tracing::info!("serving native clients at {} with {}", config.socket.display(), config.servers);
+            let place = listening.as_ref().and_then(Listening::place);
+            let place = place.as_ref().unwrap_or(&config.socket);
+            tracing::info!("serving native clients at {} with {}", place.display(), config.servers);
             let server =
                 native::Server::new(config, self.processes.clone(), self.own.clone(), succession.clone());
             self.native = Some(server.clone());

@@ -176,6 +176,22 @@ fn credentials(socket: &OwnedFd) -> io::Result<UnixCredentials> {
     Ok(getsockopt(socket, sockopt::PeerCredentials)?)
 }
 
+/// Answers a client that no device process gets.
+fn refuse(socket: &OwnedFd, status: Answer, why: &str) {
+    let _ = answer(socket, status, why, None);
+    // A connection closed with an unread request is reset, and the client would not see the answer.
+    let _ = recv(socket.as_raw_fd(), &mut [0; 256], MsgFlags::MSG_DONTWAIT);
+}
+
+/// Refuses programs that come to systemd's socket, until it is stopped, because the configuration has no
+/// section for them. Nobody else would ever answer them: systemd accepts no connections while this process
+/// runs.
+pub fn refuse_all(listening: &Listening, succession: &Succession) {
+    while let Some((socket, _stays)) = listening.accept_patiently("native socket", || succession.stays()) {
+        refuse(&socket, Answer::Invalid, "the configuration of vhost-rgpu has no section [native]");
+    }
+}
+
 impl Server {
     /// A server with this configuration.
     pub fn new(
@@ -217,10 +233,7 @@ impl Server {
                 self.own.refuse(cause);
                 self.limit.warn(&who, &format!("refused: {why}"));
                 if let Some(socket) = socket {
-                    let _ = answer(&socket, Answer::NoResources, &why, None);
-                    // A connection closed with an unread request is reset, and the client would not see the
-                    // answer.
-                    let _ = recv(socket.as_raw_fd(), &mut [0; 256], MsgFlags::MSG_DONTWAIT);
+                    refuse(&socket, Answer::NoResources, &why);
                 }
             }
         }
@@ -432,6 +445,7 @@ fn find(store: &Arc<Store>, uid: u32, inherited: &mut Inherited) -> Option<(Kept
 pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
     for uid in users(inherited) {
         if let Some((kept, found)) = find(store, uid, inherited) {
+            tracing::warn!("programs of user {uid}: not served any more, and disconnected");
             kept.kill_device_process(&found);
             kept.end();
         }

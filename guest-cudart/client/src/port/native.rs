@@ -19,6 +19,10 @@ use protocol::device::{Answer, Response, request};
 use protocol::native::{MAGIC, Request};
 use zerocopy::{FromZeros, IntoBytes};
 
+/// After this long without an answer to its first request, a program reports that it waits. systemd may hold
+/// its socket for a daemon that does not start.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// A connection to the daemon, with its channel.
 pub struct Native {
     path: PathBuf,
@@ -89,6 +93,12 @@ impl Native {
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
             sent => sent.map_err(error("sending a request to vhost-rgpu"))?,
         }
+        if kind == request::CREATE_CHANNEL && !self.answered_within(PATIENCE) {
+            let (path, seconds) = (self.path.display(), PATIENCE.as_secs());
+            log::warn(format_args!(
+                "vhost-rgpu has not answered at {path} for {seconds} s, and this program waits for it: on the host, systemctl status vhost-rgpu shows whether it runs"
+            ));
+        }
         let mut response = Response::new_zeroed();
         let (n, fd) = receive(&self.socket, response.as_mut_bytes()).map_err(error("vhost-rgpu's answer"))?;
         if n == 0 {
@@ -114,6 +124,16 @@ impl Native {
                 reason: response.reason(),
             }),
         }
+    }
+}
+
+impl Native {
+    /// Whether the reply, or the connection's end, came in this time.
+    fn answered_within(&self, time: Duration) -> bool {
+        let mut poll = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let millis = i32::try_from(time.as_millis()).unwrap_or(i32::MAX);
+        // SAFETY: one live `pollfd`. If a signal ends the wait, the report is omitted.
+        unsafe { libc::poll(&raw mut poll, 1, millis) != 0 }
     }
 }
 
