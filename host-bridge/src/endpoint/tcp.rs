@@ -151,8 +151,8 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
-    use protocol::link::{DataHeader, frame, progress};
     use protocol::data::Place;
+    use protocol::link::{DataHeader, frame, progress};
 
     use super::*;
     use crate::compression::CompressUse;

@@ -704,6 +704,41 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_stream_is_waited_for_until_its_work_is_done_and_everybody_was_told() {
+        const LIMIT: Duration = Duration::from_secs(60);
+        let mut cuda = Cuda::fake(Api::idle());
+        let (context, id) = (ContextId(0), StreamId(0));
+        let native = cuda.default_stream(context, 0).unwrap();
+        let mut streams = Streams::default();
+        streams.insert(id.0, Stream { context, green: None, is_blocking: true, native });
+        let (done, ended) = channel();
+        let mut after = |streams: &mut Streams<CudaStream>, seq| {
+            let done = done.clone();
+            cuda.after(streams, seq, |_| true, move |status| done.send(status).unwrap());
+        };
+        after(&mut streams, 5);
+        let stream = &mut find(&mut streams, id).unwrap().native;
+        assert!(ended.try_recv().is_err() && !stream.is_at_rest());
+        stream.word.set(5);
+        assert_eq!(ended.recv_timeout(LIMIT), Ok(Status::SUCCESS));
+        let begun = Instant::now();
+        while !stream.is_at_rest() {
+            assert!(begun.elapsed() < LIMIT, "its fence is over");
+            std::thread::yield_now();
+        }
+        after(&mut streams, 6);
+        assert_eq!(ended.try_recv(), Ok(Status::SUCCESS), "at once");
+        let stream = &mut find(&mut streams, id).unwrap().native;
+        assert_eq!(stream.last, 5);
+        stream.dirty = true;
+        after(&mut streams, 7);
+        let stream = &find(&mut streams, id).unwrap().native;
+        assert!(ended.try_recv().is_err() && stream.last == 7);
+        stream.word.set(7);
+        assert_eq!(ended.recv_timeout(LIMIT), Ok(Status::SUCCESS));
+    }
+
+    #[test]
     fn events_are_measured_in_both_directions_at_the_same_time() {
         let [one, other] = [(); 2].map(|()| Timed::new(std::ptr::null_mut()));
         let (done, all_done) = channel();
