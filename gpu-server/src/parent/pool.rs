@@ -277,6 +277,7 @@ pub(super) mod tests {
         let options = options(&["--workers=0", "--first-workers=1"]);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 1);
         (state.gpu.starting, state.gpu.begun) = (0, 1);
+        state.serving = Some(("software".into(), vec!["a GPU".into()]));
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0);
         waiting(&mut state, 3, Kind::Gpu);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 3);

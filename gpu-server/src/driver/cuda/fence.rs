@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::driver::call::{End, Result};
 use protocol::Status;
-use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE};
+use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE, PollTime};
 
 use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
 use crate::driver::output::Output;
@@ -387,7 +387,8 @@ impl Completer {
         let mut moved = Instant::now();
         let mut asked = moved;
         let (idle, busy) = (COMPLETER_IDLE.here(), COMPLETER_BUSY.here());
-        let over_network_busy = busy.min(COMPLETER_BUSY_NETWORK.here());
+        // A program whose steps take longer would have this thread poll in each one for nothing.
+        let mut over_network_busy = PollTime::new(busy.min(COMPLETER_BUSY_NETWORK.here()));
         while !self.over.load(Ordering::Acquire) {
             if awaited.is_empty() {
                 let since = Instant::now();
@@ -422,6 +423,7 @@ impl Completer {
             let now = Instant::now();
             let nothing = ready.is_empty();
             if !nothing {
+                over_network_busy.slept(now.saturating_duration_since(moved));
                 moved = now;
                 self.flush(&ready, api);
             }
@@ -437,7 +439,7 @@ impl Completer {
             }
             let quiet = now.saturating_duration_since(moved);
             let over_network = self.over_network.load(Ordering::Relaxed);
-            let rests = quiet > if over_network { over_network_busy } else { busy };
+            let rests = quiet > if over_network { over_network_busy.get() } else { busy };
             let pause = if rests { HEALTH } else { HEALTH_BUSY };
             if now.saturating_duration_since(asked) > pause && !awaited.is_empty() {
                 ask_all(&awaited, api, self.output.get().map(|output| &**output));

@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 use crate::driver::call::Result;
 use host_bridge::endpoint::{Grants, Held, Landing, Mapped, Sink, Unacknowledged};
 use protocol::Status;
-use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK};
+use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, PollTime};
 
 use std::ptr::NonNull;
 
@@ -402,10 +402,8 @@ impl Staging {
     fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
         // A stream waits until its data has been sent, so every delay here delays the stream.
         nap_precisely();
-        let alone = PATIENCE.max(COMPLETER_BUSY.here().min(COMPLETER_BUSY_NETWORK.here()));
-        let patience = |active: &[(Arc<Departure>, u64)]| {
-            if active.iter().all(|(job, _)| job.senders == 1) { alone } else { PATIENCE }
-        };
+        let bound = COMPLETER_BUSY.here().min(COMPLETER_BUSY_NETWORK.here());
+        let mut alone = PollTime::new(bound.max(PATIENCE));
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
         let mut quiet = Quiet { since: moved, arrived: 0 };
@@ -444,6 +442,8 @@ impl Staging {
             if self.over.load(Ordering::Acquire) {
                 return;
             }
+            let is_alone = active.iter().all(|(job, _)| job.senders == 1);
+            let patience = if is_alone { alone.get().max(PATIENCE) } else { PATIENCE };
             let mut worked = false;
             active.retain_mut(|(job, next)| {
                 while *next < job.transfer.chunks() && job.try_send(sender, *next, &mut in_place) {
@@ -453,14 +453,18 @@ impl Staging {
                 *next < job.transfer.chunks()
             });
             if worked {
-                moved = Instant::now();
+                let now = Instant::now();
+                if is_alone {
+                    alone.slept(now.saturating_duration_since(moved));
+                }
+                moved = now;
                 quiet.since = moved;
             } else if let Some(kept) =
                 in_place.take_if(|kept| quiet.is_long(kept.arrived(sender), Instant::now()))
             {
                 // There is nothing better to do, and the slots may be needed.
                 kept.copy(sender);
-            } else if moved.elapsed() > patience(&active) {
+            } else if moved.elapsed() > patience {
                 std::thread::sleep(NAP);
             } else {
                 std::hint::spin_loop();
