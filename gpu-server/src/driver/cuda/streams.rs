@@ -29,6 +29,8 @@ const BEHIND_WORD: Duration = Duration::from_millis(10);
 pub struct CudaStream {
     handle: CUstream,
     word: Arc<Word>,
+    /// The same, for events.
+    lasting: Arc<Lasting>,
     progress: Arc<Publisher>,
     /// Whether it has work after its last fence.
     dirty: bool,
@@ -91,16 +93,35 @@ pub struct CudaEvent {
     handle: CUevent,
     /// `None`: it does not record time.
     timed: Option<Arc<Timed>>,
-    recorded: Option<(Arc<Word>, u64, Arc<Health>)>,
+    recorded: Option<Recorded>,
 }
 
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CudaEvent {}
 
-impl CudaEvent {
-    /// Whether its last record is done, according to its stream's word.
-    fn is_reached(&self) -> bool {
-        self.recorded.as_ref().is_some_and(|(word, value, _)| word.get() >= *value)
+/// A stream's word for the events that were recorded on it. Once the stream was destroyed and its work is
+/// done, they have none: words are few, and an event may exist for ever.
+struct Lasting(Mutex<Option<Arc<Word>>>);
+
+impl Lasting {
+    fn word(&self) -> MutexGuard<'_, Option<Arc<Word>>> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// An event's last record.
+#[derive(Clone)]
+struct Recorded {
+    stream: Arc<Lasting>,
+    /// What the stream's word reaches then.
+    value: u64,
+    health: Arc<Health>,
+}
+
+impl Recorded {
+    /// The stream's word, if it has yet to reach the record.
+    fn outstanding(&self) -> Option<Arc<Word>> {
+        self.stream.word().as_ref().filter(|word| word.get() < self.value).map(Arc::clone)
     }
 }
 
@@ -238,9 +259,11 @@ impl Cuda {
     ) -> Result<CudaStream> {
         let progress =
             Publisher { stream: id.0, context, last: Mutex::new(0), errors: self.errors()?.clone() };
+        let word = self.words.take().map(Arc::new)?;
         Ok(CudaStream {
             handle,
-            word: self.words.take().map(Arc::new)?,
+            lasting: Arc::new(Lasting(Mutex::new(Some(Arc::clone(&word))))),
+            word,
             progress: Arc::new(progress),
             dirty: false,
             last: 0,
@@ -413,9 +436,15 @@ impl GpuStreams for Cuda {
         let place = self.enter_stream(cx, streams, id)?;
         // The word belongs to this stream until its work is done; a fence keeps it until then.
         let stream = &find(streams, id)?.native;
-        let word = Arc::clone(&stream.word);
+        let (word, lasting) = (Arc::clone(&stream.word), Arc::clone(&stream.lasting));
         *stream.progress.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
-        self.fence(streams, &place, cx.seq, move |_| drop(word))?;
+        let passed = move |status: Status| {
+            if status.is_success() {
+                lasting.word().take();
+            }
+            drop(word);
+        };
+        self.fence(streams, &place, cx.seq, passed)?;
         streams.remove(&id.0);
         // SAFETY: removed from the table; its work still completes.
         let destroyed = unsafe { self.api.stream_destroy(place.stream) };
@@ -641,17 +670,18 @@ impl GpuStreams for Cuda {
         self.note(place.context, recorded)?;
         let stream = &mut find(streams, place.id)?.native;
         stream.dirty = true;
-        event.recorded = Some((Arc::clone(&stream.word), stream.last, Arc::clone(&place.health)));
+        let (lasting, health) = (Arc::clone(&stream.lasting), Arc::clone(&place.health));
+        event.recorded = Some(Recorded { stream: lasting, value: stream.last, health });
         Ok(())
     }
 
     fn synchronize_event(&mut self, cx: &Call, event: &CudaEvent) -> Reply<EventSynchronizeReply> {
         self.context(cx.context)?.health.check()?;
-        let Some((word, value, health)) = &event.recorded else {
-            return Ok(Answer::Now(EventSynchronizeReply {}));
-        };
+        let done = Ok(Answer::Now(EventSynchronizeReply {}));
+        let Some(Recorded { stream, value, health }) = &event.recorded else { return done };
         // The completer does this even if the event is already done, so that it comes after the publication
-        // of the event's own word.
+        // of the event's own word. It has published that before a destroyed stream's word is gone.
+        let Some(word) = stream.word().clone() else { return done };
         let (pending, errors, context) = (cx.later(), self.errors()?.clone(), cx.context);
         let end = move |status: Status| {
             if !status.is_success() {
@@ -659,7 +689,7 @@ impl GpuStreams for Cuda {
             }
             pending.answer(status.ok().map(|()| EventSynchronizeReply {}));
         };
-        self.completer.when(word, *value, health, Box::new(end));
+        self.completer.when(&word, *value, health, Box::new(end));
         Ok(Answer::Later)
     }
 
@@ -667,32 +697,32 @@ impl GpuStreams for Cuda {
         let (Some(first), Some(second)) = (&start.timed, &end.timed) else {
             return Err(Status::INVALID_HANDLE);
         };
-        let (Some((begun, from, other)), Some((word, value, health))) = (&start.recorded, &end.recorded)
-        else {
+        let (Some(begun), Some(ended)) = (&start.recorded, &end.recorded) else {
             return Err(Status::INVALID_HANDLE);
         };
         let interval = Interval::between(first, second);
-        if end.is_reached() {
-            if !start.is_reached() {
+        let Some(word) = ended.outstanding() else {
+            if begun.outstanding().is_some() {
                 return Err(Status::NOT_READY);
             }
             self.enter_context(cx.context)?;
             let measured = interval.measure(self.api);
             return self.note(cx.context, measured).map(Answer::Now);
-        }
+        };
         // Requested ahead: when the end is done, the start is too, or the answer is that it is not.
-        let (api, pending, context, other) = (self.api, cx.later(), Arc::clone(health), Arc::clone(other));
-        let (begun, from) = (Arc::clone(begun), *from);
+        let (api, pending, context, begun) =
+            (self.api, cx.later(), Arc::clone(&ended.health), Recorded::clone(begun));
         let measure = move |status: Status| {
-            let begun = if begun.get() >= from { Ok(()) } else { Err(Status::NOT_READY) };
+            let has_begun = if begun.outstanding().is_none() { Ok(()) } else { Err(Status::NOT_READY) };
             let measure = || context.with(api, || interval.measure(api));
-            let measured = status.ok().and(begun).and_then(|()| {
+            let measured = status.ok().and(has_begun).and_then(|()| {
                 // The start's context, if it is another, must not be destroyed meanwhile either.
-                if Arc::ptr_eq(&context, &other) { measure() } else { other.with(api, measure) }
+                let other = &begun.health;
+                if Arc::ptr_eq(&context, other) { measure() } else { other.with(api, measure) }
             });
             pending.answer(measured);
         };
-        self.completer.when(word, *value, health, Box::new(measure));
+        self.completer.when(&word, ended.value, &ended.health, Box::new(measure));
         Ok(Answer::Later)
     }
 }
@@ -702,6 +732,34 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use super::*;
+    use crate::doubles::Listener;
+
+    #[test]
+    fn an_event_does_not_keep_the_word_of_a_stream_that_was_destroyed() {
+        let mut cuda = Cuda::fake(Api::idle());
+        let (context, id) = (ContextId(0), StreamId(MAX_CONTEXTS));
+        let mut streams = Streams::default();
+        let native = cuda.make_stream(id, context, 0, 0).unwrap();
+        let word = Arc::clone(&native.word);
+        streams.insert(id.0, Stream { context, green: None, is_blocking: true, native });
+        let mut call = Call::new(Arc::new(Listener::new(|_| {})));
+        let place = cuda.enter_stream(&mut call, &mut streams, id).unwrap();
+        let mut event = cuda.make_event(context, EVENT_DISABLE_TIMING).unwrap();
+        cuda.record_event(&call, &mut streams, &place, &mut event, 0).unwrap();
+        cuda.destroy_stream(&mut call, &mut streams, id).unwrap();
+        let recorded = event.recorded.as_ref().unwrap();
+        assert!(recorded.outstanding().is_some(), "its work is not done");
+        // As the stream does.
+        word.set(u64::MAX);
+        let (left, limit) = (Arc::downgrade(&word), Instant::now() + Duration::from_secs(60));
+        drop(word);
+        while left.strong_count() > 0 {
+            assert!(Instant::now() < limit, "it is still kept");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(recorded.outstanding().is_none());
+        assert!(matches!(cuda.synchronize_event(&call, &event), Ok(Answer::Now(_))));
+    }
 
     #[test]
     fn a_stream_is_waited_for_until_its_work_is_done_and_everybody_was_told() {
