@@ -3,9 +3,9 @@
 //! Destroying one does not wait for the work that uses it, as natively. The server learns of it when that
 //! work is done ([`end`]): until then the object exists, and no other one gets its handle.
 //!
-//! Video filters make the same textures of a few buffers for every frame, and the handle has to be awaited. So
-//! the server keeps the last destroyed textures of linear device memory, and whoever makes an equal one gets it
-//! back ([`again`]).
+//! Video filters make the same textures of a few buffers for every frame, and the handle has to be awaited.
+//! So the server keeps the last destroyed textures of linear device memory, and whoever makes an equal one
+//! gets it back ([`again`]).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -122,7 +122,8 @@ pub(crate) fn request(driver: &Driver, operation: &TextureCreate) -> Option<Requ
     Some(bytes.into())
 }
 
-/// A destroyed texture of a context that is made again. Work that was to come before its end may still use it.
+/// A destroyed texture of a context that is made again. Work that was to come before its end may still use
+/// it.
 pub(crate) fn again(context: &'static Context, request: &Request) -> Option<u64> {
     let mut all = lock(&ENDING);
     let is_it =
