@@ -37,8 +37,14 @@ __global__ void converged(const float *p, float enough, int *flag) {
     if (p[0] >= enough) *flag = 1;
 }
 
+// Reads one texture, and writes it where another one reads.
+__global__ void filter(cudaTextureObject_t from, cudaTextureObject_t before, float *to) {
+    float last = tex1Dfetch<float>(before, threadIdx.x);
+    to[threadIdx.x] = tex1Dfetch<float>(from, threadIdx.x) + (last < 0 ? last : 0);
+}
+
 static const int N = 128;
-static CUkernel kernel, sums_kernel, converged_kernel;
+static CUkernel kernel, sums_kernel, converged_kernel, filter_kernel;
 static CUdevice device;
 // Two arrays: what the steps count in, and one that nothing is read from.
 static CUdeviceptr data;
@@ -655,6 +661,40 @@ static void hopper(CUstream stream, int step) {
     check(value);
 }
 
+// ffmpeg's filters: textures of the buffers of a frame, for one launch. Now and then the buffers are others.
+static void video(CUstream stream, int step) {
+    static CUdeviceptr frame = 0;
+    if (step % 50 == 0) {
+        if (frame) OK(cuMemFree(frame));
+        OK(cuMemAlloc(&frame, 4 * N));
+        OK(cuMemsetD8(frame, 0, 4 * N));
+        OK(cuStreamSynchronize(nullptr));
+    }
+    launch(stream, 128, false);
+    CUtexObject textures[2];
+    CUdeviceptr memory[2] = {data, frame};
+    for (int i = 0; i < 2; i++) {
+        CUDA_RESOURCE_DESC from = {};
+        from.resType = CU_RESOURCE_TYPE_LINEAR;
+        from.res.linear.devPtr = memory[i];
+        from.res.linear.format = CU_AD_FORMAT_FLOAT;
+        from.res.linear.numChannels = 1;
+        from.res.linear.sizeInBytes = 4 * N;
+        CUDA_TEXTURE_DESC how = {};
+        OK(cuTexObjectCreate(&textures[i], &from, &how, nullptr));
+    }
+    REQUIRE(textures[0] != textures[1], "two textures have one handle");
+    void *arguments[] = {&textures[0], &textures[1], &frame};
+    OK(cuLaunchKernel((CUfunction)filter_kernel, 1, 1, 1, N, 1, 1, 0, stream, arguments, nullptr));
+    for (CUtexObject texture : textures) OK(cuTexObjectDestroy(texture));
+    CUDA_RESOURCE_DESC gone;
+    REQUIRE(cuTexObjectGetResourceDesc(&gone, textures[0]) == CUDA_ERROR_INVALID_VALUE, "a destroyed texture is there");
+    float value = 0;
+    OK(cuMemcpyDtoHAsync(&value, frame, sizeof value, stream));
+    OK(cuStreamSynchronize(stream));
+    check(value);
+}
+
 // RMM, and PyTorch's backend cudaMallocAsync: arrays of different sizes come from a pool that keeps all that it has, and
 // the step waits for its stream.
 static void pools(CUstream stream, int step) {
@@ -686,7 +726,7 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));
@@ -695,6 +735,7 @@ int main(int argc, char **argv) {
     CHECK(cudaGetKernel((cudaKernel_t *)&kernel, (const void *)add));
     CHECK(cudaGetKernel((cudaKernel_t *)&sums_kernel, (const void *)partial_sums));
     CHECK(cudaGetKernel((cudaKernel_t *)&converged_kernel, (const void *)converged));
+    CHECK(cudaGetKernel((cudaKernel_t *)&filter_kernel, (const void *)filter));
     OK(cuCtxGetDevice(&device));
     CUstream stream;
     OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));

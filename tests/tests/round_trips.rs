@@ -213,6 +213,17 @@ fn tensor_maps_are_made_once() -> Result<()> {
     waits_of_a_step("hopper", 1)
 }
 
+/// A step makes two. After every fiftieth step one of the buffers is another one, which takes a few waits.
+#[test]
+fn textures_of_the_same_buffers_are_made_once() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let [few, many] = waits(transport, "framework_steps", &["video"], 20, 120)?;
+        let others = many - few - 100;
+        assert!((2..=2 * 4).contains(&others), "over {transport}: {others} waits");
+    }
+    Ok(())
+}
+
 /// The memory stays the pool's, as its release threshold asks for.
 #[test]
 fn memory_of_a_pool_is_requested_once() -> Result<()> {

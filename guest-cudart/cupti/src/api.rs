@@ -104,7 +104,7 @@ fn disable(number: u32) -> Result {
     calls::observe()
 }
 
-/// Fetches all records as [`Turn::fetch`] does, after those that another thread is fetching have been written.
+/// Fetches all records as [`Turn::fetch`] does, after those that another thread is fetching were written.
 fn fetch() -> Result {
     Turn::wait().map_or(Ok(()), |turn| turn.fetch(true))
 }

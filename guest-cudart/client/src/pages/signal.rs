@@ -2,7 +2,7 @@
 //!
 //! The memory is mapped twice: where the program uses it, with the protection of the page's state, and a
 //! second time, always readable and writable, for filling pages. A stopped thread writes its fault to a pipe
-//! and sleeps in the handler until it is resolved. Faults at other addresses go to the previous handler, and so
+//! and sleeps in the handler until it is resolved. Faults at other addresses go to the previous handler. So
 //! do all those of a child process: it has none of this memory, and nobody who would resolve them.
 
 use std::io;

@@ -200,8 +200,8 @@ impl Guest {
     }
 }
 
-/// Whether the kernel does not pin this memory for a device that writes it, although the program has it: it is
-/// mapped only for reading, or to a file. NVIDIA's driver registers such memory.
+/// Whether the kernel does not pin this memory for a device that writes it, although the program has it: it
+/// is mapped only for reading, or to a file. NVIDIA's driver registers such memory.
 fn is_only_pageable(error: &io::Error, addr: usize, size: usize) -> bool {
     matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EOPNOTSUPP)) && can_be_read(addr, size)
 }

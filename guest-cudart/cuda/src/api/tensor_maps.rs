@@ -61,7 +61,7 @@ type Map = [u8; 128];
 /// What a map is made from: a device's ordinal, an opcode, and the operation.
 type Request = (u32, u16, Vec<u8>);
 
-/// The maps that servers have made. Each follows from its request alone, and programs make the same ones again
+/// The maps that servers have made. Each follows from its request alone, and programs make the same ones
 /// before every launch.
 static MADE: LazyLock<Mutex<HashMap<Request, Map>>> = LazyLock::new(Mutex::default);
 

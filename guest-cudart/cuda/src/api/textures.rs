@@ -43,9 +43,15 @@ api! {
             layers: view.layers,
         });
         texture::reap(context.server);
-        let made = context.session().call(&TextureCreate { context: context.id, resource, sampling, view: seen })?;
-        lock(texture::objects()).textures.insert((context.session().index(), made.texture), Made { context, resource: desc, texture: Some(texture), view });
-        object.put(made.texture)
+        let operation = TextureCreate { context: context.id, resource, sampling, view: seen };
+        let request = texture::request(driver, &operation);
+        let handle = match request.as_ref().and_then(|request| texture::again(context, request)) {
+            Some(handle) => handle,
+            None => context.session().call(&operation)?.texture,
+        };
+        let made = Made { context, resource: desc, texture: Some(texture), view, request };
+        lock(texture::objects()).textures.insert((context.session().index(), handle), made);
+        object.put(handle)
     }
 
     fn cuTexObjectDestroy(object: u64) {
@@ -54,8 +60,9 @@ api! {
         let session = context.session();
         session.check()?;
         let deferred = context.deferred();
-        lock(texture::objects()).textures.remove(&(session.index(), object)).ok_or(Status::INVALID_VALUE)?;
-        texture::end(context, Object::Texture(object)).and(deferred)
+        let made = lock(texture::objects()).textures.remove(&(session.index(), object));
+        let request = made.ok_or(Status::INVALID_VALUE)?.request;
+        texture::end(context, Object::Texture(object), request).and(deferred)
     }
 
     fn cuTexObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {
@@ -84,7 +91,7 @@ api! {
         let array = texture::resource(driver, context, &desc)?.array;
         texture::reap(context.server);
         let made = context.session().call(&SurfaceCreate { context: context.id, array })?;
-        lock(texture::objects()).surfaces.insert((context.session().index(), made.surface), Made { context, resource: desc, texture: None, view: None });
+        lock(texture::objects()).surfaces.insert((context.session().index(), made.surface), Made { context, resource: desc, texture: None, view: None, request: None });
         object.put(made.surface)
     }
 
@@ -95,7 +102,7 @@ api! {
         session.check()?;
         let deferred = context.deferred();
         lock(texture::objects()).surfaces.remove(&(session.index(), object)).ok_or(Status::INVALID_VALUE)?;
-        texture::end(context, Object::Surface(object)).and(deferred)
+        texture::end(context, Object::Surface(object), None).and(deferred)
     }
 
     fn cuSurfObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {
