@@ -19,8 +19,12 @@ use host_bridge::bridge::{ConnectError, Security, ask};
 use host_bridge::framing::with_causes;
 use host_bridge::server::Server;
 use identity::{ClientFiles, Secret};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
 use options::{File, Layer, parse_size};
 use protocol::device::Answer as Refusal;
+
+use crate::run::end_by;
 
 /// The pool's file if none is named.
 const POOL: &str = "/etc/rgpu/pool.toml";
@@ -455,7 +459,7 @@ pub fn lease(
         let fitting: Vec<Vec<&Gpu>> =
             gpus.iter().zip(members).map(|(gpus, server)| fitting(gpus, &server.devices, wanted)).collect();
         match choose(&fitting, count) {
-            Ok(chosen) => match take(asker, members, &chosen, wanted, name, seconds) {
+            Ok(chosen) => match take_whole(asker, members, &chosen, wanted, name, seconds)? {
                 Ok(held) => return Ok(held),
                 Err((place, error)) => {
                     let busy = matches!(error, ConnectError::Refused { answer: Refusal::NoResources, .. });
@@ -506,6 +510,38 @@ pub fn lease(
         let pause = pauses.next().unwrap_or(AGAIN.1);
         std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
     }
+}
+
+/// [Takes](take) leases, also from several servers, before signals end this process: nobody else would know
+/// the keys of those that it has, and so they are released first.
+fn take_whole(
+    asker: &Asker,
+    members: &[Server],
+    chosen: &[(usize, Vec<u32>)],
+    wanted: &Wanted,
+    name: &str,
+    seconds: u64,
+) -> Result<Result<Vec<Held>, (usize, ConnectError)>> {
+    let (taken, signal) = uninterrupted(|| take(asker, members, chosen, wanted, name, seconds))?;
+    if let Some(signal) = signal {
+        release(asker, &taken.map(|held| servers_of(&held)).unwrap_or_default());
+        end_by(signal);
+        bail!("{signal}");
+    }
+    Ok(taken)
+}
+
+/// Does something to its end. Returns the signal that would have ended this process meanwhile, if there was
+/// one.
+fn uninterrupted<T>(work: impl FnOnce() -> T) -> Result<(T, Option<Signal>)> {
+    let set = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+    let signals = SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK);
+    let signals = signals.context("cannot create a signal descriptor")?;
+    let before = set.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("cannot block signals")?;
+    let done = work();
+    let signal = signals.read_signal().ok().flatten();
+    before.thread_set_mask().context("cannot unblock signals")?;
+    Ok((done, signal.and_then(|signal| Signal::try_from(signal.ssi_signo.cast_signed()).ok())))
 }
 
 /// Leases all chosen GPUs or none. The error is the index of the server that refused, and the reason.
@@ -760,6 +796,13 @@ mod tests {
         });
         let renewed = Asker(Security::Insecure).renew_all(&[first, second]);
         assert!(renewed.iter().all(Result::is_ok), "{renewed:?}");
+    }
+
+    #[test]
+    fn a_signal_waits_until_all_leases_are_known() {
+        let raised = || nix::sys::signal::raise(Signal::SIGTERM).is_ok();
+        assert_eq!(uninterrupted(raised).unwrap(), (true, Some(Signal::SIGTERM)));
+        assert_eq!(uninterrupted(|| 7).unwrap(), (7, None));
     }
 
     #[test]

@@ -389,3 +389,38 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<Owne
         Ok((n, None))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_program_notices_that_nobody_answers_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        // SAFETY: plain system calls on a live address with its size; the descriptor is this function's.
+        let listening = unsafe {
+            let socket =
+                own(libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0)).unwrap();
+            let mut address: libc::sockaddr_un = std::mem::zeroed();
+            address.sun_family = libc::AF_UNIX as _;
+            for (to, from) in address.sun_path.iter_mut().zip(path.as_os_str().as_bytes()) {
+                *to = *from as _;
+            }
+            let size = size_of_val(&address) as u32;
+            check(libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size)).unwrap();
+            check(libc::listen(socket.as_raw_fd(), 1)).unwrap();
+            socket
+        };
+        // As systemd does for a daemon that does not start.
+        let native = Native::open(&path, 1 << 20).unwrap();
+        assert!(!native.answered_within(Duration::ZERO));
+        // SAFETY: a plain system call.
+        let accepted =
+            own(unsafe { libc::accept(listening.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut()) });
+        drop(UnixStream::from(accepted.unwrap()));
+        assert!(native.answered_within(Duration::from_secs(60)), "the end counts, too");
+    }
+}
