@@ -67,7 +67,8 @@ struct Rule {
     /// Maximum number of sessions that one client may begin within a minute. 0 means no limit
     #[arg(long, value_name = "N")]
     sessions_per_minute: Option<u32>,
-    /// Maximum TCP connections for bulk data of one session; a session that asks for more gets this many
+    /// Maximum TCP connections for bulk data of one session, 1 to 16; a session that asks for more gets this
+    /// many
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=16))]
     data_connections: Option<u32>,
     /// Share of a GPU's time while others want it, too, in proportion to the weights. The default is 100

@@ -500,7 +500,7 @@ layouts! {
         pub value: u64,
     }
 
-    /// Body of [`frame::DATA_SENT`]: all `Out` data of a command has been sent.
+    /// Body of [`frame::DATA_SENT`]: all `Out` data of a command has been sent, or leaves now.
     pub struct DataSent {
         /// The command.
         pub seq: u64,

@@ -8,8 +8,10 @@ use std::fmt::Write;
 use protocol::device;
 use protocol::ops::nvml::QUERIES;
 use protocol::ops::{self, Class, Hold};
-use protocol::schema::{Field, Layout, Numbers, Shape};
-use protocol::version::{FROZEN, LAYOUTS, NUMBERS, OURS, VERSION};
+use protocol::schema::{Field, Layout, Numbers};
+use protocol::version::{FROZEN, LAYOUTS, NUMBERS, OURS, VERSION, Version};
+
+mod common;
 
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/wire.txt");
 
@@ -33,18 +35,6 @@ fn field_lines(out: &mut String, fields: &[Field], mark: &str) {
     }
 }
 
-/// Collects the structures that a shape is made of.
-fn structures(shape: &Shape, found: &mut BTreeMap<&'static str, &'static [Field]>) {
-    match shape {
-        Shape::Struct { name, fields } => {
-            found.insert(name, fields);
-            fields.iter().for_each(|field| structures(&field.shape, found));
-        }
-        Shape::Array { of, .. } | Shape::List { of } | Shape::Optional { of } => structures(of, found),
-        Shape::Scalar { .. } | Shape::Bytes { .. } | Shape::Data { .. } => {}
-    }
-}
-
 fn layout_entry(kind: &str, layout: &Layout) -> String {
     let mut entry = format!("{kind} {}: {} bytes, since .{}\n", layout.name, layout.size, layout.since);
     for field in layout.fields {
@@ -65,7 +55,6 @@ fn number_entries(numbers: &Numbers) -> impl Iterator<Item = String> {
 /// the colon.
 fn entries() -> Vec<String> {
     let mut all = Vec::new();
-    let mut found = BTreeMap::new();
     for row in ops::all() {
         let class = match row.class {
             Class::Async => "async",
@@ -79,10 +68,8 @@ fn entries() -> Vec<String> {
         field_lines(&mut entry, row.request, "");
         field_lines(&mut entry, row.reply, "→ ");
         all.push(entry);
-        row.request.iter().chain(row.reply).for_each(|field| structures(&field.shape, &mut found));
     }
-    ops::DATA_SHAPES.iter().for_each(|(_, shape)| structures(shape, &mut found));
-    for (name, fields) in found {
+    for (name, fields) in common::structures() {
         let mut entry = format!("structure {name}:\n");
         field_lines(&mut entry, fields, "");
         all.push(entry);
@@ -99,11 +86,22 @@ fn entries() -> Vec<String> {
     all
 }
 
+/// The fingerprints of all minor versions, each with its version: an implementation that does not have this
+/// source can compute none of them.
+fn fingerprints() -> String {
+    (0..=VERSION.minor)
+        .map(|minor| {
+            let version = Version { minor, ..VERSION };
+            format!("  {version}: {:016x}\n", OURS.at_most(version).fingerprint())
+        })
+        .collect()
+}
+
 fn snapshot() -> String {
     format!(
         "# The wire, entry by entry: see protocol/src/version.rs. Written by protocol/tests/snapshot.rs.\n\n\
-         version: {VERSION}, fingerprint {:016x}\n{}",
-        OURS.fingerprint(),
+         version: {VERSION}, with the fingerprints of all minor versions\n{}{}",
+        fingerprints(),
         // A blank line before each entry that has several lines.
         entries()
             .iter()
@@ -141,7 +139,7 @@ impl Difference {
         let (old, mut new) = (by_name(committed), by_name(new));
         let mut difference = Difference::default();
         for (name, entry) in old {
-            // The fingerprint follows from the other entries.
+            // The fingerprints follow from the other entries.
             if new.remove(&name).is_none_or(|now| now != entry) && name != "version" {
                 difference.changed.push(name);
             }

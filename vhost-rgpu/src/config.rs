@@ -207,8 +207,8 @@ struct SessionOptions {
     /// (transport tcp)
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = CompressUse::Auto)]
     compress: CompressUse,
-    /// TCP connections for bulk data to request for each session; the server decides. The default is 4, and 6
-    /// with TLS
+    /// TCP connections for bulk data to request for each session, 1 to 16; the server's rules may allow
+    /// fewer. The default is 4, and 6 with TLS
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=16))]
     data_connections: Option<u32>,
     /// Seconds without any message after which a server that owes an answer counts as lost. Over tcp the link

@@ -186,6 +186,20 @@ mod tests {
     }
 
     #[test]
+    fn the_page_about_metrics_explains_every_reason() {
+        let page = include_str!("../../../docs/metrics.md");
+        let (_, table) =
+            page.split_once("\n| `reason` | the client was refused because |\n|---|---|\n").unwrap();
+        let rows = table.lines().take_while(|line| line.starts_with('|'));
+        let cells = rows.filter_map(|row| row.split('|').nth(1));
+        let mut explained: Vec<_> = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+        let mut all: Vec<_> = Reason::ALL.into_iter().map(Reason::name).collect();
+        explained.sort_unstable();
+        all.sort_unstable();
+        assert_eq!(explained, all, "the table of reasons in docs/metrics.md");
+    }
+
+    #[test]
     fn only_what_a_client_may_never_have_is_denied() {
         assert_eq!(Reason::NotAllowed.answer(), Answer::Denied);
         for reason in [Reason::LeaseTaken, Reason::ServerFull, Reason::ClientFull, Reason::Draining] {

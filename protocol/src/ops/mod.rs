@@ -68,10 +68,11 @@ pub enum Class {
 pub enum Order {
     /// Keeps its order relative to other commands of every stream and event that it names, and of the legacy
     /// default stream that orders them. Comes after earlier [`Order::Object`] commands that change a function
-    /// or graph that it names, and after earlier [`Order::Session`] commands.
+    /// or graph that it names, and after an earlier [`PrimaryReset`](context::PrimaryReset).
     Streams,
     /// Changes a function or an instantiated graph that it names. Comes after earlier commands that use or
-    /// change that object and before later ones, and after earlier [`Order::Session`] commands.
+    /// change that object and before later ones, and after an earlier
+    /// [`PrimaryReset`](context::PrimaryReset).
     Object,
     /// Creates, changes or destroys something that other commands name. Comes after every earlier command, or
     /// after those of its device if it is [`PrimaryReset`](context::PrimaryReset). A server lets every later
@@ -82,8 +83,8 @@ pub enum Order {
     /// commands need not wait for it, since it changes nothing that they name: it waits, or it destroys
     /// something whose number is not used again.
     Earlier,
-    /// Is not ordered with work on streams: it is a query or creates something new. Comes after earlier
-    /// [`Order::Session`] commands, except in [`Lane::Express`], which has no order.
+    /// Is not ordered with work on streams: it is a query or creates something new. Comes after an earlier
+    /// [`PrimaryReset`](context::PrimaryReset), except in [`Lane::Express`], which has no order.
     None,
 }
 

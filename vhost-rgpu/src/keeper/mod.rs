@@ -4,14 +4,15 @@
 //! virtual machine and each user of this host. Those do all work on sessions. The keeper maps no guest memory
 //! and opens no session: a guest or program can harm only its own device process.
 //!
-//! In reading order: [`process`] starts device processes and listens to them; [`vm`] with [`negotiation`]
-//! stands between a VMM and its device process; [`native`] does so for processes of this host; [`status`]
-//! combines the device processes' reports; and [`scrape`] does so for Prometheus, with the definitions in
-//! [`families`]. [`takeover`] replaces the keeper with another program, or with the keeper that the service
+//! In reading order: [`process`] starts device processes and listens to them; [`failures`] says when none
+//! should follow those that have failed; [`vm`] with [`negotiation`] stands between a VMM and its device
+//! process; [`native`] does so for processes of this host; [`status`] combines the device processes' reports;
+//! and [`scrape`] does so for Prometheus, with the definitions in [`families`]. [`takeover`] replaces the keeper with another program, or with the keeper that the service
 //! manager starts after a crash; [`kept`] is what one leaves to the other, [`ties`] for a device process,
 //! [`predecessor`] for a VMM. [`admin`] serves `rgpuctl upgrade`.
 
 mod admin;
+mod failures;
 mod families;
 mod kept;
 mod native;

@@ -20,6 +20,7 @@ use nix::sys::socket::{MsgFlags, Shutdown, UnixCredentials, getsockopt, recv, sh
 use protocol::device::Answer;
 use serde::{Deserialize, Serialize};
 
+use super::failures::{Failures, HEALTHY};
 use super::kept::{Found, Kept, Renamed, Words};
 use super::process::{Owner, Process, Processes, Reply};
 use super::status::{Own, Why};
@@ -37,14 +38,6 @@ use crate::sockets::Listening;
 const LINGER: Duration = Duration::from_secs(10);
 /// How long a device process without clients has to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
-
-/// A device process that ran longer than this has not failed at its start.
-const HEALTHY: Duration = Duration::from_secs(60);
-/// A user's clients are disconnected after this many device processes in a row have failed soon after their
-/// start.
-const MAX_FAILURES: u32 = 8;
-/// Pause before another attempt after the second failure. Doubled each time.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// The prefix of names kept for users.
 const USER: &str = "user-";
@@ -137,7 +130,7 @@ struct User {
     /// those that come meanwhile, too.
     introducing: bool,
     /// Number of processes that have failed in a row.
-    failures: u32,
+    failures: Failures,
     /// When the last client left, if there are none.
     idle: Option<Instant>,
 }
@@ -404,7 +397,14 @@ impl Server {
 
 impl User {
     fn new(kept: Arc<Kept<Programs>>) -> User {
-        User { process: None, kept, clients: BTreeMap::new(), introducing: false, failures: 0, idle: None }
+        User {
+            process: None,
+            kept,
+            clients: BTreeMap::new(),
+            introducing: false,
+            failures: Failures::default(),
+            idle: None,
+        }
     }
 
     fn is_served_by(&self, process: &Arc<Process>) -> bool {
@@ -631,21 +631,17 @@ impl Server {
             let mut state = self.lock();
             let ending = state.ending;
             let Some(user) = state.users.get_mut(&uid) else { return };
-            user.failures = if ran > HEALTHY { 1 } else { user.failures + 1 };
-            let failures = user.failures;
-            if failures > MAX_FAILURES || user.clients.is_empty() || ending {
-                if failures > MAX_FAILURES {
-                    tracing::error!(
-                        "{}: {MAX_FAILURES} device processes in a row have failed; its clients are disconnected",
-                        name
-                    );
+            user.failures.count(ran);
+            let pause = match user.failures.pause() {
+                Ok(pause) if !user.clients.is_empty() && !ending => pause,
+                Ok(_) => return self.give_up(&mut state, uid),
+                Err(why) => {
+                    tracing::error!("{name}: {why}; its clients are disconnected");
+                    return self.give_up(&mut state, uid);
                 }
-                return self.give_up(&mut state, uid);
-            }
+            };
             drop(state);
-            if failures > 1 {
-                std::thread::sleep(PAUSE * (1 << (failures - 2)));
-            }
+            std::thread::sleep(pause);
             ran = Duration::ZERO;
             let Some(me) = self.me.upgrade() else { return };
             let role = Role::Native(uid);

@@ -39,6 +39,7 @@ use vmm_sys_util::tempdir::TempDir;
 use protocol::device::QUEUE_COUNT;
 
 use super::DRAIN;
+use super::failures::Failures;
 use super::kept::Held;
 use super::negotiation::{MAX_MEMORIES, Negotiation, Notifier};
 use super::predecessor::{Connection, Predecessor, repeat};
@@ -60,12 +61,6 @@ const ENDS_WITHIN: Duration = Duration::from_secs(15);
 /// How long it may then stay to tell servers that have not heard of that. Servers usually keep a session for
 /// ten minutes.
 const LINGERS_WITHIN: Duration = Duration::from_secs(3600);
-/// A device process that ran longer than this has not failed at its start.
-const HEALTHY: Duration = Duration::from_secs(60);
-/// The VMM is disconnected after this many device processes in a row have failed soon after their start.
-const MAX_FAILURES: u32 = 8;
-/// Pause before another attempt after the second failure. Doubled each time.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// The server of one virtual machine's socket.
 #[derive(Debug)]
@@ -174,7 +169,7 @@ impl Server {
         let mut stored = ended.context("what its device process has stored")?;
         let (vmm, requests, negotiation) = connection.restore(&found).context("what it has kept")?;
         drop(found);
-        let (vmm, mut attempts) = (UnixStream::from(vmm), Attempts::new(0));
+        let (vmm, mut attempts) = (UnixStream::from(vmm), Attempts::new());
         let why = "was replaced together with the daemon vhost-rgpu";
         let device = attempts.start(self, &connection, &requests, &negotiation, &mut stored, why)?;
         let (name, process) = (&self.config.name, device.process.pid);
@@ -382,7 +377,7 @@ impl<'s> Relay<'s> {
         negotiation: Negotiation,
         requests: OwnedFd,
     ) -> Relay<'s> {
-        let (connection, attempts) = (connection.clone(), Attempts::new(0));
+        let (connection, attempts) = (connection.clone(), Attempts::new());
         Relay(Mutex::new(Inner {
             server,
             connection,
@@ -415,22 +410,19 @@ fn refused(error: &vhost::Error) -> bool {
 
 /// The history of starting device processes for one VMM.
 struct Attempts {
-    /// When the last one was started, and how many before it failed soon.
+    /// When the last one was started.
     since: Instant,
-    failures: u32,
+    failures: Failures,
 }
 
 impl Attempts {
-    fn new(failures: u32) -> Attempts {
-        Attempts { since: Instant::now(), failures }
+    fn new() -> Attempts {
+        Attempts { since: Instant::now(), failures: Failures::default() }
     }
 
     /// A device process has ended.
     fn failed(&mut self) {
-        if self.since.elapsed() > HEALTHY {
-            self.failures = 0;
-        }
-        self.failures += 1;
+        self.failures.count(self.since.elapsed());
     }
 
     /// Starts a device process to replace one that has ended, and tells it everything. `why` is how the old
@@ -447,11 +439,9 @@ impl Attempts {
         let name = &server.config.name;
         let failed = |text: String| Error::ReqHandlerError(io::Error::other(text));
         loop {
-            if self.failures > MAX_FAILURES {
-                return Err(failed(format!("{MAX_FAILURES} device processes in a row have failed")));
-            }
-            if self.failures > 1 {
-                server.pause(PAUSE * (1 << (self.failures - 2)));
+            let pause = self.failures.pause().map_err(failed)?;
+            if !pause.is_zero() {
+                server.pause(pause);
             }
             if server.stopping.load(Ordering::SeqCst) {
                 return Err(failed("the daemon is shutting down".to_owned()));
