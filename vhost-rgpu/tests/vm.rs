@@ -6,6 +6,9 @@
 mod daemon;
 mod guest;
 
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+
 use daemon::Daemon;
 use guest::{CHANNEL, Guest, create, message, plain};
 use protocol::channel::{Geometry, NO_SLOT, State};
@@ -418,4 +421,41 @@ fn sessions_end_with_their_vmm_and_the_next_vmm_is_served() {
         let now = daemon.resources();
         now.0 <= before.0 && now.1 <= before.1
     });
+}
+
+/// Header of vhost-user's message GET_FEATURES.
+fn get_features() -> Vec<u8> {
+    [1u32, 1, 0].map(u32::to_ne_bytes).concat()
+}
+
+/// Connects to the daemon's virtual machine and says this, as far as it is taken. Gives how much that was.
+fn says(daemon: &Daemon, said: &[u8]) -> (UnixStream, usize) {
+    let vmm = UnixStream::connect(daemon.vm()).unwrap();
+    eventually(|| daemon.log().contains("a VMM has connected"));
+    vmm.set_nonblocking(true).unwrap();
+    let mut taken = 0;
+    while let Ok(n) = (&vmm).write(&said[taken..])
+        && n > 0
+    {
+        taken += n;
+    }
+    (vmm, taken)
+}
+
+#[test]
+fn an_upgrade_does_not_wait_for_the_rest_of_a_message() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let message = get_features();
+    let (_vmm, said) = says(&daemon, &message[..3]);
+    assert_eq!(said, 3);
+    daemon.upgrade();
+}
+
+#[test]
+fn an_upgrade_does_not_wait_for_a_vmm_that_does_not_read_the_answers() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let message = get_features();
+    let (_vmm, asked) = says(&daemon, &message.repeat(100_000));
+    assert!(asked < 100_000 * message.len(), "everything was answered");
+    daemon.upgrade();
 }
