@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use handover::start_thread;
+use host_bridge::log_limit::LogLimit;
 use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -426,6 +427,8 @@ struct Inner<'s> {
     /// The memory for requests in progress, which outlives device processes.
     requests: OwnedFd,
     attempts: Attempts,
+    resets: LogLimit,
+    read_only: LogLimit,
     /// Whether the VMM's messages to the previous keeper are being repeated, which the device already knows.
     repeating: bool,
 }
@@ -446,6 +449,8 @@ impl<'s> Relay<'s> {
             negotiation,
             requests,
             attempts,
+            resets: LogLimit::default(),
+            read_only: LogLimit::default(),
             repeating: false,
         }))
     }
@@ -575,7 +580,10 @@ impl Inner<'_> {
         if !self.negotiation.stopped {
             return Ok(());
         }
-        tracing::info!("vm {}: the guest was reset", self.server.config.name);
+        // A guest may do so again and again.
+        if let Some(not_shown) = self.resets.allow() {
+            tracing::info!("vm {}: the guest was reset{not_shown}", self.server.config.name);
+        }
         self.negotiation.restart();
         self.ask(|device| device.reset_device())?;
         // What the VMM has sent since the queues stopped stays valid.
@@ -755,7 +763,11 @@ impl VhostUserBackendReqHandler for Relay<'_> {
     }
 
     fn set_config(&self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        unsupported("the configuration space is read-only")
+        // The VMM passes on whatever the guest writes. Refusing it would cost the guest the device.
+        let inner = self.lock();
+        let who = format!("vm {}", inner.server.config.name);
+        inner.read_only.warn(&who, "the guest wrote to the configuration space, which is read-only");
+        Ok(())
     }
 
     fn set_gpu_socket(&self, _gpu_backend: GpuBackend) -> Result<()> {
