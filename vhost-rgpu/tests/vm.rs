@@ -6,6 +6,10 @@
 mod daemon;
 mod guest;
 
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
 use daemon::Daemon;
 use guest::{CHANNEL, Guest, create, message, plain};
 use protocol::channel::{Geometry, NO_SLOT, State};
@@ -418,4 +422,74 @@ fn sessions_end_with_their_vmm_and_the_next_vmm_is_served() {
         let now = daemon.resources();
         now.0 <= before.0 && now.1 <= before.1
     });
+}
+
+/// Header of vhost-user's message GET_FEATURES.
+fn get_features() -> Vec<u8> {
+    [1u32, 1, 0].map(u32::to_ne_bytes).concat()
+}
+
+/// Connects to the daemon's virtual machine and says this, as far as it is taken. Gives how much that was.
+fn says(daemon: &Daemon, said: &[u8]) -> (UnixStream, usize) {
+    let vmm = UnixStream::connect(daemon.vm()).unwrap();
+    eventually(|| daemon.log().contains("a VMM has connected"));
+    vmm.set_nonblocking(true).unwrap();
+    let mut taken = 0;
+    while let Ok(n) = (&vmm).write(&said[taken..])
+        && n > 0
+    {
+        taken += n;
+    }
+    (vmm, taken)
+}
+
+#[test]
+fn an_upgrade_does_not_wait_for_the_rest_of_a_message() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let message = get_features();
+    let (_vmm, said) = says(&daemon, &message[..3]);
+    assert_eq!(said, 3);
+    daemon.upgrade();
+}
+
+#[test]
+fn an_upgrade_does_not_wait_for_a_vmm_that_does_not_read_the_answers() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let message = get_features();
+    let (_vmm, asked) = says(&daemon, &message.repeat(100_000));
+    assert!(asked < 100_000 * message.len(), "everything was answered");
+    daemon.upgrade();
+}
+
+#[test]
+fn a_guest_that_writes_to_the_configuration_space_keeps_its_device() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    for _ in 0..20 {
+        guest.frontend.set_config(0, VhostUserConfigFlags::WRITABLE, &[1; 64]).unwrap();
+    }
+    guest.settle();
+    channel.synchronize();
+    let (_, bytes) = guest.frontend.get_config(0, 64, VhostUserConfigFlags::empty(), &[0; 64]).unwrap();
+    assert_eq!(Config::read_from_bytes(&bytes).unwrap().magic, CONFIG_MAGIC);
+}
+
+#[test]
+fn a_guest_that_resets_its_device_again_and_again_does_not_fill_the_log() {
+    const RESETS: usize = 60;
+    let daemon = Daemon::serving(&FakeServer::good());
+    let (mut guest, begin) = (Guest::connect(&daemon), Instant::now());
+    for _ in 0..RESETS {
+        guest.reset();
+        (0..3).for_each(|index| guest.start(index));
+    }
+    guest.settle();
+    let lines = |what: &str| daemon.log().matches(what).count();
+    eventually(|| lines("the guest was reset") > 0 && lines("the guest does not run") > 0);
+    // Ten at once, or twenty for two kinds of lines together, and one more each second.
+    let most = |burst: u64| (burst + begin.elapsed().as_secs() + 1) as usize;
+    assert!(lines("the guest was reset") <= most(10), "{} lines", lines("the guest was reset"));
+    let stops = lines("the guest does not run") + lines("the guest runs again");
+    assert!(stops <= most(20), "{stops} lines");
 }

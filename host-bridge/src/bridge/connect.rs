@@ -43,7 +43,7 @@ use super::state::thread_name;
 use super::welcome::{Handshake, Turn, welcome_at_once, welcome_in_turn};
 use crate::ask::{self, Question};
 use crate::framing::{Address, FrameReader};
-use crate::stream::Stream;
+use crate::stream::{Now, Stream};
 
 /// A server that has welcomed a session.
 #[derive(Debug)]
@@ -121,14 +121,6 @@ impl Daemon {
             Ok(Some((frame::BYE, text))) => Some(String::from_utf8_lossy(text).into_owned()),
             _ => None,
         }
-    }
-}
-
-struct Now<'a>(&'a Stream);
-
-impl io::Read for Now<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.0.read_now(buffer)
     }
 }
 

@@ -469,6 +469,15 @@ impl Read for &Stream {
     }
 }
 
+/// Reads what there is and never waits, also on a socket that blocks.
+pub(crate) struct Now<'a>(pub(crate) &'a Stream);
+
+impl Read for Now<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.read_now(buffer)
+    }
+}
+
 impl Tls {
     fn new(outcome: Outcome) -> Tls {
         let Outcome { keys, receive: (first, decrypter), send: (next, sealer), limit } = outcome;

@@ -24,6 +24,9 @@ pub(super) const MAX_BODY: usize = MAX_DATA + 256;
 /// Bytes of the buffer for records that have come: so many at first, up to so many once the peer fills it.
 const BUFFER: (usize, usize) = (2 * (HEADER + MAX_BODY), 16 * (HEADER + MAX_BODY));
 
+/// Most records in a row that bring no data. The peer makes no empty ones, and new keys for data that follows.
+pub(super) const MOST_EMPTY: u32 = 32;
+
 /// `KeyUpdate` of RFC 8446, section 4.6.3: its type, its length, and whether the peer is asked to do the
 /// same.
 const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
@@ -57,6 +60,8 @@ pub(super) struct Receiving {
     held: Range<usize>,
     /// Bytes of the buffer that are data and were not taken.
     plain: Range<usize>,
+    /// Records in a row that have brought no data.
+    empty: u32,
     closed: bool,
     /// What was wrong with a record. Nothing behind it counts.
     broken: Option<String>,
@@ -70,6 +75,7 @@ impl Receiving {
             buffer: Vec::new(),
             held: 0..0,
             plain: 0..0,
+            empty: 0,
             closed: false,
             broken: None,
         }
@@ -183,6 +189,11 @@ impl Receiving {
         // One connection does not send 2^64 records.
         self.number += 1;
         let payload = opened.payload;
+        let has_data = opened.typ == ContentType::ApplicationData && !payload.is_empty();
+        self.empty = if has_data { 0 } else { self.empty + 1 };
+        if self.empty > MOST_EMPTY {
+            return Err(invalid(format!("{MOST_EMPTY} records without data, and another one")));
+        }
         match opened.typ {
             ContentType::ApplicationData => {
                 // Opened in place: the data begins where the record's body did.
@@ -324,6 +335,21 @@ impl Sending {
     /// Seals the farewell.
     pub(super) fn seal_close(&mut self) -> io::Result<()> {
         self.seal_message(ContentType::Alert, &CLOSE_NOTIFY)
+    }
+
+    /// Seals a record of data without any.
+    #[cfg(test)]
+    pub(super) fn seal_nothing(&mut self) -> io::Result<()> {
+        let end = self.sealed.end + HEADER + TAIL;
+        self.buffer.resize(end.max(self.buffer.len()), 0);
+        self.sealer.seal(
+            &mut self.buffer[self.sealed.end..end],
+            ContentType::ApplicationData,
+            self.number,
+            0,
+        )?;
+        (self.number, self.sealed.end) = (self.number + 1, end);
+        Ok(())
     }
 
     /// Gives the memory back, unless records wait in it.

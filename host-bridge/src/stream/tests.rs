@@ -7,6 +7,7 @@ use std::sync::mpsc::channel;
 use identity::tls::{client_pinning, server_pinning, session_name};
 use identity::{Fingerprint, Identity};
 
+use super::records::MOST_EMPTY;
 use super::*;
 
 fn sockets() -> (OwnedFd, OwnedFd) {
@@ -201,6 +202,37 @@ fn keys_are_renewed_when_they_are_worn_or_the_peer_asks() {
     let mut back = [0; 4];
     a.read_exact(&mut back).unwrap();
     assert_eq!(&back, b"back");
+}
+
+/// Whoever receives would be at it for as long as there are some, also where nothing may wait.
+#[test]
+fn a_peer_that_sends_record_after_record_without_data_is_refused() {
+    let empty = |stream: &Stream, times: u32, new_keys: bool| {
+        let tls = stream.tls.as_ref().unwrap();
+        let mut sending = lock(&tls.sending);
+        for _ in 0..times {
+            if new_keys {
+                sending.seal_key_update().unwrap();
+                sending.renew(lock(&tls.keys).next_to_send().unwrap());
+            } else {
+                sending.seal_nothing().unwrap();
+            }
+            stream.flush(&mut sending, MsgFlags::empty()).unwrap();
+        }
+    };
+    for new_keys in [false, true] {
+        let (a, b) = pair();
+        let mut got = [0; 4];
+        for _ in 0..3 {
+            empty(&a, MOST_EMPTY, new_keys);
+            a.write_all(b"data").unwrap();
+            b.read_exact(&mut got).unwrap();
+            assert_eq!(&got, b"data");
+        }
+        empty(&a, MOST_EMPTY + 1, new_keys);
+        a.write_all(b"data").unwrap();
+        assert_eq!(b.read_exact(&mut got).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
 }
 
 #[test]

@@ -96,6 +96,9 @@ pub struct Put {
     pub address: u64,
     /// The key of that memory.
     pub key: u32,
+    /// Which of the peer's memories it is, and the offset in it. That stays true when the memory gets another
+    /// address and key ([`Link::each_again`]).
+    pub place: (u32, u64),
     /// Immediate data.
     pub immediate: u32,
     /// Returned in [`Event::Written`].

@@ -5,13 +5,15 @@
 //! and opens no session: a guest or program can harm only its own device process.
 //!
 //! In reading order: [`process`] starts device processes and listens to them; [`failures`] says when none
-//! should follow those that have failed; [`vm`] with [`negotiation`] stands between a VMM and its device
-//! process; [`native`] does so for processes of this host; [`status`] combines the device processes' reports;
-//! and [`scrape`] does so for Prometheus, with the definitions in [`families`]. [`takeover`] replaces the keeper with another program, or with the keeper that the service
+//! should follow those that have failed; [`vm`] with [`negotiation`] and [`answers`] stands between a VMM and
+//! its device process; [`native`] does so for processes of this host; [`status`] combines the device
+//! processes' reports; and [`scrape`] does so for Prometheus, with the definitions in [`families`].
+//! [`takeover`] replaces the keeper with another program, or with the keeper that the service
 //! manager starts after a crash; [`kept`] is what one leaves to the other, [`ties`] for a device process,
 //! [`predecessor`] for a VMM. [`admin`] serves `rgpuctl upgrade`.
 
 mod admin;
+mod answers;
 mod failures;
 mod families;
 mod kept;

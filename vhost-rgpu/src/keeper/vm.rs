@@ -20,15 +20,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use handover::start_thread;
+use host_bridge::log_limit::LogLimit;
 use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{MsgFlags, recv};
 use nix::unistd::dup3_raw;
 use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserHeaderFlag,
-    VhostUserInflight, VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
-    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+    MAX_MSG_SIZE, VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags,
+    VhostUserHeaderFlag, VhostUserInflight, VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures,
+    VhostUserShMemConfig, VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags,
+    VhostUserVringState,
 };
 use vhost::vhost_user::{
     BackendReqHandler, Error, Frontend, GpuBackend, Result, VhostUserBackendReqHandler, VhostUserFrontend,
@@ -39,6 +42,7 @@ use vmm_sys_util::tempdir::TempDir;
 use protocol::device::QUEUE_COUNT;
 
 use super::DRAIN;
+use super::answers::Answers;
 use super::failures::Failures;
 use super::kept::Held;
 use super::negotiation::{MAX_MEMORIES, Negotiation, Notifier};
@@ -56,6 +60,12 @@ use crate::vm::REQUESTS_SIZE;
 /// A device process that takes longer to answer a vhost-user message is replaced. Ending a guest's sessions
 /// takes up to ten seconds.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
+/// A VMM that takes longer to send the rest of a message, or to read answers, is disconnected.
+const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
+/// Interval between checks for that.
+const CHECK_EVERY: Duration = Duration::from_millis(5);
+/// Size of a vhost-user message's header in bytes: its request, its flags and the size of what follows.
+const HEADER: usize = 12;
 /// How long a device process has to end its sessions after its VMM has disconnected.
 const ENDS_WITHIN: Duration = Duration::from_secs(15);
 /// How long it may then stay to tell servers that have not heard of that. Servers usually keep a session for
@@ -230,6 +240,7 @@ impl Server {
         mut requests: BackendReqHandler<Relay<'_>>,
         relay: &Relay<'_>,
     ) -> std::result::Result<(), String> {
+        let mut unready: Option<Instant> = None;
         loop {
             let process = relay.lock().device.process.clone();
             let watch = |fd| PollFd::new(fd, PollFlags::POLLIN);
@@ -243,6 +254,15 @@ impl Server {
             if stopped {
                 return Ok(());
             }
+            // Otherwise handling it could take as long as the VMM likes, and the keeper has to stay meanwhile.
+            if readable && !ended && !is_ready(vmm).map_err(|e| e.to_string())? {
+                if unready.get_or_insert_with(Instant::now).elapsed() > MESSAGE_WITHIN {
+                    return Err("it sent a part of a message, or it does not read the answers".into());
+                }
+                self.pause(CHECK_EVERY);
+                continue;
+            }
+            unready = None;
             let _stays = self.succession.stays();
             if ended {
                 relay.lock().restart().map_err(|e| e.to_string())?;
@@ -259,10 +279,45 @@ impl Server {
     }
 }
 
+nix::ioctl_read_bad!(
+    /// How many bytes a socket has received that were not read.
+    waiting, libc::FIONREAD, libc::c_int
+);
+
+/// Whether the VMM's next message can be handled without waiting for the VMM: all of it has come, and there is
+/// room for the answer. Also if its connection is over.
+fn is_ready(vmm: &UnixStream) -> nix::Result<bool> {
+    let mut watched = [PollFd::new(vmm.as_fd(), PollFlags::POLLIN | PollFlags::POLLOUT)];
+    poll(&mut watched, PollTimeout::ZERO)?;
+    let events = watched[0].revents().unwrap_or(PollFlags::empty());
+    if events.intersects(PollFlags::POLLHUP | PollFlags::POLLERR) {
+        return Ok(true);
+    }
+    // A socket is writable while less than a quarter of its room is in use, and no answer is longer than a page.
+    if !events.contains(PollFlags::POLLOUT) {
+        return Ok(false);
+    }
+    let mut header = [0; HEADER];
+    match recv(vmm.as_raw_fd(), &mut header, MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
+        Ok(0) => return Ok(true),
+        Ok(HEADER) => {}
+        Ok(_) | Err(nix::Error::EAGAIN | nix::Error::EINTR) => return Ok(false),
+        Err(e) => return Err(e),
+    }
+    let [.., a, b, c, d] = header;
+    let size = u32::from_ne_bytes([a, b, c, d]) as usize;
+    let mut came = 0;
+    // SAFETY: the kernel writes one number, to a variable that outlives the call.
+    unsafe { waiting(vmm.as_raw_fd(), &mut came) }?;
+    // A longer one is refused for its header.
+    Ok(size > MAX_MSG_SIZE || came as usize >= HEADER + size)
+}
+
 /// A device process, and the connection on which the keeper speaks vhost-user to it.
 struct Device {
     process: Arc<Process>,
     frontend: Frontend,
+    answers: Answers,
     features: u64,
     protocol_features: VhostUserProtocolFeatures,
 }
@@ -333,12 +388,14 @@ impl Device {
         process
             .tell(&ToDevice::Vmm { listening, requests, resumed })
             .context("talking to the device process")?;
-        stream.set_read_timeout(Some(ANSWERS_WITHIN)).context("setting a timeout")?;
-        stream.set_write_timeout(Some(ANSWERS_WITHIN)).context("setting a timeout")?;
+        let watched = stream.try_clone().context("duplicating a descriptor")?;
+        let who = format!("{}: its device process {}", process.name, process.pid);
+        let answers = Answers::new(watched, ANSWERS_WITHIN, who).context("a thread to watch it")?;
         let mut frontend = Frontend::from_stream(stream, QUEUE_COUNT as u64);
-        let (features, protocol_features) = introduce(&mut frontend)
+        let (features, protocol_features) = answers
+            .to(|| introduce(&mut frontend))
             .map_err(|e| anyhow::anyhow!("the device process {} does not begin: {e}", process.pid))?;
-        Ok(Device { process: process.clone(), frontend, features, protocol_features })
+        Ok(Device { process: process.clone(), frontend, answers, features, protocol_features })
     }
 }
 
@@ -365,6 +422,8 @@ struct Inner<'s> {
     /// The memory for requests in progress, which outlives device processes.
     requests: OwnedFd,
     attempts: Attempts,
+    resets: LogLimit,
+    read_only: LogLimit,
     /// Whether the VMM's messages to the previous keeper are being repeated, which the device already knows.
     repeating: bool,
 }
@@ -385,6 +444,8 @@ impl<'s> Relay<'s> {
             negotiation,
             requests,
             attempts,
+            resets: LogLimit::default(),
+            read_only: LogLimit::default(),
             repeating: false,
         }))
     }
@@ -456,7 +517,7 @@ impl Attempts {
                 }
             };
             let process = device.process.clone();
-            match negotiation.replay(&mut device.frontend) {
+            match device.answers.to(|| negotiation.replay(&mut device.frontend)) {
                 Ok(()) => return Ok(device),
                 // The next one would not accept it either: it is the VMM that has sent something invalid.
                 Err(e) if refused(&e) => {
@@ -496,7 +557,8 @@ impl Inner<'_> {
     /// Passes on what was just remembered. A device process that fails meanwhile is replaced, and its
     /// successor gets it with everything else.
     fn tell(&mut self, tell: impl FnOnce(&mut Frontend, &Negotiation) -> vhost::Result<()>) -> Result<()> {
-        match tell(&mut self.device.frontend, &self.negotiation) {
+        let Device { frontend, answers, .. } = &mut self.device;
+        match answers.to(|| tell(frontend, &self.negotiation)) {
             Ok(()) => Ok(()),
             Err(e) if refused(&e) => Err(Error::BackendInternalError),
             Err(_) => self.restart(),
@@ -508,7 +570,10 @@ impl Inner<'_> {
         if !self.negotiation.stopped {
             return Ok(());
         }
-        tracing::info!("vm {}: the guest was reset", self.server.config.name);
+        // A guest may do so again and again.
+        if let Some(not_shown) = self.resets.allow() {
+            tracing::info!("vm {}: the guest was reset{not_shown}", self.server.config.name);
+        }
         self.negotiation.restart();
         self.ask(|device| device.reset_device())?;
         // What the VMM has sent since the queues stopped stays valid.
@@ -519,7 +584,8 @@ impl Inner<'_> {
     /// Asks the device process, or its successor if it fails meanwhile.
     fn ask<T>(&mut self, ask: impl Fn(&mut Frontend) -> vhost::Result<T>) -> Result<T> {
         loop {
-            match ask(&mut self.device.frontend) {
+            let Device { frontend, answers, .. } = &mut self.device;
+            match answers.to(|| ask(frontend)) {
                 Ok(answer) => return Ok(answer),
                 Err(e) if refused(&e) => return Err(Error::BackendInternalError),
                 Err(_) => self.restart()?,
@@ -687,7 +753,11 @@ impl VhostUserBackendReqHandler for Relay<'_> {
     }
 
     fn set_config(&self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        unsupported("the configuration space is read-only")
+        // The VMM passes on whatever the guest writes. Refusing it would cost the guest the device.
+        let inner = self.lock();
+        let who = format!("vm {}", inner.server.config.name);
+        inner.read_only.warn(&who, "the guest wrote to the configuration space, which is read-only");
+        Ok(())
     }
 
     fn set_gpu_socket(&self, _gpu_backend: GpuBackend) -> Result<()> {

@@ -142,6 +142,8 @@ pub struct Device {
     limit: LogLimit,
     /// The same for sessions that end, which a guest can begin as often as it likes.
     endings: Arc<LogLimit>,
+    /// The same for stops of the guest, and for when it goes on: it may reset the device again and again.
+    stops: LogLimit,
     who: String,
     exit: [EventFd; THREADS.len()],
     store: Store,
@@ -190,6 +192,7 @@ impl Device {
             reserve,
             limit: LogLimit::default(),
             endings: Arc::new(LogLimit::new(200)),
+            stops: LogLimit::new(20),
             who,
             exit,
             store,
@@ -255,7 +258,9 @@ impl Device {
                 tracing::error!("{}: the server still holds memory of a guest that is stopped", self.who);
             }
         }
-        tracing::info!("{}: the guest does not run; {count} sessions are kept", self.who);
+        if let Some(not_shown) = self.stops.allow() {
+            tracing::info!("{}: the guest does not run; {count} sessions are kept{not_shown}", self.who);
+        }
     }
 
     /// The control queue has an event. If it had stopped, the guest now continues.
@@ -267,7 +272,10 @@ impl Device {
         }
         self.gate.go_on();
         let sessions: Vec<_> = self.channels().values().filter_map(Channel::session).collect();
-        tracing::info!("{}: the guest runs again; {} sessions continue", self.who, sessions.len());
+        if let Some(not_shown) = self.stops.allow() {
+            let count = sessions.len();
+            tracing::info!("{}: the guest runs again; {count} sessions continue{not_shown}", self.who);
+        }
         sessions.iter().for_each(|session| session.go_on());
     }
 

@@ -388,6 +388,8 @@ fn put(queues: &SavedQueues, queue: usize, write: &Write<DeviceMemory>) -> Resul
         header: Some(write.header),
         address: queues.slots_address + begin,
         key: queues.slots_key,
+        // There are no others.
+        place: (0, begin),
         immediate: write.slot,
         token: write.token,
         signal: write.signal,

@@ -1,6 +1,6 @@
 //! The dispatcher's side of a `tcp` session: takes records off the control connection.
 
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -25,7 +25,7 @@ use crate::endpoint::outbox::Outbox;
 use crate::endpoint::stream::Records;
 use crate::endpoint::wake::{self, StopEvent};
 use crate::framing::{FrameReader, SendBuffer, split_struct, watch_peer};
-use crate::stream::Stream;
+use crate::stream::{Now, Stream};
 
 /// What a session may have of its server.
 #[derive(Debug, Clone, Copy)]
@@ -47,14 +47,6 @@ pub struct TcpCommands {
     /// Those of the COMMANDS frame at hand.
     records: Records,
     poll: DispatcherPoll,
-}
-
-struct NonBlocking<'a>(&'a Stream);
-
-impl Read for NonBlocking<'_> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.0.read_now(buf)
-    }
 }
 
 impl TcpCommands {
@@ -162,7 +154,7 @@ impl TcpCommands {
     fn fill(&mut self) -> Result<bool, End> {
         let mut control = lock(&self.client.control);
         let Some(Connection { attempt, stream }) = &*control else { return Ok(false) };
-        let (attempt, result) = (*attempt, self.reader.fill(&mut NonBlocking(stream)));
+        let (attempt, result) = (*attempt, self.reader.fill(&mut Now(stream)));
         let broken = match result {
             Ok(0) => io::ErrorKind::UnexpectedEof.into(),
             Ok(n) => {

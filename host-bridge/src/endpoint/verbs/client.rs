@@ -6,7 +6,7 @@ use std::thread::Thread;
 use std::time::Duration;
 
 use nix::sys::eventfd::EventFd;
-use protocol::link::{DataGrant, DataSent, FrameHeader, frame};
+use protocol::link::{DataGrant, DataSent, FrameHeader, RegionKey, frame};
 use zerocopy::IntoBytes;
 
 use super::keys::Keys;
@@ -122,10 +122,15 @@ impl Target {
     }
 }
 
+/// The address and the key of a place in a memory.
+pub(super) fn place(key: &RegionKey, offset: u64) -> (u64, u32) {
+    (key.address.wrapping_add(offset), key.key)
+}
+
 impl Engine {
     /// A place as a write names it. (That of a region without a key is refused by the bridge's device.)
     pub(super) fn address(&self, Target { region, offset }: Target) -> (u64, u32) {
-        self.keys.get(region).map_or((0, 0), |key| (key.address.wrapping_add(offset), key.key))
+        self.keys.get(region).map_or((0, 0), |key| place(&key, offset))
     }
 
     /// Bytes of the bridge's stream whose frames were acted on.

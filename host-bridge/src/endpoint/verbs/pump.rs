@@ -22,7 +22,7 @@ use crate::endpoint::stream::put;
 use crate::endpoint::wake;
 use crate::framing::{FrameReader, split_struct};
 use crate::shared::SharedBytes;
-use crate::stream::Stream;
+use crate::stream::{Now, Stream};
 use crate::verbs::{DeviceEvent, Event, VerbsError};
 use protocol::polling::PollTime;
 
@@ -398,7 +398,8 @@ impl VerbsClient {
             End::Gone(format!("its control connection: {what}"))
         };
         loop {
-            match engine.control_reader.fill(&mut &*control) {
+            // A connection that resumes the session still blocks while the bridge is being answered on it.
+            match engine.control_reader.fill(&mut Now(&control)) {
                 Ok(0) => return Err(closed("closed by the bridge")),
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -432,5 +433,43 @@ impl VerbsClient {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::endpoint::dispatcher_poll::Polling;
+    use crate::endpoint::verbs::VerbsCommands;
+    use crate::verbs::{Device, Domain, Settings, Unconnected, software};
+
+    fn pair() -> (Stream, Stream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (near.into(), listener.accept().unwrap().0.into())
+    }
+
+    /// As one does on which the bridge that resumes the session is still being answered.
+    #[test]
+    fn a_look_does_not_wait_for_a_control_connection_that_blocks() {
+        software::install();
+        let settings = Settings::default();
+        let domain = Domain::new(Device::open(&settings).unwrap()).unwrap();
+        let queues = Unconnected::new(&domain, &settings).unwrap();
+        let (bridge, control) = pair();
+        bridge.send_frame(frame::QUEUES, &[queues.offer(None).as_bytes()]).unwrap();
+        let grace = Duration::from_secs(60);
+        let started = VerbsCommands::start(control, 1, &settings, Polling::default(), grace);
+        let (_commands, client) = started.map_err(|lost| lost.reason).unwrap();
+        let (_bridge, next) = pair();
+        *lock(&client.control) = Some(Arc::new(next));
+        let (looked, seen) = mpsc::channel();
+        let looking = Arc::clone(&client);
+        std::thread::spawn(move || looked.send(looking.look(&mut looking.lock(), None).is_ok()));
+        assert_eq!(seen.recv_timeout(Duration::from_secs(60)), Ok(true));
+        client.close();
     }
 }

@@ -23,7 +23,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use protocol::link::{Queues, REGION_KEYS, RegionKey, Written, frame};
 use zerocopy::IntoBytes;
 
-use super::client::{Engine, SLOT_SIZE, VerbsClient, lock};
+use super::client::{Engine, SLOT_SIZE, VerbsClient, lock, place};
 use super::keys::Keys;
 use super::pump::End;
 use crate::endpoint::contract::{Client, Survivor};
@@ -57,10 +57,10 @@ fn attempt(e: impl std::fmt::Display) -> Failed {
     Failed::Attempt(e.to_string())
 }
 
-/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too:
-/// with whichever of a memory's keys they were posted, its address was the same.
+/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too. They
+/// know their memory by its number: addresses of two processes of the bridge may be the same.
 fn replace_keys(link: &mut Link, known: &mut Keys, keys: &[RegionKey]) -> Result<(), End> {
-    let mut replaced = BTreeMap::new();
+    let mut told = BTreeMap::new();
     for key in keys {
         let old = known.learn(*key).map_err(End::Lost)?;
         if old.is_some_and(|old| old.size != key.size) {
@@ -68,13 +68,12 @@ fn replace_keys(link: &mut Link, known: &mut Keys, keys: &[RegionKey]) -> Result
                 "the bridge gave a key that cannot be: its memory has another size".into(),
             ));
         }
-        replaced.extend(old.map(|old| (old.address, *key)));
+        told.insert(key.region, key);
     }
     link.each_again(|put| {
-        let Some((address, new)) = replaced.range(..=put.address).next_back() else { return };
-        let offset = put.address - address;
-        if offset < new.size {
-            (put.address, put.key) = (new.address + offset, new.key);
+        let (region, offset) = put.place;
+        if let Some(key) = told.get(&region) {
+            (put.address, put.key) = place(key, offset);
         }
     });
     Ok(())
@@ -268,5 +267,45 @@ impl Survivor for VerbsClient {
             }
         })?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verbs::{Access, Device, Domain, EarlierWrites, Settings, Slab, software};
+
+    #[test]
+    fn a_write_that_is_sent_again_goes_to_its_own_memory_wherever_another_one_once_was() {
+        software::install();
+        let settings = Settings::default();
+        let domain = Domain::new(Device::open(&settings).unwrap()).unwrap();
+        let buffer = Slab::new(&domain, 4096, Access::Read).unwrap();
+        // Memory 2 lies where an earlier process of the bridge had memory 1.
+        let key = |region, address, key| RegionKey { address, size: 4096, region, key };
+        let before = [key(1, 0x10_0400, 1), key(2, 0x10_0000, 2)];
+        let mut known = Keys::default();
+        before.iter().for_each(|key| assert_eq!(known.learn(*key), Ok(None)));
+        let (address, old) = place(&before[1], 0x800);
+        let put = Put {
+            queue: 1,
+            source: buffer.registration().slice(0, 64).unwrap(),
+            header: None,
+            address,
+            key: old,
+            place: (2, 0x800),
+            immediate: 7,
+            token: 0,
+            signal: true,
+        };
+        let earlier = EarlierWrites { under_way: vec![put], ..EarlierWrites::default() };
+        let mut link = Link::restored(&domain, &settings, vec![earlier]);
+        let unknown = link.settle::<VerbsError>(&[0], &mut |_| Ok(())).unwrap();
+        assert!(unknown.is_empty());
+        let now = [key(1, 0x50_0000, 3), key(2, 0x90_0000, 4)];
+        assert!(replace_keys(&mut link, &mut known, &now).is_ok());
+        let mut again = Vec::new();
+        link.each_again(|put| again.push((put.address, put.key)));
+        assert_eq!(again, [(0x90_0800, 4)]);
     }
 }

@@ -97,13 +97,15 @@ impl VerbsClient {
                 let queue = engine.link.next_queue()?;
                 let bytes = chunk.min(len - at);
                 let posted = adopted.slice(offset + at as u64, bytes as u32).map(|source| {
-                    let (address, key) = engine.address(to.behind(at as u64));
+                    let to = to.behind(at as u64);
+                    let (address, key) = engine.address(to);
                     engine.link.put(&Put {
                         queue,
                         source,
                         header: None,
                         address,
                         key,
+                        place: (to.region, to.offset),
                         immediate: seq as u32,
                         token: SEND | place as u64,
                         signal: bytes > SIGNALLED || at + bytes == len,
@@ -157,6 +159,7 @@ impl VerbsClient {
                 header: None,
                 address,
                 key,
+                place: (at.region, at.offset),
                 immediate: seq as u32,
                 token: number as u64,
                 // Buffers whose writes are not signalled come back with a later one: only as long as enough
