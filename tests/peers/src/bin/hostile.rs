@@ -287,7 +287,8 @@ impl Session {
     ) -> Result<()> {
         let source = self.source.registration().slice(0, len).ok_or("source")?;
         let queue = self.link.next_queue().ok_or("no queue")?;
-        let put = Put { queue, source, header, address, key, immediate, token: 0, signal: true };
+        let place = (0, 0);
+        let put = Put { queue, source, header, address, key, place, immediate, token: 0, signal: true };
         Ok(self.link.put(&put)?)
     }
 

@@ -157,6 +157,7 @@ fn sender(
             header: None,
             address: buffer.registration().address(),
             key: buffer.registration().remote_key(),
+            place: (0, 0),
             immediate: 1,
             token: 0,
             signal: true,
