@@ -574,15 +574,19 @@ impl Api {
         Box::leak(Box::new(Api { stream_query_raw: query, ..*Api::idle() }))
     }
 
-    /// An address to which nothing can be copied.
+    /// An address to which and from which nothing can be copied.
     pub const REFUSED: CUdeviceptr = 1 << 40;
 
-    /// The same as [`idle`](Api::idle), but copies of rows to [`REFUSED`](Api::REFUSED) are refused.
+    /// The same as [`idle`](Api::idle), but copies of rows to [`REFUSED`](Api::REFUSED), and of bytes from
+    /// there, are refused.
     pub fn refusing() -> &'static Api {
         unsafe extern "C" fn copy(copy: *const CUDA_MEMCPY3D, _: CUstream) -> u32 {
             // SAFETY: the caller's structure.
             if unsafe { (*copy).dstDevice } == Api::REFUSED { Status::INVALID_VALUE.0 } else { 0 }
         }
-        Box::leak(Box::new(Api { copy_3d: copy, ..*Api::idle() }))
+        unsafe extern "C" fn out(_: *mut c_void, from: CUdeviceptr, _: usize, _: CUstream) -> u32 {
+            if from == Api::REFUSED { Status::INVALID_VALUE.0 } else { 0 }
+        }
+        Box::leak(Box::new(Api { copy_3d: copy, copy_dtoh: out, ..*Api::idle() }))
     }
 }

@@ -323,7 +323,7 @@ impl GpuCopies for Cuda {
             None => Some(self.staging.begin(place.flows.outbound, len as u64, |_| ANSWER, &place.health)?),
         };
         let at = match &staged {
-            None => self.staging.answer(cx.slot),
+            None => Ok(self.staging.answer(cx.slot)),
             Some(transfer) => transfer
                 .outbound()
                 .next()
@@ -334,12 +334,22 @@ impl GpuCopies for Cuda {
                     };
                     self.note(place.context, waits).map(|()| chunk.at)
                 })
-                .transpose()?,
+                .transpose(),
         };
-        let at = Answered(at.ok_or(Status::UNKNOWN)?);
-        // SAFETY: the range was checked; the buffer belongs to the command until the fence below.
-        let copied = unsafe { self.api.copy_dtoh(at.0.as_ptr().cast(), from, len, place.stream) };
-        self.note(place.context, copied)?;
+        let copied = at.and_then(|at| {
+            let at = Answered(at.ok_or(Status::UNKNOWN)?);
+            // SAFETY: the range was checked; the buffer belongs to the command until the fence below.
+            let copied = unsafe { self.api.copy_dtoh(at.0.as_ptr().cast(), from, len, place.stream) };
+            self.note(place.context, copied).map(|()| at)
+        });
+        let at = match copied {
+            Ok(at) => at,
+            Err(status) => {
+                // What an earlier transfer left in the slot is sent when the stream has passed it.
+                let held = self.hold(cx, streams, place, staged);
+                return held.and(Err(status));
+            }
+        };
         let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
         self.fence(streams, place, cx.seq, move |status| {
             progress.complain(status);
@@ -473,6 +483,25 @@ mod tests {
         let copied = cuda.copy_in_place(&call, &mut streams, &place, Way::In, &rows, mapped);
         assert_eq!(copied, Err(Status::INVALID_VALUE));
         is_held_until_the_stream_has_passed(&region, &place);
+    }
+
+    #[test]
+    fn an_answers_slot_is_held_until_the_stream_has_passed_also_if_the_driver_refuses_the_copy() {
+        let mut cuda = Cuda::fake(Api::refusing());
+        let (mut call, mut streams, place) = default_stream(&mut cuda);
+        // A reply slot without a buffer of its own.
+        call.begin(1, u16::MAX);
+        let users = || Arc::strong_count(&place.health);
+        let before = users();
+        let refused = cuda.download_inline(&mut call, &mut streams, &place, Api::REFUSED, 4, 0);
+        assert_eq!(refused, Err(Status::INVALID_VALUE));
+        assert_eq!(users(), before + 2, "the transfer, and who waits for its end");
+        place.health.fail(Status::ILLEGAL_ADDRESS);
+        let limit = Instant::now() + Duration::from_secs(60);
+        while users() > before {
+            assert!(Instant::now() < limit, "it is never given back");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     #[test]
