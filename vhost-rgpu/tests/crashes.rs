@@ -105,6 +105,26 @@ fn a_guest_goes_on_after_its_device_process_was_killed() {
 }
 
 #[test]
+fn a_device_process_that_does_not_report_makes_no_other_one_late() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    // It is asked first.
+    let _guest = Guest::connect(&daemon);
+    let _program = native(&daemon);
+    let process = Pid::from_raw(device_process(&daemon, "vm"));
+    let reports = || {
+        let status = daemon.any_status().unwrap();
+        let rows = status["device_processes"].as_array().unwrap();
+        let of =
+            |row: &serde_json::Value| (row["serves"].as_str() == Some("vm testvm"), row["reports"] == true);
+        rows.iter().map(of).collect::<Vec<_>>()
+    };
+    kill(process, Signal::SIGSTOP).unwrap();
+    eventually(|| reports() == [(true, false), (false, true)]);
+    kill(process, Signal::SIGCONT).unwrap();
+    eventually(|| reports() == [(true, true), (false, true)]);
+}
+
+#[test]
 fn a_keeper_without_descriptors_ends_no_device_process() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);

@@ -3,15 +3,18 @@
 //!
 //! A connection belongs to the session once the client has proven that it owns the key with which it greeted
 //! the daemon, and has sent the session's secret. Until then it belongs to nobody: only a few such
-//! connections may be pending at a time, none longer than [`WITHIN`].
+//! connections may be pending at a time, none longer than [`WITHIN`]. If there are too many, the oldest one
+//! is closed: the client's own take two round trips, and strangers' stay silent.
 
+use std::collections::BTreeMap;
 use std::io;
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use host_bridge::endpoint::Lost;
+use host_bridge::log_limit::LogLimit;
 use host_bridge::stream::Stream;
 use identity::{Identity, Secret, tls};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -32,6 +35,10 @@ const FIRST_WITHIN: Duration = Duration::from_secs(30);
 /// Maximum number of pending connections. Anybody who sees a session's name can open such connections; the
 /// client's own are pending only for a moment.
 const MAX_PENDING: usize = 64;
+/// How many of them may come from one address. A client opens 33 at once.
+const MAX_PENDING_OF_ONE: usize = 48;
+/// Maximum number of threads for connections. One whose connection was closed ends at once.
+const MAX_THREADS: usize = 2 * MAX_PENDING;
 
 /// A connection of the session.
 #[derive(Debug)]
@@ -59,10 +66,54 @@ pub struct Door {
     visitor: Visitor,
     /// Number of the session's data connections.
     data_connections: u32,
-    pending: AtomicUsize,
+    pending: Mutex<Pending>,
+    limit: LogLimit,
     state: Mutex<State>,
     /// Raised when a connection has been admitted.
     admitted: EventFd,
+}
+
+/// Connections that belong to nobody yet.
+#[derive(Default)]
+struct Pending {
+    /// In the order in which they came: duplicates of their sockets, and the addresses that they come from.
+    sockets: BTreeMap<u64, (TcpStream, Option<IpAddr>)>,
+    next: u64,
+    threads: usize,
+}
+
+impl Pending {
+    /// Adds a connection, for which a thread begins. Closes an older one if there are too many. Gives its
+    /// number; `None`: not even that helps.
+    fn add(&mut self, socket: &OwnedFd) -> io::Result<Option<u64>> {
+        if self.threads >= MAX_THREADS {
+            return Ok(None);
+        }
+        let socket = TcpStream::from(socket.try_clone()?);
+        let from = socket.peer_addr().ok().map(|address| address.ip());
+        let of_one = self.sockets.iter().filter(|(_, (_, other))| *other == from);
+        let oldest = if of_one.clone().count() >= MAX_PENDING_OF_ONE {
+            of_one.map(|(number, _)| *number).next()
+        } else if self.sockets.len() >= MAX_PENDING {
+            self.sockets.keys().next().copied()
+        } else {
+            None
+        };
+        if let Some((oldest, _)) = oldest.and_then(|oldest| self.sockets.remove(&oldest)) {
+            // It may be over already.
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        let number = self.next;
+        (self.next, self.threads) = (number + 1, self.threads + 1);
+        self.sockets.insert(number, (socket, from));
+        Ok(Some(number))
+    }
+
+    /// Its thread is done with it.
+    fn remove(&mut self, number: u64) {
+        self.sockets.remove(&number);
+        self.threads -= 1;
+    }
 }
 
 #[derive(Default)]
@@ -82,8 +133,8 @@ impl Door {
         let config = tls::server_pinning(identity, visitor.key).map_err(|e| failed(e.to_string()))?;
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let admitted = EventFd::from_value_and_flags(0, flags).map_err(|e| failed(e.to_string()))?;
-        let (pending, state) = (AtomicUsize::new(0), Mutex::default());
-        Ok(Arc::new(Door { config, visitor, data_connections, pending, state, admitted }))
+        let (pending, limit, state) = (Mutex::default(), LogLimit::default(), Mutex::default());
+        Ok(Arc::new(Door { config, visitor, data_connections, pending, limit, state, admitted }))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -92,23 +143,34 @@ impl Door {
 
     /// Handles a new connection. Returns immediately.
     pub fn knock(self: &Arc<Door>, socket: OwnedFd) {
-        if self.pending.fetch_add(1, Ordering::AcqRel) >= MAX_PENDING {
-            self.pending.fetch_sub(1, Ordering::AcqRel);
-            tracing::warn!("closed a connection: {MAX_PENDING} others are pending");
-            return;
-        }
+        let closed = |why: &str| self.limit.warn("closed a connection that named this session", why);
+        let number = match self.pending().add(&socket) {
+            Ok(Some(number)) => number,
+            Ok(None) => return closed("too many others are pending"),
+            Err(e) => return closed(&e.to_string()),
+        };
         let door = Arc::clone(self);
         let begun = std::thread::Builder::new().name("rgpu-door".into()).spawn(move || {
-            match door.admit(socket) {
+            let result = door.admit(socket);
+            // Nobody closes it from here on.
+            door.pending().remove(number);
+            match result {
                 Ok(admitted) => door.let_in(admitted),
-                Err(e) => tracing::info!("closed a connection that named this session: {e}"),
+                Err(e) => {
+                    if let Some(not_shown) = door.limit.allow() {
+                        tracing::info!("closed a connection that named this session: {e}{not_shown}");
+                    }
+                }
             }
-            door.pending.fetch_sub(1, Ordering::AcqRel);
         });
         if let Err(e) = begun {
-            self.pending.fetch_sub(1, Ordering::AcqRel);
-            tracing::warn!("cannot start a thread for a connection: {e}");
+            self.pending().remove(number);
+            closed(&format!("cannot start a thread for it: {e}"));
         }
+    }
+
+    fn pending(&self) -> MutexGuard<'_, Pending> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn admit(&self, socket: OwnedFd) -> io::Result<Admitted> {
@@ -268,5 +330,31 @@ mod tests {
             matches!(messages[..], [(ToWorker::DeviceFailed { device: 3, status: 719 }, _)]),
             "{messages:?}"
         );
+    }
+
+    #[test]
+    fn strangers_who_say_nothing_keep_no_client_out() {
+        let (identity, own) = (Identity::generate().unwrap(), Identity::generate().unwrap());
+        let visitor = Visitor { key: own.fingerprint(), token: [1; 16], secret: [2; 32] };
+        let door = Door::new(&identity, visitor, 4).unwrap();
+        let knock = || {
+            let (client, other) = UnixStream::pair().unwrap();
+            door.knock(other.into());
+            client
+        };
+        let strangers: Vec<UnixStream> = (0..MAX_PENDING).map(|_| knock()).collect();
+        let config = tls::client_pinning(&own, &[identity.fingerprint()]).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let client = Stream::tls_client(knock().into(), &config, tls::session_name(&[3; 16]), deadline);
+        let client = client.unwrap();
+        let hello =
+            Hello { purpose: purpose::CONTROL, token: [1; 16], secret: [2; 32], ..Hello::new_zeroed() };
+        client.write_all(hello.as_bytes()).unwrap();
+        // Whatever it says: it was heard.
+        client.read_exact(Welcome::new_zeroed().as_mut_bytes()).unwrap();
+        assert!(door.pending().sockets.len() <= MAX_PENDING);
+        // Theirs are closed in turn.
+        let mut first = &strangers[0];
+        assert_eq!(first.read_to_end(&mut Vec::new()).unwrap(), 0);
     }
 }

@@ -98,7 +98,8 @@ impl Daemon {
         self.folder.path().join(name)
     }
 
-    fn any_status(&self) -> Option<serde_json::Value> {
+    /// Its status, perhaps without what some device process has not reported yet. `None`: it does not answer.
+    pub fn any_status(&self) -> Option<serde_json::Value> {
         let mut text = String::new();
         UnixStream::connect(self.path("status")).ok()?.read_to_string(&mut text).ok()?;
         serde_json::from_str(&text).ok()

@@ -215,7 +215,7 @@ impl Processes {
     /// Number of sessions.
     pub fn sessions(&self) -> usize {
         let deadline = Instant::now() + PATIENCE;
-        self.all().0.iter().map(|process| process.status(deadline).sessions().len()).sum()
+        reports(&self.all().0, deadline).iter().map(|(status, _)| status.sessions().len()).sum()
     }
 
     /// Ends all processes. What they have stored stays: it is kept for those that the next keeper starts, and
@@ -558,26 +558,32 @@ impl Process {
         self.started.elapsed()
     }
 
-    /// Its status, if it arrives by `deadline`; otherwise the last known one.
-    pub fn status(&self, deadline: Instant) -> Counted {
-        self.report(deadline).0
-    }
-
-    /// Its [`status`](Self::status), and whether it has arrived by `deadline`.
-    pub fn report(&self, deadline: Instant) -> (Counted, bool) {
+    /// Asks it for its status. Gives the number of the question; `None`: it is over, or reads nothing.
+    fn ask(&self) -> Option<u64> {
         let mut heard = self.lock();
         heard.asked += 1;
         let question = heard.asked;
-        let asked = self.tell(&ToDevice::AskStatus { question }).is_ok();
-        while asked && heard.answered < question && !heard.over {
+        (self.has_room() && self.tell(&ToDevice::AskStatus { question }).is_ok()).then_some(question)
+    }
+
+    /// Its status, and whether the answer to the question has arrived by `deadline`; otherwise it is the last
+    /// known one.
+    fn report(&self, question: Option<u64>, deadline: Instant) -> (Counted, bool) {
+        let mut heard = self.lock();
+        let reports = loop {
+            if question.is_some_and(|question| heard.answered >= question) {
+                break true;
+            }
+            if heard.over {
+                break false;
+            }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || question.is_none() {
                 tracing::warn!("{}: its device process {} does not report its status", self.name, self.pid);
-                break;
+                break false;
             }
             (heard, _) = self.changed.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner);
-        }
-        let reports = heard.answered >= question;
+        };
         drop(heard);
         (self.last_status(), reports)
     }
@@ -674,6 +680,14 @@ impl Process {
         }
         *status
     }
+}
+
+/// The status of each process, and whether it has arrived by `deadline`; otherwise it is the last known one.
+/// All are asked first, so that none is late because of another.
+pub fn reports(processes: &[Arc<Process>], deadline: Instant) -> Vec<(Counted, bool)> {
+    let questions: Vec<_> = processes.iter().map(|process| process.ask()).collect();
+    let asked = processes.iter().zip(questions);
+    asked.map(|(process, question)| process.report(question, deadline)).collect()
 }
 
 fn describe(status: Option<ExitStatus>) -> String {

@@ -19,7 +19,7 @@ use nix::sys::socket::SockType;
 use serde_json::{Map, Value};
 
 use super::families as f;
-use super::process::Processes;
+use super::process::{Processes, reports};
 use super::status::{Counted, Own, PATIENCE};
 use crate::registry::REFUSALS;
 use crate::sockets::{Listening, Sockets};
@@ -100,8 +100,7 @@ impl Scraper {
             count(&mut samples, owner(serves), done);
         }
         let deadline = Instant::now() + PATIENCE;
-        for process in running {
-            let counted = process.status(deadline);
+        for (process, (counted, _)) in running.iter().zip(reports(&running, deadline)) {
             let owner = owner(&process.name);
             let servers: Vec<String> = process.servers().iter().map(Address::to_string).collect();
             samples.add(&f::PROCESSES, &owner, 1u64);

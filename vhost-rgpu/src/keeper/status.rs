@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use serde_json::{Map, Value, json};
 
-use super::process::Processes;
+use super::process::{Processes, reports};
 use super::takeover::Succession;
 use crate::sockets::Listening;
 
@@ -204,8 +204,7 @@ fn status(processes: &Processes, own: &Own, succession: &Succession) -> Value {
     ended.iter().for_each(|(_, done)| sums.add(done));
     let deadline = Instant::now() + PATIENCE;
     let (mut rows, mut sessions) = (Vec::with_capacity(running.len()), Vec::new());
-    for process in running {
-        let (counted, reports) = process.report(deadline);
+    for (process, (counted, reports)) in running.iter().zip(reports(&running, deadline)) {
         sums.add(&counted);
         rows.push(json!({
             "serves": process.name,

@@ -32,6 +32,20 @@ const MAX_JOB_BYTES: usize = 64 << 20;
 /// A writable piece of a request's chain: address and length.
 type Piece = (GuestAddress, usize);
 
+/// Those of the writable pieces that an answer fills. A chain may have tens of thousands, and a request keeps
+/// them until it is answered.
+fn for_answer(writable: impl Iterator<Item = Piece>) -> Vec<Piece> {
+    let (mut pieces, mut left) = (Vec::new(), size_of::<Response>());
+    for piece in writable.filter(|(_, len)| *len > 0) {
+        pieces.push(piece);
+        left = left.saturating_sub(piece.1);
+        if left == 0 {
+            break;
+        }
+    }
+    pieces
+}
+
 /// A request taken from the queue.
 pub(super) struct Fetched {
     head: u16,
@@ -108,7 +122,7 @@ impl Device {
         self.requests.taken(head);
         let place = |d: Descriptor| (d.addr(), d.len() as usize);
         let request: Vec<Piece> = chain.clone().readable().map(place).collect();
-        let answer: Vec<Piece> = chain.writable().map(place).collect();
+        let answer = for_answer(chain.writable().map(place));
         let mut bytes = 0;
         let order = self.check(&memory, &request, &mut bytes);
         Some(Fetched { head, again: false, answer, order, bytes })
@@ -120,7 +134,7 @@ impl Device {
         let (answer, request): (Vec<_>, Vec<_>) = chain.into_iter().partition(|d| d.is_write_only());
         let place = |d: Descriptor| (d.addr(), d.len() as usize);
         let request: Vec<Piece> = request.into_iter().map(place).collect();
-        let answer = answer.into_iter().map(place).collect();
+        let answer = for_answer(answer.into_iter().map(place));
         let mut bytes = 0;
         let order = self.check(memory, &request, &mut bytes);
         Fetched { head, again: true, answer, order, bytes }
@@ -363,6 +377,19 @@ mod tests {
     use super::*;
     use crate::vm::fuzzing::with_channel_after_reset;
     use test_kit::until;
+
+    #[test]
+    fn a_request_keeps_no_more_pieces_than_an_answer_has_bytes() {
+        let pieces = |lens: &[usize]| -> Vec<usize> {
+            let all = lens.iter().map(|len| (GuestAddress(0), *len));
+            for_answer(all).iter().map(|(_, len)| *len).collect()
+        };
+        let size = size_of::<Response>();
+        assert_eq!(pieces(&[1; 65_535]).len(), size);
+        assert_eq!(pieces(&[0, size - 1, 0, 9, 7]), [size - 1, 9]);
+        assert_eq!(pieces(&[size, 0]), [size]);
+        assert_eq!(pieces(&[0, 3]), [3]);
+    }
 
     #[test]
     fn a_request_to_destroy_a_channel_is_never_refused_for_lack_of_threads() {
