@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use host_bridge::bridge::SessionConfig;
-use host_bridge::endpoint::{Client, Commands, LocalCommands, Lost, Mapped, Polling, Sink, Source};
+use host_bridge::endpoint::{Client, Commands, Held, LocalCommands, Lost, Mapped, Polling, Sink, Source};
 use host_bridge::framing::{Address, recv_frame, recv_struct, send_frame, send_message};
 use protocol::Status;
 use protocol::channel::NO_SLOT;
@@ -137,7 +137,7 @@ pub(crate) fn execute(
             Ok(None) => break Ok(()),
             Err(e) => break Err(e.reason),
         };
-        let mut reader = Reader::new(&body);
+        let (mut reader, mut sent) = (Reader::new(&body), None);
         match behavior {
             Behavior::Dies => break Err("died".into()),
             Behavior::Leaves => {
@@ -191,9 +191,11 @@ pub(crate) fn execute(
                         rest = &rest[*len..];
                     }
                 }
+                // As with a device that goes on before its data has left.
                 Sink::Outgoing(outgoing) => {
-                    if let Err(e) = outgoing.write(rest) {
-                        break Err(e.reason);
+                    match outgoing.send_held(record.seq as usize, 0, Box::new(Made(rest.to_vec()))) {
+                        Ok(leaving) => sent = Some((leaving, outgoing.end())),
+                        Err(e) => break Err(e.reason),
                     }
                 }
             }
@@ -202,5 +204,15 @@ pub(crate) fn execute(
         if record.reply_slot != NO_SLOT {
             client.reply(record.seq, record.reply_slot, Status::SUCCESS, &record.seq.to_le_bytes());
         }
+        drop(sent);
+    }
+}
+
+/// Data that was made for a command.
+struct Made(Vec<u8>);
+
+impl Held for Made {
+    fn bytes(&self) -> &[u8] {
+        &self.0
     }
 }
