@@ -782,10 +782,9 @@ mod tests {
         assert!(refused.contains("too many leases"), "{refused}");
     }
 
-    #[test]
-    fn a_server_that_does_not_answer_does_not_keep_other_leases_from_being_renewed() {
+    /// Two servers. The first one answers once the second one was asked.
+    fn two_that_have_to_be_asked_together() -> [Server; 2] {
         let (asked, others) = std::sync::mpsc::channel();
-        // The first one answers once the second one was asked.
         let first = server(gpu(0, 0, 80), move || {
             others.recv().unwrap();
             Does::Grants
@@ -794,8 +793,16 @@ mod tests {
             asked.send(()).unwrap();
             Does::Grants
         });
-        let renewed = Asker(Security::Insecure).renew_all(&[first, second]);
+        [first, second]
+    }
+
+    #[test]
+    fn a_server_that_does_not_answer_does_not_keep_other_leases_from_being_renewed_or_released() {
+        let asker = Asker(Security::Insecure);
+        let renewed = asker.renew_all(&two_that_have_to_be_asked_together());
         assert!(renewed.iter().all(Result::is_ok), "{renewed:?}");
+        let released = asker.release_all(&two_that_have_to_be_asked_together());
+        assert!(released.iter().all(Result::is_ok), "{released:?}");
     }
 
     #[test]
@@ -803,21 +810,6 @@ mod tests {
         let raised = || nix::sys::signal::raise(Signal::SIGTERM).is_ok();
         assert_eq!(uninterrupted(raised).unwrap(), (true, Some(Signal::SIGTERM)));
         assert_eq!(uninterrupted(|| 7).unwrap(), (7, None));
-    }
-
-    #[test]
-    fn leases_are_released_although_one_server_does_not_answer() {
-        let (asked, others) = std::sync::mpsc::channel();
-        let first = server(gpu(0, 0, 80), move || {
-            others.recv().unwrap();
-            Does::Grants
-        });
-        let second = server(gpu(0, 0, 80), move || {
-            asked.send(()).unwrap();
-            Does::Grants
-        });
-        let released = Asker(Security::Insecure).release_all(&[first, second]);
-        assert!(released.iter().all(Result::is_ok), "{released:?}");
     }
 
     /// How a request for leases fails that may wait for an hour.
