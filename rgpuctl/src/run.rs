@@ -22,8 +22,8 @@ use crate::session::{Session, Target};
 /// leases the GPUs while the program runs. Without --gpus and --server, rgpuctl starts a private server for
 /// the program, which uses this machine's GPU or, if there is none, a GPU in software.
 ///
-/// The exit status is the program's own, for a shell 128 + N if signal N ended it, or 125 if rgpuctl could not
-/// run it.
+/// The exit status is the program's own, for a shell 128 + N if signal N ended it, or 125 if rgpuctl could
+/// not run it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   rgpuctl run -- ./vectorAdd                               this machine's GPU, or a GPU in software

@@ -658,7 +658,7 @@ fn upgrade(machine: &Machine) -> Result<()> {
     // A unit that its operator has disabled stays disabled.
     machine.check("systemctl disable rgpu-server; dpkg -i /mnt/packages/rgpu-server.deb", LONG)?;
     ensure!(property(machine, "rgpu-server", "UnitFileState")? == "disabled", "the unit is enabled again");
-    // One that its operator has stopped stays so over an upgrade, but not if the package was removed meanwhile.
+    // One that its operator has stopped stays so over an upgrade, but not if the package was removed first.
     let again = |name: &str| format!("dpkg -i /mnt/packages/{name}.deb");
     machine.check("systemctl enable rgpu-server; systemctl stop rgpu-server", LONG)?;
     machine.check(&again("rgpu-server"), LONG)?;

@@ -24,7 +24,8 @@ pub(super) const MAX_BODY: usize = MAX_DATA + 256;
 /// Bytes of the buffer for records that have come: so many at first, up to so many once the peer fills it.
 const BUFFER: (usize, usize) = (2 * (HEADER + MAX_BODY), 16 * (HEADER + MAX_BODY));
 
-/// Most records in a row that bring no data. The peer makes no empty ones, and new keys for data that follows.
+/// Most records in a row that bring no data. The peer makes no empty ones, and new keys only for data that
+/// follows.
 pub(super) const MOST_EMPTY: u32 = 32;
 
 /// `KeyUpdate` of RFC 8446, section 4.6.3: its type, its length, and whether the peer is asked to do the

@@ -452,8 +452,8 @@ fn native(
     Wrong(format!("programs on this host cannot reach vhost-rgpu at {shown}: {error}"), step.into())
 }
 
-/// Connects to a socket for packets, as programs do. Returns what vhost-rgpu says to a program that it refuses
-/// before any request: it says that at once.
+/// Connects to a socket for packets, as programs do. Returns what vhost-rgpu says at once, before any
+/// request, to a program that it refuses.
 fn connect_packets(path: &Path) -> std::io::Result<Option<Response>> {
     let socket = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
     connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;

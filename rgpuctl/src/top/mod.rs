@@ -129,7 +129,7 @@ fn run(
             terminal.draw(|frame| draw::draw(frame, app)).context("cannot write to the terminal")?;
             stale = false;
         }
-        // Whoever started this may ignore SIGHUP, and crossterm would look at a terminal that is gone for ever.
+        // Whoever started this may ignore SIGHUP, and crossterm would look at a lost terminal for ever.
         let stdin = std::io::stdin();
         let mut ready =
             [PollFd::new(stdin.as_fd(), PollFlags::POLLIN), PollFd::new(signals.as_fd(), PollFlags::POLLIN)];

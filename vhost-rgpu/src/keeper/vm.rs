@@ -254,7 +254,7 @@ impl Server {
             if stopped {
                 return Ok(());
             }
-            // Otherwise handling it could take as long as the VMM likes, and the keeper has to stay meanwhile.
+            // Otherwise handling it could take as long as the VMM likes, and the keeper would have to stay.
             if readable && !ended && !is_ready(vmm).map_err(|e| e.to_string())? {
                 if unready.get_or_insert_with(Instant::now).elapsed() > MESSAGE_WITHIN {
                     return Err("it sent a part of a message, or it does not read the answers".into());
@@ -284,8 +284,8 @@ nix::ioctl_read_bad!(
     waiting, libc::FIONREAD, libc::c_int
 );
 
-/// Whether the VMM's next message can be handled without waiting for the VMM: all of it has come, and there is
-/// room for the answer. Also if its connection is over.
+/// Whether the VMM's next message can be handled without waiting for the VMM: all of it has come, and there
+/// is room for the answer. Also if its connection is over.
 fn is_ready(vmm: &UnixStream) -> nix::Result<bool> {
     let mut watched = [PollFd::new(vmm.as_fd(), PollFlags::POLLIN | PollFlags::POLLOUT)];
     poll(&mut watched, PollTimeout::ZERO)?;
@@ -293,7 +293,7 @@ fn is_ready(vmm: &UnixStream) -> nix::Result<bool> {
     if events.intersects(PollFlags::POLLHUP | PollFlags::POLLERR) {
         return Ok(true);
     }
-    // A socket is writable while less than a quarter of its room is in use, and no answer is longer than a page.
+    // A socket is writable while less than a quarter of its room is in use. No answer is longer than a page.
     if !events.contains(PollFlags::POLLOUT) {
         return Ok(false);
     }

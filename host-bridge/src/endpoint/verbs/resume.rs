@@ -57,8 +57,8 @@ fn attempt(e: impl std::fmt::Display) -> Failed {
     Failed::Attempt(e.to_string())
 }
 
-/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too. They
-/// know their memory by its number: addresses of two processes of the bridge may be the same.
+/// The client's memory has other keys and addresses. Writes that will be sent again are meant for it, too.
+/// They know their memory by its number: addresses of two processes of the bridge may be the same.
 fn replace_keys(link: &mut Link, known: &mut Keys, keys: &[RegionKey]) -> Result<(), End> {
     let mut told = BTreeMap::new();
     for key in keys {
