@@ -459,7 +459,7 @@ pub fn lease(
         let fitting: Vec<Vec<&Gpu>> =
             gpus.iter().zip(members).map(|(gpus, server)| fitting(gpus, &server.devices, wanted)).collect();
         match choose(&fitting, count) {
-            Ok(chosen) => match take_whole(asker, members, &chosen, wanted, name, seconds)? {
+            Ok(chosen) => match take_whole(asker, || take(asker, members, &chosen, wanted, name, seconds))? {
                 Ok(held) => return Ok(held),
                 Err((place, error)) => {
                     let busy = matches!(error, ConnectError::Refused { answer: Refusal::NoResources, .. });
@@ -512,17 +512,13 @@ pub fn lease(
     }
 }
 
-/// [Takes](take) leases, also from several servers, before signals end this process: nobody else would know
-/// the keys of those that it has, and so they are released first.
-fn take_whole(
-    asker: &Asker,
-    members: &[Server],
-    chosen: &[(usize, Vec<u32>)],
-    wanted: &Wanted,
-    name: &str,
-    seconds: u64,
-) -> Result<Result<Vec<Held>, (usize, ConnectError)>> {
-    let (taken, signal) = uninterrupted(|| take(asker, members, chosen, wanted, name, seconds))?;
+/// What [`take`] gives.
+type Taken = Result<Vec<Held>, (usize, ConnectError)>;
+
+/// Calls [`take`] to its end before a signal ends this process. Nobody else would know the keys of the leases
+/// that it has by then, so they are released first.
+fn take_whole(asker: &Asker, take: impl FnOnce() -> Taken) -> Result<Taken> {
+    let (taken, signal) = uninterrupted(take)?;
     if let Some(signal) = signal {
         release(asker, &taken.map(|held| servers_of(&held)).unwrap_or_default());
         end_by(signal);
@@ -552,7 +548,7 @@ fn take(
     wanted: &Wanted,
     name: &str,
     seconds: u64,
-) -> Result<Vec<Held>, (usize, ConnectError)> {
+) -> Taken {
     let mut held = Vec::new();
     for (place, devices) in chosen {
         let server = &members[*place];

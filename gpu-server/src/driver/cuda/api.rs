@@ -566,7 +566,7 @@ impl Api {
     /// A stream of a context that has failed.
     pub const FAILED: CUstream = std::ptr::dangling_mut();
 
-    /// The same as [`idle`](Api::idle), but who asks for [`FAILED`](Api::FAILED) learns of the failure.
+    /// Like [`idle`](Api::idle), but a query of [`FAILED`](Api::FAILED) returns the context's error.
     pub fn failing() -> &'static Api {
         unsafe extern "C" fn query(stream: CUstream) -> u32 {
             if stream == Api::FAILED { Status::ILLEGAL_ADDRESS.0 } else { 0 }
@@ -577,8 +577,8 @@ impl Api {
     /// An address to which and from which nothing can be copied.
     pub const REFUSED: CUdeviceptr = 1 << 40;
 
-    /// The same as [`idle`](Api::idle), but copies of rows to [`REFUSED`](Api::REFUSED), and of bytes from
-    /// there, are refused.
+    /// Like [`idle`](Api::idle), but copies of rows to [`REFUSED`](Api::REFUSED) and of bytes from there are
+    /// refused.
     pub fn refusing() -> &'static Api {
         unsafe extern "C" fn copy(copy: *const CUDA_MEMCPY3D, _: CUstream) -> u32 {
             // SAFETY: the caller's structure.

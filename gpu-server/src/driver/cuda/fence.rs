@@ -184,8 +184,8 @@ impl Drop for Word {
 
 /// Whether a context can still be used. Shared by everything that waits for its streams.
 pub struct Health {
-    /// Read by every thread that is in a call about it: one of them may wait there for a kernel that others
-    /// let go on. [`retire`](Health::retire) writes.
+    /// Threads hold this for reading during a call in the context, several at a time: one of them may be
+    /// waiting for a kernel that another one lets go on. [`retire`](Health::retire) takes it for writing.
     context: RwLock<CUcontextSend>,
     failed: AtomicU32,
 }

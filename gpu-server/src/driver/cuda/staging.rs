@@ -812,8 +812,9 @@ impl Departure {
             }
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            // The client is told before it learns of anything that depends on the data. Then the stream may
-            // continue while the data leaves, and the news with it or with those of the stream's next work.
+            // The client must hear of the data before anything that depends on it. Once that is queued, the
+            // stream may continue. The data leaves meanwhile, and so does the message, if the end of the
+            // stream's next work has not taken it along.
             let sink = self.sink.lock().unwrap_or_else(|e| e.into_inner()).take();
             let telling = sink.and_then(Arc::into_inner).map(|sink| match sink {
                 Sink::Outgoing(outgoing) => Some(outgoing.end()),

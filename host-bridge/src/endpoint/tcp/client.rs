@@ -324,15 +324,13 @@ impl TcpClient {
     }
 
     pub(in crate::endpoint) fn data_sent(&self, seq: u64, bytes: u64) {
-        self.queue_data_sent(seq, bytes);
-        self.send_unsent();
+        self.send(|buffer| put_data_sent(buffer, seq, bytes));
     }
 
     /// Says it with the next words, or with [`send_unsent`](Self::send_unsent).
     pub(in crate::endpoint) fn queue_data_sent(&self, seq: u64, bytes: u64) {
         if self.end.get().is_none() {
-            let mut sending = lock(&self.sending);
-            put(sending.buffer.end(), frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
+            put_data_sent(lock(&self.sending).buffer.end(), seq, bytes);
         }
     }
 
@@ -374,6 +372,10 @@ impl TcpClient {
         self.data.iter().for_each(|data| data.close());
         self.farewell.call();
     }
+}
+
+fn put_data_sent(buffer: &mut Vec<u8>, seq: u64, bytes: u64) {
+    put(buffer, frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
 }
 
 /// What is worth a message of its own.
