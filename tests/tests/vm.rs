@@ -171,22 +171,20 @@ fn all_programs_pass(transport: &'static str) -> Result<()> {
     let bed = Bed { host, machine };
     let before = bed.base_line()?;
     let mut failures = Vec::new();
-    for Program { name, args, .. } in programs::portable()? {
+    let mut run = |name: &str, command: &str| {
         let begin = Instant::now();
-        let output = bed.machine.run(&format!("{name} {}", args.join(" ")), LONG);
-        let result = output.and_then(|output| passed(&name, &output));
-        println!(
-            "{transport}: {name}: {}, {:.1} s",
-            if result.is_ok() { "passed" } else { "FAILED" },
-            begin.elapsed().as_secs_f64()
-        );
+        let output = bed.machine.run(command, LONG);
+        let result = output.and_then(|output| passed(name, &output)).with_context(|| format!("{command:?}"));
+        let verdict = if result.is_ok() { "passed" } else { "FAILED" };
+        println!("{transport}: {command}: {verdict}, {:.1} s", begin.elapsed().as_secs_f64());
         failures.extend(result.err().map(|error| format!("{error:#}")));
+    };
+    for Program { name, args, .. } in programs::portable()? {
+        run(&name, format!("{name} {}", args.join(" ")).trim_end());
     }
+    // With the devices of two servers.
     for name in ["two_servers", "nvidia_smi"] {
-        let output = bed.machine.run(&format!("RGPU_DEVICE=/dev/rgpu1 {name}"), LONG);
-        let result =
-            output.and_then(|output| passed(name, &output)).context("with the devices of two servers");
-        failures.extend(result.err().map(|error| format!("{error:#}")));
+        run(name, &format!("RGPU_DEVICE=/dev/rgpu1 {name}"));
     }
     ensure!(failures.is_empty(), "{} programs failed\n{}", failures.len(), failures.join("\n"));
     bed.check_after("all programs", &before)

@@ -8,6 +8,8 @@
 //! `debug_kernels` compiles two kernels, `many_guests` boots 64 guests, and `newcomer` does most of that in a
 //! new machine.
 
+use std::collections::VecDeque;
+use std::fmt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
@@ -86,14 +88,48 @@ struct Report {
 struct Tally {
     passed: u64,
     failed: u64,
-    /// The first lines of what each failed test printed, up to its backtrace.
-    said: Vec<String>,
-    /// Lines of the last of them that may still be added.
-    more: usize,
+    /// What each failed test said.
+    said: Vec<Said>,
+    /// Whether the next line is one of the last of them.
+    saying: bool,
+}
+
+/// Why a test failed, in a few lines: those from its error to its backtrace. One that names no error has its
+/// last lines here.
+#[derive(Default)]
+struct Said {
+    test: String,
+    lines: VecDeque<String>,
+    failed: bool,
 }
 
 /// Most lines that are repeated of a failed test.
 const MOST_SAID: usize = 20;
+
+/// How many of them may be what it printed before its error.
+const SAID_BEFORE: usize = 4;
+
+impl Said {
+    fn add(&mut self, line: &str) {
+        if line.starts_with("Error: ") || line.contains("' panicked at ") {
+            self.failed = true;
+            self.lines.drain(..self.lines.len().saturating_sub(SAID_BEFORE));
+        }
+        if self.lines.len() < MOST_SAID {
+            self.lines.push_back(line.to_owned());
+        } else if !self.failed {
+            self.lines.pop_front();
+            self.lines.push_back(line.to_owned());
+        }
+    }
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.test)?;
+        self.lines.iter().try_for_each(|line| write!(f, "\n{line}"))
+    }
+}
 
 /// Some tests have both ends of hundreds of connections, and a new machine lets a shell's processes open 1024
 /// files.
@@ -391,13 +427,12 @@ impl Tally {
     /// behind one like `---- test stdout ----`.
     fn count(&mut self, line: &str) {
         if line.starts_with("---- ") && line.ends_with(" stdout ----") {
-            self.said.push(line.to_owned());
-            self.more = MOST_SAID;
+            self.said.push(Said { test: line.to_owned(), ..Said::default() });
+            self.saying = true;
         } else if line == "failures:" || line.eq_ignore_ascii_case("stack backtrace:") {
-            self.more = 0;
-        } else if let (Some(said), 1..) = (self.said.last_mut(), self.more) {
-            *said += &format!("\n{line}");
-            self.more -= 1;
+            self.saying = false;
+        } else if let (Some(said), true) = (self.said.last_mut(), self.saying) {
+            said.add(line);
         }
         let Some((_, counts)) = line.strip_prefix("test result: ").and_then(|rest| rest.split_once(". "))
         else {
@@ -455,15 +490,24 @@ mod tests {
     }
 
     #[test]
-    fn the_first_lines_of_failed_tests_are_kept_for_the_end() {
+    fn why_tests_failed_is_kept_for_the_end() {
         let mut tally = Tally::default();
         let output = "test a ... FAILED\n\nfailures:\n\n---- a stdout ----\nError: known-twice\n\nCaused by:\n    \
                       0: it is not closed\n\nStack backtrace:\n   0: main\n---- b stdout ----\nx\n\nfailures:\n    a\n    b\n";
         output.lines().for_each(|line| tally.count(line));
+        let said = |tally: &Tally| tally.said.iter().map(Said::to_string).collect::<Vec<_>>();
         let a = "---- a stdout ----\nError: known-twice\n\nCaused by:\n    0: it is not closed\n";
-        assert_eq!(tally.said, [a, "---- b stdout ----\nx\n"]);
+        assert_eq!(said(&tally), [a, "---- b stdout ----\nx\n"]);
+
+        // What a test printed while all was well does not keep out why it failed.
         tally.count("---- c stdout ----");
         (0..100).for_each(|line| tally.count(&line.to_string()));
-        assert_eq!(tally.said[2].lines().count(), 1 + MOST_SAID);
+        assert_eq!(tally.said[2].lines.len(), MOST_SAID);
+        assert_eq!(tally.said[2].lines.back().unwrap(), "99");
+        tally.count("Error: 1 program failed");
+        (0..100).for_each(|line| tally.count(&line.to_string()));
+        let c = said(&tally)[2].clone();
+        assert!(c.starts_with("---- c stdout ----\n96\n97\n98\n99\nError: 1 program failed\n0\n1\n"), "{c}");
+        assert_eq!(tally.said[2].lines.len(), MOST_SAID);
     }
 }

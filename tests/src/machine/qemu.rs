@@ -40,15 +40,23 @@ impl Accelerator {
         }
     }
 
-    /// Words for the kernel's command line that make such a guest faster.
+    /// Words for the kernel's command line that make such a guest faster, and more patient.
     ///
     /// A translated guest reads the processor's own clock (TSC); otherwise its kernel uses the HPET, and each
     /// reading of the clock is a system call and a device access. Detours around speculative execution have
-    /// no use there.
+    /// no use there. On a busy machine its processors may stand still for many seconds, which is no reason for
+    /// its kernel to complain of a stall (after 21 s), a soft lockup (20 s) or a blocked task (120 s).
     pub(super) fn kernel_arguments(self) -> &'static [&'static str] {
         match self {
             Self::Kvm => &[],
-            Self::Tcg => &["tsc=reliable", "clocksource=tsc", "mitigations=off"],
+            Self::Tcg => &[
+                "tsc=reliable",
+                "clocksource=tsc",
+                "mitigations=off",
+                "rcupdate.rcu_cpu_stall_timeout=300",
+                "watchdog_thresh=60",
+                "sysctl.kernel.hung_task_timeout_secs=600",
+            ],
         }
     }
 }
