@@ -4,6 +4,8 @@ use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Weak;
 
+use protocol::data::{HostRange, Place};
+
 use super::*;
 use crate::endpoint::outgoing::{HELD_FROM, Outgoing};
 
@@ -13,8 +15,11 @@ fn pair() -> (TcpStream, Connection) {
     (a, Connection { attempt: 0, stream: Arc::new(listener.accept().unwrap().0.into()) })
 }
 
+/// For a place of its own.
 fn outgoing(outbox: &Arc<Outbox>, len: u64) -> Outgoing {
-    Outgoing::new(Weak::new(), Arc::clone(outbox), 7, 0, len)
+    static PLACES: AtomicU64 = AtomicU64::new(0);
+    let place = Place::Region(PLACES.fetch_add(1, Ordering::Relaxed) as u32);
+    Outgoing::new(Weak::new(), Arc::clone(outbox), 7, 0, HostRange { place, offset: 0, len })
 }
 
 #[test]
