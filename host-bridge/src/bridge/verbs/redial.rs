@@ -25,7 +25,6 @@ pub(super) struct Resumed {
     pub(super) taken: Vec<u64>,
     /// The server's writes that are here, and that an earlier process had not acted on.
     pub(super) written: Vec<Written>,
-    pub(super) attempt: u32,
 }
 
 /// See the module's text. The earlier queue pairs are gone.
@@ -67,7 +66,7 @@ impl Attempt for Redial {
             }
             let peer = split_struct::<Queues>(&body).ok().filter(|_| kind == Some(frame::QUEUES));
             let Some((peer, _)) = peer else { return Err(Failure::unexpected(kind, &body)) };
-            return Ok(Resumed { control, queues, peer, taken, written, attempt });
+            return Ok(Resumed { control, queues, peer, taken, written });
         }
     }
 }

@@ -77,6 +77,12 @@ impl Routes {
         }
         let (memory, begin) = at;
         let (mut end, mut stream, mut over) = (begin + len, None, Vec::new());
+        // Of those that begin before its end, the last one ends last.
+        let last = self.parts.range(..(memory, end)).next_back();
+        if last.is_none_or(|((of, _), part)| *of != memory || part.end <= begin) {
+            self.parts.insert(at, Part { end, stream: wish, coming: 1, upto: 0 });
+            return (wish, len);
+        }
         self.divide(at);
         for (known, part) in self.parts.range(at..(memory, end)) {
             if !part.is_open(&arrived) {
