@@ -264,7 +264,7 @@ impl Ticket {
         along(&control).map_err(later)?;
         welcome_at_once(config, &control, deadline)?;
         let mut body = Vec::new();
-        let kind = control.recv_frame(&mut body).map_err(later)?;
+        let kind = control.recv_frame_until(&mut body, deadline).map_err(later)?;
         let counts = resumed_counts(&body, received.len()).filter(|_| kind == Some(frame::RESUMED));
         counts.map(|counts| (control, counts)).ok_or_else(|| Failure::unexpected(kind, &body))
     }
@@ -318,7 +318,7 @@ pub(super) const PROCESS_ENDED: &str = "the process of this host that carried th
 pub(super) const CANNOT_PAUSE: &str =
     "the guest was stopped, and the server keeps no session without connections (--grace-seconds 0)";
 
-/// Starts a thread that resumes a session, with attempts of the next of `numbers`. `failed`: connections of an
+/// Starts a thread that resumes a session, with attempts of the next `numbers`. `failed`: connections of an
 /// earlier one were of no use, for this reason.
 pub(super) fn resume<M, A: Attempt>(
     session: &SessionState,
@@ -537,7 +537,8 @@ impl<A: Attempt> Attempts<A> {
     fn run(&self, outcome: &Sender<Result<A::Resumed, String>>) {
         let (mut pause, mut patience) = (PAUSES.0, ANSWER_WITHIN.0);
         loop {
-            // In this order: who has a number behind another resumption's knows that it was given up for that.
+            // In this order: a thread whose number is behind one of another resumption sees that it was given
+            // up.
             let attempt = self.numbers.next();
             if self.given_up.load(Ordering::Acquire) {
                 break;

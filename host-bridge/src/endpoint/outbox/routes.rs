@@ -1,8 +1,8 @@
 //! Which stream carries what of the client's memory.
 //!
 //! Streams are independent of each other, and each keeps its order whatever happens to its connections. So if
-//! data for some bytes is under way, later data for the same bytes takes the same stream: the later of the two
-//! comes last. A chunk of which several streams carry parts is divided.
+//! data for some bytes is under way, later data for the same bytes takes the same stream: the later data
+//! comes last. A chunk of whose bytes several streams carry some is divided.
 //!
 //! A chunk's stream is [chosen](Routes::choose) before the chunk is made, and it is [queued](Routes::queued)
 //! when that is done. In between nothing else of the same bytes may take another stream.
@@ -146,7 +146,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes first of what is under way, each byte ends with the last chunk that was sent for it.
+        /// Whatever comes first of what is under way, each byte ends as the last chunk has it that was sent
+        /// for it.
         #[test]
         fn the_last_data_for_a_byte_comes_last(
             steps in prop::collection::vec((0..3u8, 0..STREAMS, 0..BYTES, 1..BYTES), 1..200)
@@ -167,8 +168,10 @@ mod tests {
                 match step {
                     0 => {
                         let (mut at, end) = (begin, BYTES.min(begin + len));
-                        let overlaps = |made: &(u64, u64, usize, usize)| made.0 < end && begin < made.0 + made.1;
-                        for made in made.extract_if(.., |made| overlaps(made)) {
+                        let overlaps = |(at, len, ..): &mut (u64, u64, usize, usize)| {
+                            *at < end && begin < *at + *len
+                        };
+                        for made in made.extract_if(.., overlaps) {
                             queue(&mut streams, &mut routes, made);
                         }
                         while at < end {

@@ -237,8 +237,8 @@ impl TcpClient {
         drop(relinking);
         let _ = self.changed.write(1);
         self.announce();
-        // Side by side: each may have much to send again, and the bridge reads no more of the control connection
-        // before it has data that it was told of.
+        // Side by side: each may have much to send again, and the bridge reads no more of the control
+        // connection before it has data that it was told of.
         std::thread::scope(|scope| {
             for index in 0..self.data.len() {
                 let send = move || self.send_data(index);

@@ -141,8 +141,8 @@ impl LentBuffers {
         self.going[number] = Some((queue, to, len));
     }
 
-    /// Whether something for some of these bytes is on its way over another queue: it may come later than what
-    /// leaves over this one now.
+    /// Whether something for some of these bytes is on its way over another queue: it may come later than
+    /// what leaves over this one now.
     pub(super) fn may_overtake(&self, queue: usize, to: Target, len: u64) -> bool {
         self.going.iter().flatten().any(|(of, at, length)| {
             let overlaps =
