@@ -90,16 +90,20 @@ impl TcpClient {
         });
         match joined {
             Some(Ok(())) if self.outbox.waits(index as usize) => self.send_kept(index as usize),
-            None | Some(Ok(())) => Ok(()),
-            Some(Err(wrong)) => Err(io::Error::new(io::ErrorKind::InvalidInput, wrong)),
+            None | Some(Ok(())) => {}
+            Some(Err(wrong)) => return Err(io::Error::new(io::ErrorKind::InvalidInput, wrong)),
         }
+        Ok(())
     }
 
-    /// Sends what was kept for a data connection. Does not wait for it: the caller has others to hear.
-    fn send_kept(&self, index: usize) -> io::Result<()> {
+    /// Sends what was kept for a data connection. The caller, who has others to hear, need not wait for it,
+    /// if there can be a thread.
+    fn send_kept(&self, index: usize) {
         let client = Weak::clone(&self.this);
         let send = move || _ = client.upgrade().inspect(|client| client.send_data(index));
-        std::thread::Builder::new().name(RESEND.into()).spawn(send).map(drop)
+        if std::thread::Builder::new().name(RESEND.into()).spawn(send).is_err() {
+            self.send_data(index);
+        }
     }
 
     /// Keeps what the session's bridge sends in `cache`, so that it need not be sent again. To be called
