@@ -58,7 +58,7 @@ pub fn is_control(purpose: u32) -> bool {
 pub type FromDaemon = (ToWorker, Vec<OwnedFd>);
 
 /// Handles an admitted connection.
-type Then = Box<dyn Fn(Admitted) + Send + Sync>;
+type Then = Arc<dyn Fn(Admitted) + Send + Sync>;
 
 /// See the module's documentation.
 pub struct Door {
@@ -230,23 +230,23 @@ impl Door {
 
     fn let_in(&self, admitted: Admitted) {
         let mut state = self.lock();
-        match &state.then {
-            Some(then) => then(admitted),
-            None => {
-                state.waiting.push(admitted);
-                // A full counter means that it is already raised.
-                let _ = self.admitted.write(1);
-            }
+        if let Some(then) = state.then.clone() {
+            // Others are admitted meanwhile.
+            drop(state);
+            return then(admitted);
         }
+        state.waiting.push(admitted);
+        // A full counter means that it is already raised.
+        let _ = self.admitted.write(1);
     }
 
     /// Calls `then` for each waiting connection, and for each that arrives from now on.
     pub fn open(&self, then: Then) {
         let mut state = self.lock();
-        for admitted in std::mem::take(&mut state.waiting) {
-            then(admitted);
-        }
-        state.then = Some(then);
+        state.then = Some(Arc::clone(&then));
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        waiting.into_iter().for_each(|admitted| then(admitted));
     }
 
     /// Waits for the control connection, or for what says that the client's end of it was lost: then it is
@@ -330,6 +330,24 @@ mod tests {
             matches!(messages[..], [(ToWorker::DeviceFailed { device: 3, status: 719 }, _)]),
             "{messages:?}"
         );
+    }
+
+    #[test]
+    fn a_connection_is_admitted_while_another_is_being_handled() {
+        let identity = Identity::generate().unwrap();
+        let visitor = Visitor { key: identity.fingerprint(), token: [1; 16], secret: [2; 32] };
+        let door = Door::new(&identity, visitor, 4).unwrap();
+        let hello = |purpose| Hello { purpose, ..Hello::new_zeroed() };
+        let admitted = |purpose| Admitted { hello: hello(purpose), stream: Stream::closed().unwrap() };
+        let looks = Arc::downgrade(&door);
+        let (seen, sees) = std::sync::mpsc::channel();
+        door.let_in(admitted(purpose::DATA));
+        door.open(Arc::new(move |_| {
+            let free = looks.upgrade().is_some_and(|door| door.state.try_lock().is_ok());
+            seen.send(free).unwrap();
+        }));
+        door.let_in(admitted(purpose::RESUME));
+        assert_eq!(sees.try_iter().collect::<Vec<_>>(), [true, true]);
     }
 
     #[test]

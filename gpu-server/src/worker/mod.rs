@@ -473,7 +473,7 @@ fn watch(
 ) -> anyhow::Result<()> {
     if let (Some(door), Some(survivor)) = (&door, &survivor) {
         let (tcp, survivor, listener) = (tcp.clone(), Arc::clone(survivor), Arc::clone(client));
-        door.open(Box::new(move |Admitted { hello, stream }| match hello.purpose {
+        door.open(Arc::new(move |Admitted { hello, stream }| match hello.purpose {
             purpose::END => listener.close(),
             // One that takes its place was admitted first.
             purpose if is_control(purpose) => {}

@@ -104,23 +104,35 @@ pub(super) struct Opening {
 #[derive(Debug)]
 pub(super) struct Daemon {
     connection: Stream,
-    reader: FrameReader,
+    /// `None`: it has said what is no frame.
+    reader: Option<FrameReader>,
 }
 
 impl Daemon {
     /// The daemon's farewell, if there is one by now.
     pub(super) fn last_words(&mut self) -> Option<String> {
+        let reader = self.reader.as_mut()?;
         let mut from = Now(&self.connection);
         // A few times at most: a daemon that never stops sending must not hold up the session.
         for _ in 0..8 {
-            if !self.reader.fill(&mut from).is_ok_and(|n| n > 0) {
+            let some = reader.fill(&mut from).is_ok_and(|n| n > 0);
+            loop {
+                match reader.next_frame() {
+                    Ok(Some((frame::BYE, text))) => return Some(String::from_utf8_lossy(text).into_owned()),
+                    // Nothing else is of interest, nor is it kept.
+                    Ok(Some(_)) => {}
+                    Ok(None) => break,
+                    Err(_) => {
+                        self.reader = None;
+                        return None;
+                    }
+                }
+            }
+            if !some {
                 break;
             }
         }
-        match self.reader.next_frame() {
-            Ok(Some((frame::BYE, text))) => Some(String::from_utf8_lossy(text).into_owned()),
-            _ => None,
-        }
+        None
     }
 }
 
@@ -350,8 +362,12 @@ fn open_all(
     owns: Vec<Own>,
 ) -> Result<Vec<Stream>, ConnectError> {
     std::thread::scope(|scope| {
-        let opening: Vec<_> =
-            owns.into_iter().map(|own| scope.spawn(move || own.open(config, session))).collect();
+        let start = |own: Own| {
+            let thread = std::thread::Builder::new().name(thread_name("open"));
+            thread.spawn_scoped(scope, move || own.open(config, session))
+        };
+        let opening: io::Result<Vec<_>> = owns.into_iter().map(start).collect();
+        let opening = opening.map_err(|source| ConnectError::Here { source })?;
         opening.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
     })
 }
@@ -401,7 +417,7 @@ impl Greeted {
         let Some(tls) = &self.session else { return Ok((self.connection, None)) };
         let own = Own { hello: self.own(control), spare: self.spares.control, waits: false };
         let stream = own.open(config, Some(tls))?;
-        Ok((stream, Some(Daemon { connection: self.connection, reader: FrameReader::new() })))
+        Ok((stream, Some(Daemon { connection: self.connection, reader: Some(FrameReader::new()) })))
     }
 
     /// The same, with `frame` as the first one on it, and it is welcome.
@@ -514,7 +530,9 @@ pub(super) fn protect_session(
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
+    use std::io::{Read, Write};
+
+    use protocol::link::FrameHeader;
 
     use super::*;
 
@@ -540,5 +558,27 @@ mod tests {
             assert!(matches!(refused, Err(EndReason::Gone(why)) if why.contains("another secret")));
             assert!(matches!(read(foreign), (Err(EndReason::Server(_)), _)));
         }
+    }
+
+    /// Whatever it says is not kept for longer than it takes to look at it.
+    #[test]
+    fn a_daemon_that_says_much_takes_no_memory_and_its_farewell_is_heard() {
+        let (connection, mut far) = std::os::unix::net::UnixStream::pair().unwrap();
+        far.set_nonblocking(true).unwrap();
+        let mut daemon =
+            Daemon { connection: OwnedFd::from(connection).into(), reader: Some(FrameReader::new()) };
+        let alive = FrameHeader { kind: frame::ALIVE, len: 0 }.as_bytes().repeat(1 << 10);
+        for _ in 0..1 << 8 {
+            while far.write(&alive).is_ok_and(|n| n.is_multiple_of(8)) {}
+            assert_eq!(daemon.last_words(), None);
+            let kept = daemon.reader.as_ref().map(FrameReader::buffered);
+            assert!(kept.is_some_and(|kept| kept < 8), "{kept:?} bytes");
+        }
+        far.set_nonblocking(false).unwrap();
+        far.write_all(FrameHeader { kind: frame::BYE, len: 5 }.as_bytes()).unwrap();
+        far.write_all(b"enough").unwrap();
+        let words =
+            std::iter::from_fn(|| daemon.last_words().or(Some(String::new()))).find(|w| !w.is_empty());
+        assert_eq!(words.as_deref(), Some("enoug"));
     }
 }

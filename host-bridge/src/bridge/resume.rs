@@ -10,7 +10,7 @@
 //! end.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -176,7 +176,8 @@ pub(super) trait Attempt: Send + 'static {
     /// The session's new connections.
     type Resumed: Send + 'static;
 
-    /// Tries once. The server's answers may take `patience`.
+    /// Tries once. A server takes an attempt only if its number is higher than those of all before. Its
+    /// answers may take `patience`.
     fn once(&self, attempt: u32, patience: Duration) -> Result<Self::Resumed, Failure>;
 }
 
@@ -263,7 +264,7 @@ impl Ticket {
         along(&control).map_err(later)?;
         welcome_at_once(config, &control, deadline)?;
         let mut body = Vec::new();
-        let kind = control.recv_frame(&mut body).map_err(later)?;
+        let kind = control.recv_frame_until(&mut body, deadline).map_err(later)?;
         let counts = resumed_counts(&body, received.len()).filter(|_| kind == Some(frame::RESUMED));
         counts.map(|counts| (control, counts)).ok_or_else(|| Failure::unexpected(kind, &body))
     }
@@ -282,13 +283,32 @@ impl Ticket {
     }
 }
 
-/// The first attempt to resume of the process that comes after so many others: higher than any that they have
-/// made.
-pub(super) fn first_attempt(generation: u64) -> Result<u32, EndReason> {
-    const OF_A_PROCESS: u32 = 1 << 20;
-    let first =
-        u32::try_from(generation).ok().and_then(|number| number.checked_mul(OF_A_PROCESS)?.checked_add(1));
-    first.ok_or_else(|| EndReason::Here(format!("{generation} processes have served the program before")))
+/// The numbers of a session's attempts to resume. Each is higher than all before, also while one that was
+/// given up is still under way: what it has said may reach the server late.
+#[derive(Debug, Clone)]
+pub(super) struct Numbers(Arc<AtomicU32>);
+
+impl Numbers {
+    /// For the process that comes after so many others: higher than any that they have used.
+    pub(super) fn of_process(generation: u64) -> Result<Numbers, EndReason> {
+        const OF_A_PROCESS: u32 = 1 << 20;
+        let first = u32::try_from(generation)
+            .ok()
+            .and_then(|number| number.checked_mul(OF_A_PROCESS)?.checked_add(1))
+            .ok_or_else(|| EndReason::Here(format!("{generation} processes have served the program before")));
+        Ok(Numbers(Arc::new(AtomicU32::new(first?))))
+    }
+
+    fn next(&self) -> u32 {
+        self.0.fetch_add(1, Ordering::AcqRel)
+    }
+}
+
+impl Default for Numbers {
+    /// For a session's first process.
+    fn default() -> Numbers {
+        Numbers(Arc::new(AtomicU32::new(1)))
+    }
 }
 
 /// Why a session begins without a link that another process had.
@@ -298,12 +318,12 @@ pub(super) const PROCESS_ENDED: &str = "the process of this host that carried th
 pub(super) const CANNOT_PAUSE: &str =
     "the guest was stopped, and the server keeps no session without connections (--grace-seconds 0)";
 
-/// Starts a thread that resumes a session, with attempts from number `first` on. `failed`: connections of an
+/// Starts a thread that resumes a session, with attempts of the next `numbers`. `failed`: connections of an
 /// earlier one were of no use, for this reason.
 pub(super) fn resume<M, A: Attempt>(
     session: &SessionState,
     mailbox: &Mailbox<M>,
-    first: u32,
+    numbers: &Numbers,
     failed: Option<String>,
     attempt: A,
 ) -> Result<Resumption<A::Resumed>, EndReason> {
@@ -313,6 +333,7 @@ pub(super) fn resume<M, A: Attempt>(
     let (sender, outcome) = channel();
     let attempts = Attempts {
         attempt,
+        numbers: numbers.clone(),
         server: session.server.clone(),
         given_up: Arc::clone(&given_up),
         last_failure: Arc::clone(&last_failure),
@@ -320,7 +341,7 @@ pub(super) fn resume<M, A: Attempt>(
     };
     let run = move || {
         std::thread::sleep(pause);
-        attempts.run(first, &sender);
+        attempts.run(&sender);
     };
     let thread = std::thread::Builder::new().name(thread_name("resume")).spawn(run);
     thread.map_err(|e| EndReason::Here(e.to_string()))?;
@@ -505,6 +526,7 @@ fn is_answered_within(control: &Socket, reader: &mut FrameReader, time: Duration
 /// What the thread works with.
 struct Attempts<A> {
     attempt: A,
+    numbers: Numbers,
     server: String,
     given_up: Arc<AtomicBool>,
     last_failure: Arc<Mutex<String>>,
@@ -512,9 +534,15 @@ struct Attempts<A> {
 }
 
 impl<A: Attempt> Attempts<A> {
-    fn run(&self, first: u32, outcome: &Sender<Result<A::Resumed, String>>) {
-        let (mut attempt, mut pause, mut patience) = (first, PAUSES.0, ANSWER_WITHIN.0);
-        while !self.given_up.load(Ordering::Acquire) {
+    fn run(&self, outcome: &Sender<Result<A::Resumed, String>>) {
+        let (mut pause, mut patience) = (PAUSES.0, ANSWER_WITHIN.0);
+        loop {
+            // In this order: a thread whose number is behind one of another resumption sees that it was given
+            // up.
+            let attempt = self.numbers.next();
+            if self.given_up.load(Ordering::Acquire) {
+                break;
+            }
             match self.attempt.once(attempt, patience) {
                 Ok(resumed) => {
                     // The relay may have ended meanwhile; then the connections close, and the server keeps
@@ -536,7 +564,6 @@ impl<A: Attempt> Attempts<A> {
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(PAUSES.1);
-            attempt = attempt.saturating_add(1);
         }
         // A full counter means that it is raised already.
         let _ = self.wake.write(1);
@@ -600,5 +627,61 @@ impl Interruption {
             last => format!(" (last attempt: {last})"),
         };
         format!("{}; it did not come back within {seconds} s{last}", self.why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// Tells its numbers, and ends when it is told how.
+    struct Noted(Sender<u32>, Mutex<Receiver<bool>>);
+
+    impl Attempt for Noted {
+        type Resumed = u32;
+
+        fn once(&self, attempt: u32, _patience: Duration) -> Result<u32, Failure> {
+            self.0.send(attempt).unwrap();
+            let later = Failure::Later { why: String::new(), answered_late: false };
+            let stands = self.1.lock().unwrap().recv().unwrap();
+            if stands { Ok(attempt) } else { Err(later) }
+        }
+    }
+
+    #[test]
+    fn an_attempt_that_was_given_up_has_a_lower_number_than_all_that_follow() {
+        let numbers = Numbers::of_process(1).unwrap();
+        let begin = || {
+            let (noted, all) = mpsc::channel();
+            let (end, ends) = mpsc::channel();
+            let given_up = Arc::new(AtomicBool::new(false));
+            let attempts = Attempts {
+                attempt: Noted(noted, Mutex::new(ends)),
+                numbers: numbers.clone(),
+                server: String::new(),
+                given_up: Arc::clone(&given_up),
+                last_failure: Arc::default(),
+                wake: Arc::new(EventFd::new().unwrap()),
+            };
+            let (sender, outcome) = mpsc::channel();
+            let thread = std::thread::spawn(move || attempts.run(&sender));
+            (all, end, given_up, outcome, thread)
+        };
+        let (first, end_first, given_up, _outcome, thread) = begin();
+        assert_eq!(first.recv(), Ok((1 << 20) + 1));
+        end_first.send(false).unwrap();
+        assert_eq!(first.recv(), Ok((1 << 20) + 2));
+        // The guest is stopped, and runs again, while that one is under way.
+        given_up.store(true, Ordering::Release);
+        let (second, end_second, _, outcome, other) = begin();
+        assert_eq!(second.recv(), Ok((1 << 20) + 3));
+        end_first.send(false).unwrap();
+        thread.join().unwrap();
+        assert!(first.recv().is_err(), "it goes on");
+        end_second.send(true).unwrap();
+        assert_eq!(outcome.recv().unwrap(), Ok((1 << 20) + 3));
+        other.join().unwrap();
     }
 }

@@ -218,11 +218,12 @@ pub(super) fn printable(name: &[u8]) -> String {
     untext(name).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
-/// A connection that is read together with the descriptors that come on it.
-struct Gathers<'s>(&'s Stream, &'s mut Vec<OwnedFd>);
+/// A connection that is read until a deadline, together with the descriptors that come on it.
+struct Gathers<'s>(&'s Stream, &'s mut Vec<OwnedFd>, Instant);
 
 impl Read for Gathers<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.receive_until(self.2)?;
         match self.0.is_encrypted() {
             true => (&mut &*self.0).read(buffer),
             false => recv_some(self.0.as_fd(), buffer, self.1),
@@ -238,9 +239,8 @@ fn receive_welcome(
 ) -> io::Result<Result<(Welcome, Version), BadGreeting>> {
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let time = TimeVal::new(left.as_secs() as i64, i64::from(left.subsec_micros()));
-    setsockopt(&connection.as_fd(), sockopt::ReceiveTimeout, &time)?;
     setsockopt(&connection.as_fd(), sockopt::SendTimeout, &time)?;
-    recv_greeting(&mut Gathers(connection, given), &OURS).map_err(|e| match e.kind() {
+    recv_greeting(&mut Gathers(connection, given, deadline), &OURS).map_err(|e| match e.kind() {
         io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no answer in time"),
         io::ErrorKind::UnexpectedEof => {
             io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer")

@@ -9,11 +9,15 @@
 //! The driver's memory would limit what is on its way over a long link. So where the bridge takes long to say
 //! that it has something, data is copied before it is sent.
 //!
+//! What is for the same bytes of the client's memory goes out in one stream, in order, as long as some of it
+//! may be under way ([`routes`]).
+//!
 //! Over a slow link data is compressed where that takes less time ([`compression`](crate::compression)), by
 //! the thread that sends it and before anything else happens to it. Then its compressed bytes alone are kept:
 //! they are what may have to be sent again, and are never made twice.
 
 mod downlink;
+mod routes;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +31,8 @@ use protocol::link::{ACKNOWLEDGE_OUT, COMPRESSED_FLAG, DataHeader, MAX_DATA};
 use zerocopy::IntoBytes;
 
 use self::downlink::Downlink;
+use self::routes::Routes;
+pub(super) use self::routes::{At, begin, behind};
 use super::end::Lost;
 use super::link::Connection;
 use crate::compression::{CompressUse, Compression, SAMPLE, compress};
@@ -38,6 +44,8 @@ pub(super) struct Outbox {
     streams: Vec<Stream>,
     /// Most bytes that one stream keeps.
     limit: u64,
+    /// `None`: there is one stream.
+    routes: Option<Mutex<Routes>>,
     /// How fast the link is. `None`: nothing is compressed.
     downlink: Option<Mutex<Downlink>>,
     pub(super) bytes: AtomicU64,
@@ -140,6 +148,15 @@ struct Chunk {
     body: Body,
 }
 
+/// The stream that a chunk takes, and which bytes it is for. It has to be [appended](Outbox::append).
+#[must_use]
+pub(super) struct Route {
+    stream: usize,
+    at: At,
+    /// How many bytes.
+    pub(super) len: usize,
+}
+
 /// What stands before a chunk's bytes: a header, and of compressed ones their number.
 struct Head {
     bytes: [u8; HEADER + size_of::<u32>()],
@@ -153,6 +170,17 @@ pub(super) enum Body {
     Held(Box<dyn Held>),
     /// All of these are sent in place of the chunk's.
     Compressed(Box<[u8]>),
+}
+
+impl Body {
+    /// Its bytes.
+    pub(super) fn bytes(&self) -> &[u8] {
+        match self {
+            Body::Own(bytes) => bytes,
+            Body::Held(held) => held.bytes(),
+            Body::Compressed(bytes) => bytes,
+        }
+    }
 }
 
 /// Bytes that are sent from where they are, and stay as they are until this is dropped. That happens when the
@@ -190,12 +218,10 @@ impl Chunk {
 
     /// What is sent behind its head.
     fn bytes(&self) -> &[u8] {
-        let all = match &self.body {
-            Body::Own(bytes) => bytes,
-            Body::Held(held) => held.bytes(),
-            Body::Compressed(bytes) => return bytes,
-        };
-        &all[..self.header.len as usize]
+        match &self.body {
+            Body::Compressed(bytes) => bytes,
+            plain => &plain.bytes()[..self.header.len as usize],
+        }
     }
 
     /// Sends it without its first `skip` bytes.
@@ -269,7 +295,8 @@ impl Outbox {
         let streams = (0..count).map(|_| Stream::new(compress)).collect();
         let limit = (replay / count as u64).max(ACKNOWLEDGE_OUT + (HEADER as u64 + u64::from(MAX_DATA)));
         let downlink = (compress != CompressUse::Never).then(|| Mutex::new(Downlink::new(count)));
-        Arc::new(Outbox { streams, limit, downlink, bytes: AtomicU64::new(0) })
+        let routes = (count > 1).then(|| Mutex::new(Routes::new()));
+        Arc::new(Outbox { streams, limit, routes, downlink, bytes: AtomicU64::new(0) })
     }
 
     /// Compresses a chunk for the stream that `lane` picks, if that pays.
@@ -291,10 +318,34 @@ impl Outbox {
         (number, &self.streams[number])
     }
 
-    /// Appends a chunk to the stream that `lane` picks. Waits for room. Gives the stream's number; the error:
-    /// the session is over.
-    pub(super) fn append(&self, lane: usize, header: DataHeader, body: Body) -> Result<usize, Lost> {
-        let (number, stream) = self.stream(lane);
+    /// The stream for the first bytes from `at` of the client's memory on, and for how many of `len`: the one
+    /// that `lane` picks, unless what is under way for some of them is in another one.
+    pub(super) fn route(&self, lane: usize, at: At, len: usize) -> Route {
+        let wish = lane % self.streams.len();
+        let Some(routes) = &self.routes else { return Route { stream: wish, at, len } };
+        let arrived = |stream: usize| self.streams[stream].arrived.load(Ordering::Relaxed);
+        let (stream, len) = lock(routes).choose(wish, at, len as u64, arrived);
+        Route { stream, at, len: len as usize }
+    }
+
+    /// Whether the driver's memory that goes this way may be held until it has arrived. Only the thread whose
+    /// lane picks a stream looks after what that holds ([`Unacknowledged`]).
+    pub(super) fn may_hold(&self, lane: usize, route: &Route) -> bool {
+        route.stream == lane % self.streams.len() && !self.is_far(lane)
+    }
+
+    /// A copy of the first bytes of these, as many as go this way.
+    pub(super) fn copy(&self, route: &Route, bytes: &[u8]) -> Body {
+        let mut buffer = self.streams[route.stream].buffer(route.len);
+        buffer[..route.len].copy_from_slice(&bytes[..route.len]);
+        Body::Own(buffer)
+    }
+
+    /// Appends a chunk to its stream. Waits for room. Gives the stream's number; the error: the session is
+    /// over.
+    pub(super) fn append(&self, route: Route, header: DataHeader, body: Body) -> Result<usize, Lost> {
+        let Route { stream: number, at, len: of_memory } = route;
+        let stream = &self.streams[number];
         let chunk = Chunk { header, body };
         let (len, is_compressed) = (chunk.stream_len(), chunk.is_compressed());
         let mut kept = lock(&stream.kept);
@@ -313,6 +364,9 @@ impl Outbox {
             lock(downlink).leaves(number, end, is_compressed, now);
         }
         drop(kept);
+        if let Some(routes) = &self.routes {
+            lock(routes).queued(at, of_memory as u64, end);
+        }
         self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
         Ok(number)
     }
@@ -330,6 +384,11 @@ impl Outbox {
                 return Err((connection.attempt, e));
             }
         }
+    }
+
+    /// Whether stream `number` has something to send.
+    pub(super) fn waits(&self, number: usize) -> bool {
+        self.streams.get(number).is_some_and(|stream| lock(&stream.kept).journal.next().is_some())
     }
 
     /// The bridge has received the first `upto` bytes of stream `number`.
@@ -375,9 +434,11 @@ impl Outbox {
         self.stream(lane).1.buffer(len)
     }
 
-    /// A buffer is not needed after all.
-    pub(super) fn give_back(&self, lane: usize, buffer: Vec<u8>) {
-        lock(&self.stream(lane).1.kept).put_back(buffer, MOST_FREE);
+    /// Something is not needed after all.
+    pub(super) fn give_back(&self, lane: usize, body: Body) {
+        if let Body::Own(buffer) = body {
+            lock(&self.stream(lane).1.kept).put_back(buffer, MOST_FREE);
+        }
     }
 
     /// In parts of how many bytes to send so many, over all streams in turn from the one that `lane` picks.
@@ -391,7 +452,7 @@ impl Outbox {
     }
 
     /// Whether the bridge takes long to say what it has of the stream that `lane` picks.
-    pub(super) fn is_far(&self, lane: usize) -> bool {
+    fn is_far(&self, lane: usize) -> bool {
         lock(&self.stream(lane).1.kept).distance.is_far()
     }
 
@@ -432,6 +493,7 @@ impl Outbox {
         let mut done = Vec::new();
         let mut kept = lock(&stream.kept);
         kept.journal.resume(upto, |chunk| done.push(chunk))?;
+        stream.arrived.fetch_max(upto, Ordering::Relaxed);
         kept.distance.forget();
         if let Some(downlink) = &self.downlink {
             lock(downlink).resumes(number, upto);

@@ -5,10 +5,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use protocol::data::HostRange;
 use protocol::link::{DataHeader, MAX_DATA};
 
 use super::end::Lost;
-use super::outbox::{Body, Held, Outbox, Unacknowledged};
+use super::outbox::{At, Body, Held, Outbox, Route, Unacknowledged, begin, behind};
 use super::tcp::client::TcpClient;
 use super::verbs::client::{Target, VerbsClient};
 use super::verbs::send::Registered;
@@ -28,15 +29,20 @@ pub struct Outgoing {
 
 /// How the data goes.
 enum Way {
-    Tcp {
-        client: Weak<TcpClient>,
-        outbox: Arc<Outbox>,
-    },
+    Tcp(Tcp),
     /// By writes to this place of the client's memory.
     Verbs {
         client: Weak<VerbsClient>,
         at: Target,
     },
+}
+
+/// By data connections.
+struct Tcp {
+    client: Weak<TcpClient>,
+    outbox: Arc<Outbox>,
+    /// Where it begins in the client's memory.
+    at: At,
 }
 
 impl std::fmt::Debug for Outgoing {
@@ -51,9 +57,10 @@ impl Outgoing {
         outbox: Arc<Outbox>,
         seq: u64,
         piece: u32,
-        len: u64,
+        range: HostRange,
     ) -> Outgoing {
-        Outgoing { way: Way::Tcp { client, outbox }, seq, piece, len, sent: AtomicU64::new(0) }
+        let way = Way::Tcp(Tcp { client, outbox, at: begin(range) });
+        Outgoing { way, seq, piece, len: range.len, sent: AtomicU64::new(0) }
     }
 
     pub(super) fn over_verbs(client: Weak<VerbsClient>, seq: u64, at: Target, len: u64) -> Outgoing {
@@ -73,7 +80,7 @@ impl Outgoing {
     /// The number of lanes: of connections over which chunks travel side by side.
     pub fn lanes(&self) -> usize {
         match &self.way {
-            Way::Tcp { outbox, .. } => outbox.lanes(),
+            Way::Tcp(tcp) => tcp.outbox.lanes(),
             Way::Verbs { .. } => 1,
         }
     }
@@ -82,7 +89,7 @@ impl Outgoing {
     /// all of them in turn: the slowest one must not hold up the others.
     pub fn idlest_lane(&self) -> usize {
         match &self.way {
-            Way::Tcp { outbox, .. } => outbox.idlest_lane(),
+            Way::Tcp(tcp) => tcp.outbox.idlest_lane(),
             Way::Verbs { .. } => 0,
         }
     }
@@ -92,9 +99,9 @@ impl Outgoing {
     /// until one is free.
     pub fn lend(&self, lane: usize, len: usize) -> Result<Lent, Lost> {
         match &self.way {
-            Way::Tcp { outbox, .. } => {
+            Way::Tcp(tcp) => {
                 let len = len.min(MAX_DATA as usize);
-                let buffer = outbox.buffer(lane, len);
+                let buffer = tcp.outbox.buffer(lane, len);
                 Ok(Lent(Lending::Own { buffer, len }))
             }
             Way::Verbs { client, .. } => {
@@ -118,19 +125,8 @@ impl Outgoing {
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
                 Ok(())
             }
-            (Way::Tcp { outbox, .. }, Lending::Own { buffer, .. }) => {
-                let body = match outbox.compressed(lane, &buffer[..room]) {
-                    Some(compressed) => {
-                        outbox.give_back(lane, buffer);
-                        Body::Compressed(compressed)
-                    }
-                    None if self.spread(outbox, lane, offset, &buffer[..room])? => {
-                        outbox.give_back(lane, buffer);
-                        return Ok(());
-                    }
-                    None => Body::Own(buffer),
-                };
-                self.send_chunk(lane, offset, room, body)
+            (Way::Tcp(tcp), Lending::Own { buffer, .. }) => {
+                self.queue(tcp, lane, offset, room, Body::Own(buffer)).map(drop)
             }
             // A buffer of another session's.
             _ => Ok(()),
@@ -166,75 +162,84 @@ impl Outgoing {
                 self.sent.fetch_add(room as u64, Ordering::Relaxed);
                 Ok(Leaving(None))
             }
-            Way::Tcp { outbox, .. } => {
-                let (mut held, mut at, mut leaving) = (Some(held), 0, Leaving(None));
-                while let Some(all) = held.take() {
-                    // What was queued has to leave first: the next part may wait until some has arrived.
-                    leaving = Leaving(None);
-                    let end = room.min(at + MAX_DATA as usize);
-                    let bytes = &all.bytes()[at..end];
-                    let may_be_held = bytes.len() == room && room >= HELD_FROM;
-                    let body = match outbox.compressed(lane, bytes) {
-                        Some(compressed) => Body::Compressed(compressed),
-                        None if self.spread(outbox, lane, offset + at as u64, bytes)? => {
-                            held = Some(all).filter(|_| end < room);
-                            at = end;
-                            continue;
-                        }
-                        None if may_be_held && !outbox.is_far(lane) => {
-                            return self.queue_chunk(lane, offset, room, Body::Held(all));
-                        }
-                        None => {
-                            let mut buffer = outbox.buffer(lane, bytes.len());
-                            buffer[..bytes.len()].copy_from_slice(bytes);
-                            Body::Own(buffer)
-                        }
-                    };
-                    // The driver need not wait until the last bytes are sent.
-                    held = Some(all).filter(|_| end < room);
-                    leaving = self.queue_chunk(lane, offset + at as u64, end - at, body)?;
-                    at = end;
-                }
-                Ok(leaving)
-            }
+            Way::Tcp(tcp) => self.queue(tcp, lane, offset, room, Body::Held(held)),
         }
     }
 
     /// What was sent and is kept. `None`: the transport keeps nothing.
     pub fn unacknowledged(&self) -> Option<Unacknowledged> {
         match &self.way {
-            Way::Tcp { outbox, .. } => Some(Unacknowledged(Arc::clone(outbox))),
+            Way::Tcp(tcp) => Some(Unacknowledged(Arc::clone(&tcp.outbox))),
             Way::Verbs { .. } => None,
         }
     }
 
+    /// Queues the first `len` bytes of `body`, which belong at `offset`, in as many chunks as it takes. The
+    /// last one leaves when what this returns is dropped.
+    fn queue(&self, tcp: &Tcp, lane: usize, offset: u64, len: usize, body: Body) -> Result<Leaving, Lost> {
+        let outbox = &tcp.outbox;
+        let (mut body, mut done, mut leaving) = (Some(body), 0, Leaving(None));
+        while let Some(all) = body.take() {
+            // What was queued has to leave first: the next part may wait until some has arrived.
+            drop(leaving);
+            let at = offset + done as u64;
+            let bytes = &all.bytes()[done..len.min(done + MAX_DATA as usize)];
+            let compressed = outbox.compressed(lane, bytes);
+            let queued = if compressed.is_none() && self.spread(tcp, lane, at, bytes)? {
+                done += bytes.len();
+                None
+            } else {
+                let route = outbox.route(lane, behind(tcp.at, at), bytes.len());
+                let (whole, alone) = (route.len == bytes.len(), route.len == len);
+                let chunk = match (compressed, &all) {
+                    (Some(compressed), _) if whole => Body::Compressed(compressed),
+                    (None, Body::Held(_)) if alone && len >= HELD_FROM && outbox.may_hold(lane, &route) => {
+                        return self.append(tcp, route, at, all);
+                    }
+                    (None, Body::Own(_)) if alone => return self.append(tcp, route, at, all),
+                    _ => outbox.copy(&route, bytes),
+                };
+                done += route.len;
+                Some((route, chunk))
+            };
+            // The driver need not wait until the last bytes are sent.
+            if done < len {
+                body = Some(all);
+            } else {
+                outbox.give_back(lane, all);
+            }
+            leaving = match queued {
+                Some((route, chunk)) => self.append(tcp, route, at, chunk)?,
+                None => Leaving(None),
+            };
+        }
+        Ok(leaving)
+    }
+
     /// Sends bytes that belong at `offset` over several connections, as long as those have carried little and
     /// the way is long. False: nothing was sent.
-    fn spread(&self, outbox: &Outbox, lane: usize, offset: u64, bytes: &[u8]) -> Result<bool, Lost> {
-        let Some(len) = outbox.part(lane, bytes.len()) else { return Ok(false) };
-        let mut at = offset;
+    fn spread(&self, tcp: &Tcp, lane: usize, offset: u64, bytes: &[u8]) -> Result<bool, Lost> {
+        let Some(len) = tcp.outbox.part(lane, bytes.len()) else { return Ok(false) };
         for (number, part) in bytes.chunks(len).enumerate() {
-            let lane = lane + number;
-            let mut buffer = outbox.buffer(lane, part.len());
-            buffer[..part.len()].copy_from_slice(part);
-            self.send_chunk(lane, at, part.len(), Body::Own(buffer))?;
-            at += part.len() as u64;
+            let (begin, mut done) = (offset + (number * len) as u64, 0);
+            while done < part.len() {
+                let at = begin + done as u64;
+                let route = tcp.outbox.route(lane + number, behind(tcp.at, at), part.len() - done);
+                let copy = tcp.outbox.copy(&route, &part[done..]);
+                done += route.len;
+                drop(self.append(tcp, route, at, copy)?);
+            }
         }
         Ok(true)
     }
 
-    /// Sends the first `len` bytes of `body`, at most [`MAX_DATA`].
-    fn send_chunk(&self, lane: usize, offset: u64, len: usize, body: Body) -> Result<(), Lost> {
-        self.queue_chunk(lane, offset, len, body).map(drop)
-    }
-
-    /// The same, when what this returns is dropped.
-    fn queue_chunk(&self, lane: usize, offset: u64, len: usize, body: Body) -> Result<Leaving, Lost> {
-        let Way::Tcp { client, outbox } = &self.way else { return Ok(Leaving(None)) };
-        let header = DataHeader { seq: self.seq, offset, piece: self.piece, len: len as u32 };
-        let stream = outbox.append(lane, header, body)?;
-        self.sent.fetch_add(len as u64, Ordering::Relaxed);
-        Ok(Leaving(Some((client.clone(), Arc::clone(outbox), stream))))
+    /// Queues a chunk, which belongs at `offset`.
+    fn append(&self, tcp: &Tcp, route: Route, offset: u64, body: Body) -> Result<Leaving, Lost> {
+        let len = route.len as u32;
+        let header = DataHeader { seq: self.seq, offset, piece: self.piece, len };
+        let stream = tcp.outbox.append(route, header, body)?;
+        self.sent.fetch_add(len.into(), Ordering::Relaxed);
+        Ok(Leaving(Some((tcp.client.clone(), Arc::clone(&tcp.outbox), stream))))
     }
 
     /// Ends it, as dropping it does, but the client need not be told before what this returns is dropped. It
@@ -243,8 +248,8 @@ impl Outgoing {
     pub fn end(mut self) -> Telling {
         let (seq, sent) = (self.seq, self.sent.load(Ordering::Acquire));
         match &mut self.way {
-            Way::Tcp { client, .. } => {
-                let client = std::mem::take(client);
+            Way::Tcp(tcp) => {
+                let client = std::mem::take(&mut tcp.client);
                 if let Some(client) = client.upgrade() {
                     client.queue_data_sent(seq, sent);
                 }
@@ -311,8 +316,8 @@ impl Drop for Outgoing {
     fn drop(&mut self) {
         let sent = self.sent.load(Ordering::Acquire);
         match &self.way {
-            Way::Tcp { client, .. } => {
-                if let Some(client) = client.upgrade() {
+            Way::Tcp(tcp) => {
+                if let Some(client) = tcp.client.upgrade() {
                     client.data_sent(self.seq, sent);
                 }
             }

@@ -96,7 +96,9 @@ impl Client for TcpClient {
     }
 
     fn sink(&self, seq: u64, piece: u32, range: HostRange) -> Result<Sink, Status> {
-        Ok(Sink::Outgoing(Outgoing::new(self.this.clone(), Arc::clone(&self.outbox), seq, piece, range.len)))
+        // No memory reaches so far.
+        range.offset.checked_add(range.len).ok_or(Status::INVALID_VALUE)?;
+        Ok(Sink::Outgoing(Outgoing::new(self.this.clone(), Arc::clone(&self.outbox), seq, piece, range)))
     }
 
     fn nothing_sent(&self, seq: u64) {
@@ -146,93 +148,4 @@ impl Client for TcpClient {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::Read;
-    use std::net::{TcpListener, TcpStream};
-    use std::time::Duration;
-
-    use protocol::data::Place;
-    use protocol::link::{DataHeader, frame, progress};
-
-    use super::*;
-    use crate::compression::CompressUse;
-    use crate::endpoint::{Held, Polling};
-    use crate::framing::FrameReader;
-
-    const ALLOWANCE: Allowance =
-        Allowance { grace: Duration::ZERO, replay: 0, eager: 0, compress: CompressUse::Never };
-
-    /// The kinds of the frames that have come.
-    fn kinds(stream: &mut TcpStream) -> Vec<u32> {
-        let mut reader = FrameReader::new();
-        reader.fill(stream).unwrap();
-        let mut all = Vec::new();
-        while let Some((kind, body)) = reader.next_frame().unwrap() {
-            assert!(kind != frame::PROGRESS || body[0] == progress::EXECUTED as u8);
-            all.push(kind);
-        }
-        assert_eq!(reader.buffered(), 0);
-        all
-    }
-
-    #[test]
-    fn what_was_executed_goes_along_with_an_answer_and_alone_only_when_it_is_to_be_told() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut bridge = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let control = listener.accept().unwrap().0;
-        let (_commands, client) =
-            TcpCommands::start(control.into(), 64, 1, Polling::default(), ALLOWANCE).unwrap();
-        client.executed(1);
-        client.executed(2);
-        client.reply(3, 0, Status::SUCCESS, &[]);
-        assert_eq!(kinds(&mut bridge), [frame::PROGRESS, frame::REPLY]);
-        client.flush_executed();
-        client.executed(3);
-        client.publish(&[]);
-        client.flush_executed();
-        assert_eq!(kinds(&mut bridge), [frame::PROGRESS]);
-        client.flush_executed();
-        client.reply(4, 0, Status::SUCCESS, &[]);
-        assert_eq!(kinds(&mut bridge), [frame::REPLY]);
-        client.close();
-    }
-
-    struct Bytes;
-
-    impl Held for Bytes {
-        fn bytes(&self) -> &[u8] {
-            b"download"
-        }
-    }
-
-    #[test]
-    fn datas_end_is_told_with_the_next_words_or_alone_and_before_the_data_has_left() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let connect = || {
-            let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            (ours, listener.accept().unwrap().0)
-        };
-        let ((mut bridge, control), (mut data, theirs)) = (connect(), connect());
-        let (_commands, client) =
-            TcpCommands::start(control.into(), 64, 1, Polling::default(), ALLOWANCE).unwrap();
-        client.add_data_connection(0, 0, theirs.into()).unwrap();
-        let outgoing = |seq| {
-            let range = HostRange { place: Place::Arena, offset: 0, len: 8 };
-            let Ok(Sink::Outgoing(outgoing)) = client.sink(seq, 0, range) else { panic!("no data") };
-            outgoing
-        };
-        let download = outgoing(1);
-        let leaving = download.send_held(0, 0, Box::new(Bytes)).unwrap();
-        let telling = download.end();
-        client.reply(2, 0, Status::SUCCESS, &[]);
-        assert_eq!(kinds(&mut bridge), [frame::DATA_SENT, frame::REPLY]);
-        drop(leaving);
-        let mut chunk = [0; size_of::<DataHeader>() + 8];
-        data.read_exact(&mut chunk).unwrap();
-        assert!(chunk.ends_with(Bytes.bytes()));
-        drop(telling);
-        drop(outgoing(3).end());
-        assert_eq!(kinds(&mut bridge), [frame::DATA_SENT]);
-        client.close();
-    }
-}
+mod tests;

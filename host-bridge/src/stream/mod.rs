@@ -371,16 +371,38 @@ impl Stream {
     /// Receives one frame: its kind, its body in `body`. `Ok(None)`: the peer closed the connection instead.
     /// To be used on a socket that blocks.
     pub fn recv_frame(&self, body: &mut Vec<u8>) -> io::Result<Option<u32>> {
+        self.frame_by(body, |buffer| self.read_exact(buffer))
+    }
+
+    /// The same, if all of it comes before the deadline.
+    pub fn recv_frame_until(&self, body: &mut Vec<u8>, deadline: Instant) -> io::Result<Option<u32>> {
+        self.frame_by(body, |buffer| Until(self, deadline).read_exact(buffer))
+    }
+
+    fn frame_by(
+        &self,
+        body: &mut Vec<u8>,
+        mut read_exact: impl FnMut(&mut [u8]) -> io::Result<()>,
+    ) -> io::Result<Option<u32>> {
         let mut header = FrameHeader::new_zeroed();
-        match self.read_exact(header.as_mut_bytes()) {
+        match read_exact(header.as_mut_bytes()) {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof && !self.is_encrypted() => return Ok(None),
             result => result?,
         }
         check_len(header)?;
         body.clear();
         body.resize(header.len as usize, 0);
-        self.read_exact(body)?;
+        read_exact(body)?;
         Ok(Some(header.kind))
+    }
+
+    /// Has a blocking receive wait until the deadline at most. The error: it has passed.
+    pub(crate) fn receive_until(&self, deadline: Instant) -> io::Result<()> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time"));
+        }
+        self.set_read_timeout(Some(left.max(Duration::from_millis(1))))
     }
 
     fn flush(&self, sending: &mut Sending, flags: MsgFlags) -> io::Result<()> {
@@ -466,6 +488,16 @@ impl Read for &Stream {
     /// Receives what there is; waits if the socket blocks.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read_as(buffer, MsgFlags::empty(), false)
+    }
+}
+
+/// Reads until a deadline, however little comes at a time.
+struct Until<'a>(&'a Stream, Instant);
+
+impl Read for Until<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.receive_until(self.1)?;
+        (&mut &*self.0).read(buffer)
     }
 }
 

@@ -507,3 +507,19 @@ fn a_peer_that_does_not_speak_tls_is_refused() {
     let error = Stream::tls_client(ours, &config, session_name(&[0; 16]), soon()).unwrap_err();
     assert!(error.to_string().contains("does not speak TLS"), "{error}");
 }
+
+#[test]
+fn a_frame_that_comes_a_byte_at_a_time_has_to_come_before_the_deadline() {
+    let (ours, theirs) = sockets();
+    let (ours, theirs) = (Stream::from(ours), Stream::from(theirs));
+    theirs.write_all(FrameHeader { kind: 1, len: 1 << 20 }.as_bytes()).unwrap();
+    let slow = std::thread::spawn(move || {
+        while theirs.write_all(&[0]).is_ok() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+    let deadline = Instant::now() + Duration::from_millis(100);
+    assert!(ours.recv_frame_until(&mut Vec::new(), deadline).is_err());
+    drop(ours);
+    slow.join().unwrap();
+}

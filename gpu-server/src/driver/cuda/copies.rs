@@ -279,7 +279,7 @@ impl GpuCopies for Cuda {
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
         let enqueued = self.enqueue_chunks(place, Way::Out, from, transfer.outbound()).and_then(|()| {
-            // What follows on the stream is not done before the client has the data.
+            // What follows on the stream may tell the client that it was done, so the data is queued first.
             transfer.all_sent().try_for_each(|(word, value)| {
                 // SAFETY: registered words that the transfer holds until its fence.
                 let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };

@@ -8,7 +8,7 @@
 //! ```text
 //!  in:   network fills slot ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
 //!  out:  stream: wait(free ≥ n−1), copy from device, write(gpu = n) ─▶ sender sends it
-//!                                          all is sent ─ host word = n ─▶ the stream continues
+//!                all is queued, and that it was sent ─ host word = n ─▶ the stream continues
 //!                   the client has it, or it was copied ─ free word = n ─▶ the stream may fill it again
 //! ```
 //!
@@ -17,7 +17,9 @@
 //! So no stream waits for them for long, and while they do arrive, hardly anything is copied.
 //!
 //! So a stream waits only for the network, the dispatcher never waits, and a stream whose data is late delays
-//! only itself.
+//! only itself. Towards the client it waits only until the data has its place in the transport, from where it
+//! goes out before everything that depends on it
+//! (`docs/decisions/0160-data-is-announced-before-it-is-sent.md`).
 //!
 //! A worker allocates the slots' memory, 56 MiB, before its session begins, so that the first copy is fast.
 //! When nothing has been transferred for [`IDLE`], it frees the memory. The next transfer allocates it again.
@@ -400,7 +402,7 @@ impl Staging {
 
     /// A sender's thread. It sends its share of each transfer's chunks.
     fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
-        // A stream waits until its data has been sent, so every delay here delays the stream.
+        // A stream waits until its data has been queued, so every delay here delays the stream.
         nap_precisely();
         let bound = COMPLETER_BUSY.here().min(COMPLETER_BUSY_NETWORK.here());
         let mut alone = PollTime::new(bound.max(PATIENCE));
@@ -582,7 +584,7 @@ impl Transfer {
         }
     }
 
-    /// The words, with their values, that a stream waits for until everything has been sent.
+    /// The words, with their values, that a stream waits for until everything has been queued to be sent.
     pub(super) fn all_sent(&self) -> impl Iterator<Item = (CUdeviceptr, u64)> + '_ {
         self.last.iter().map(|last| (self.slot(last.slot).host.address(), last.number))
     }

@@ -11,7 +11,7 @@ use protocol::ops::{Hold, OpInfo};
 use protocol::wire::WireError;
 
 use super::end::EndReason;
-use super::ledger::{self, Ledger, Progress, Turns};
+use super::ledger::{self, Ledger, MOST_CHANGED, Progress, Turns};
 use super::regions::{ClientMemory, Span};
 use super::schedule::{Schedule, Upload};
 
@@ -306,7 +306,12 @@ impl<M: ClientMemory> Schedule for Slots<M> {
         let job = self.job(seq, piece, span, at, end);
         self.granted.push_back(job);
         self.changed(Change::Piece(seq, piece, Progress::Granted(end)));
-        Ok(())
+        match &self.changed {
+            Some(changed) if changed.len() > MOST_CHANGED => {
+                Err(EndReason::Server("it sent too many grants in a frame".to_owned()))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn note(&mut self, ledger: &mut Ledger) {

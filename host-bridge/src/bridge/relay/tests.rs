@@ -527,17 +527,17 @@ proptest! {
     }
 }
 
-#[test]
-fn a_frame_with_very_many_grants_ends_the_session_with_a_reason() {
+/// Grants in one frame, each of which counts, to a session whose state is noted.
+fn very_many_grants<S: TestSchedule>(schedule: S) {
     let (session, _) = session();
     let arena = Some(TestMemory::new(64 << 20, false));
-    let mut machine = Machine::new(&session, arena, Flows::begin().noted(), PATIENCE);
+    let mut machine = Machine::new(&session, arena, schedule, PATIENCE);
     machine.note_in(Ledger::begin(&ledger::file().unwrap(), 4).unwrap());
     let mut session = Session { machine, ..Session::new(&session, 1) };
-    let src = HostIn::Late(HostRange { place: Place::Arena, offset: 0, len: 1000 });
+    let src = HostIn::Late(HostRange { place: Place::Arena, offset: 0, len: 200_000 });
     let seq = session.push(&MemcpyHtoD { stream: StreamId(1), dst: 0, src }, NO_SLOT);
     session.machine.take_records(&mut session.out).unwrap();
-    let grants = vec![DataGrant { seq, piece: 0, reserved: 0, upto: 1 }; 100_000];
+    let grants: Vec<_> = (1..=150_000).map(|upto| DataGrant { seq, piece: 0, reserved: 0, upto }).collect();
     session.frames.frame(frame::DATA_GRANT, grants.as_bytes());
     let mut bytes = session.frames.unsent();
     while !bytes.is_empty() {
@@ -545,6 +545,12 @@ fn a_frame_with_very_many_grants_ends_the_session_with_a_reason() {
     }
     let ended = session.machine.take_frames();
     assert!(matches!(&ended, Err(EndReason::Server(why)) if why.contains("too many grants")), "{ended:?}");
+}
+
+#[test]
+fn a_frame_with_very_many_grants_ends_the_session_with_a_reason() {
+    very_many_grants(Flows::<TestMemory>::begin().noted());
+    very_many_grants(<Slots<TestMemory> as TestSchedule>::begin().noted());
 }
 
 /// Late data of three commands, granted in one frame.

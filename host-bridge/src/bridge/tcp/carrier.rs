@@ -18,7 +18,7 @@ use crate::bridge::connect::{Daemon, Opening, Unwelcomed};
 use crate::bridge::relay::{
     CacheUse, Carrier, EndReason, Flows, Mailbox, RestoredLane, Room, ToHash, Wakeups,
 };
-use crate::bridge::resume::{self, Interruption, Ticket};
+use crate::bridge::resume::{self, Interruption, Numbers, Ticket};
 use crate::bridge::socket::{Gather, Socket, not_now};
 use crate::bridge::state::{SessionState, thread_name};
 use crate::compression::CompressUse;
@@ -38,8 +38,7 @@ pub(super) struct TcpCarrier {
     session: Arc<SessionState>,
     config: SessionConfig,
     ticket: Ticket,
-    /// The number of the next attempt to resume.
-    attempt: u32,
+    numbers: Numbers,
     control: Arc<Socket>,
     /// The worker's welcome on it has not come.
     unwelcomed: Option<Unwelcomed>,
@@ -100,7 +99,7 @@ impl TcpCarrier {
         config: &SessionConfig,
         Left { out, lanes, generation }: Left,
     ) -> Result<TcpCarrier, EndReason> {
-        let attempt = resume::first_attempt(generation)?;
+        let numbers = Numbers::of_process(generation)?;
         let takes = links.ticket.takes_compressed();
         let mut carrier = TcpCarrier::over(session, mailbox, links, config)?;
         let restored = |(index, lane)| {
@@ -113,7 +112,7 @@ impl TcpCarrier {
             ))
         };
         carrier.data = lanes.into_iter().enumerate().map(restored).collect::<Result<_, EndReason>>()?;
-        (carrier.out, carrier.attempt) = (out, attempt);
+        (carrier.out, carrier.numbers) = (out, numbers);
         Ok(carrier)
     }
 
@@ -141,7 +140,7 @@ impl TcpCarrier {
             session: Arc::clone(session),
             config: config.clone(),
             ticket: links.ticket,
-            attempt: 1,
+            numbers: Numbers::default(),
             control,
             unwelcomed: links.daemon.as_ref().map(|_| Unwelcomed::default()),
             daemon: links.daemon,
@@ -457,10 +456,9 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         }
         let lost = Interruption::begin(Arc::clone(&self.session), why, limit);
         let redial = Redial { ticket: self.ticket.clone(), config: self.config.clone(), received };
-        let resumption = resume::resume(&self.session, mailbox, self.attempt, None, redial)?;
+        let resumption = resume::resume(&self.session, mailbox, &self.numbers, None, redial)?;
         let turn = || machine.serve(mailbox);
         let resumed = resumption.wait(&lost, &mut self.wakeups, self.daemon.as_mut(), turn)?;
-        self.attempt = resumed.attempt + 1;
         let here = |e: io::Error| EndReason::Here(e.to_string());
         let [control, data @ ..] = resumed.received.as_slice() else {
             return Err(EndReason::Server("it resumes a session without streams".into()));

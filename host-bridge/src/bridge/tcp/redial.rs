@@ -6,6 +6,7 @@ use protocol::link::purpose;
 
 use crate::bridge::config::SessionConfig;
 use crate::bridge::resume::{Attempt, Failure, Ticket};
+use crate::bridge::state::thread_name;
 use crate::bridge::welcome::welcome_at_once;
 use crate::stream::Stream;
 
@@ -16,7 +17,6 @@ pub(super) struct Resumed {
     pub(super) data: Vec<Stream>,
     /// What the server has of each stream, the control stream first.
     pub(super) received: Vec<u64>,
-    pub(super) attempt: u32,
 }
 
 /// Opens as many connections as the session has.
@@ -35,16 +35,17 @@ impl Attempt for Redial {
         let Redial { ticket, config, received } = self;
         let count = received.len() as u32 - 1;
         std::thread::scope(|scope| {
-            let data: Vec<_> = (0..count)
-                .map(|index| {
-                    scope.spawn(move || {
-                        let hello = ticket.hello(purpose::DATA, attempt, index);
-                        let (connection, deadline) = ticket.dial(config, &hello, patience)?;
-                        welcome_at_once(config, &connection, deadline)?;
-                        Ok(connection)
-                    })
-                })
-                .collect();
+            let dial = |index| {
+                let thread = std::thread::Builder::new().name(thread_name("redial"));
+                let dialing = thread.spawn_scoped(scope, move || {
+                    let hello = ticket.hello(purpose::DATA, attempt, index);
+                    let (connection, deadline) = ticket.dial(config, &hello, patience)?;
+                    welcome_at_once(config, &connection, deadline)?;
+                    Ok(connection)
+                });
+                dialing.map_err(|e| Failure::Later { why: e.to_string(), answered_late: false })
+            };
+            let data = (0..count).map(dial).collect::<Result<Vec<_>, Failure>>()?;
             let (control, received) = ticket.greet(config, attempt, received, |_| Ok(()), patience)?;
             let data = data
                 .into_iter()
@@ -54,7 +55,7 @@ impl Attempt for Redial {
                     thread.join().map_err(panicked)?
                 })
                 .collect::<Result<Vec<_>, Failure>>()?;
-            Ok(Resumed { control, data, received, attempt })
+            Ok(Resumed { control, data, received })
         })
     }
 }

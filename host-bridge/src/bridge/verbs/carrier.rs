@@ -12,7 +12,7 @@ use super::redial::{Redial, Resumed};
 use crate::bridge::config::SessionConfig;
 use crate::bridge::connect::Daemon;
 use crate::bridge::relay::{Carrier, EndReason, Mailbox, RestoredWrites, Slots, Wakeups, Write};
-use crate::bridge::resume::{self, Interruption, Ticket};
+use crate::bridge::resume::{self, Interruption, Numbers, Ticket};
 use crate::bridge::saved::SavedQueues;
 use crate::bridge::socket::{Socket, not_now};
 use crate::bridge::state::SessionState;
@@ -67,8 +67,7 @@ pub(super) struct VerbsCarrier {
     session: Arc<SessionState>,
     config: SessionConfig,
     ticket: Ticket,
-    /// The number of the next attempt to resume.
-    attempt: u32,
+    numbers: Numbers,
     queues: SavedQueues,
     /// Keys that the server is to be given with the first link of this process.
     keys: Vec<RegionKey>,
@@ -100,7 +99,7 @@ impl VerbsCarrier {
             session: Arc::clone(session),
             config: config.clone(),
             ticket,
-            attempt: 1,
+            numbers: Numbers::default(),
             queues: saved_queues(&queues, depth),
             keys: Vec::new(),
             told: 0,
@@ -124,7 +123,7 @@ impl VerbsCarrier {
         config: &SessionConfig,
         Left { out, writes, keys, generation }: Left,
     ) -> Result<VerbsCarrier, EndReason> {
-        let attempt = resume::first_attempt(generation)?;
+        let numbers = Numbers::of_process(generation)?;
         let earlier = |(queue, RestoredWrites { taken, done, under_way })| {
             let posted = under_way.iter().map(|write| put(queues, queue, write)).collect::<Result<_, _>>()?;
             Ok(EarlierWrites { done, under_way: posted, taken })
@@ -140,7 +139,7 @@ impl VerbsCarrier {
             session: Arc::clone(session),
             config: config.clone(),
             ticket: ticket.clone(),
-            attempt,
+            numbers,
             queues: *queues,
             keys,
             told: 0,
@@ -275,8 +274,7 @@ impl VerbsCarrier {
         resumed: Resumed,
         before: Before,
     ) -> Result<(), EndReason> {
-        let Resumed { control, queues, peer, taken, written, attempt } = resumed;
-        self.attempt = attempt.saturating_add(1);
+        let Resumed { control, queues, peer, taken, written } = resumed;
         let session = &self.session;
         let Some((stream, writes)) = taken.split_first() else {
             return Err(EndReason::Server("it resumes a session without streams".into()));
@@ -486,7 +484,7 @@ impl Carrier<Slots<DeviceMemory>> for VerbsCarrier {
             };
             // Once queue pairs have carried nothing, little is sent until others do.
             let before = if failed.is_none() { Before::Everything } else { Before::Messages };
-            let resumption = resume::resume(&self.session, mailbox, self.attempt, failed, redial)?;
+            let resumption = resume::resume(&self.session, mailbox, &self.numbers, failed, redial)?;
             let turn = || match device_events(&self.link) {
                 // There are no queue pairs that anything goes through.
                 Ok(()) | Err(EndReason::Gone(_)) => machine.serve(mailbox),

@@ -1,7 +1,7 @@
 //! The connections of a session over `verbs`: how they are opened.
 
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use protocol::device::Answer;
 use protocol::link::{
@@ -101,7 +101,8 @@ pub(in crate::bridge) fn connect(
     let (control, daemon) = greeted.control(config, first, (frame::QUEUES, offer.as_bytes()))?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
     let mut body = Vec::new();
-    let queues = match control.recv_frame(&mut body).map_err(failed)? {
+    let deadline = Instant::now() + config.handshake_timeout;
+    let queues = match control.recv_frame_until(&mut body, deadline).map_err(failed)? {
         Some(frame::QUEUES) => split_struct::<Queues>(&body).map_err(|e| protocol(e.to_string()))?.0,
         Some(frame::BYE) => {
             let reason = String::from_utf8_lossy(&body).into_owned();

@@ -2,7 +2,7 @@
 //! pairs.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use protocol::link::{MAX_QUEUES, Queues, RegionKey, Written, frame};
 use zerocopy::{FromBytes, IntoBytes};
@@ -25,7 +25,6 @@ pub(super) struct Resumed {
     pub(super) taken: Vec<u64>,
     /// The server's writes that are here, and that an earlier process had not acted on.
     pub(super) written: Vec<Written>,
-    pub(super) attempt: u32,
 }
 
 /// See the module's text. The earlier queue pairs are gone.
@@ -56,9 +55,9 @@ impl Attempt for Redial {
             control.send_frame(frame::QUEUES, &[offer.as_bytes()])
         };
         let (control, taken) = self.ticket.greet(&self.config, attempt, &self.taken, along, patience)?;
-        let (mut body, mut written) = (Vec::new(), Vec::new());
+        let (mut body, mut written, deadline) = (Vec::new(), Vec::new(), Instant::now() + patience);
         loop {
-            let kind = control.recv_frame(&mut body).map_err(|e| Failure::later(&e))?;
+            let kind = control.recv_frame_until(&mut body, deadline).map_err(|e| Failure::later(&e))?;
             let whole = body.len().is_multiple_of(size_of::<Written>());
             if kind == Some(frame::WRITTEN) && whole && written.len() <= MOST_WRITTEN {
                 let entries = body.chunks_exact(size_of::<Written>());
@@ -67,7 +66,7 @@ impl Attempt for Redial {
             }
             let peer = split_struct::<Queues>(&body).ok().filter(|_| kind == Some(frame::QUEUES));
             let Some((peer, _)) = peer else { return Err(Failure::unexpected(kind, &body)) };
-            return Ok(Resumed { control, queues, peer, taken, written, attempt });
+            return Ok(Resumed { control, queues, peer, taken, written });
         }
     }
 }

@@ -4,6 +4,9 @@ use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Weak;
 
+use protocol::data::{HostRange, Place};
+use zerocopy::FromBytes;
+
 use super::*;
 use crate::endpoint::outgoing::{HELD_FROM, Outgoing};
 
@@ -13,8 +16,11 @@ fn pair() -> (TcpStream, Connection) {
     (a, Connection { attempt: 0, stream: Arc::new(listener.accept().unwrap().0.into()) })
 }
 
+/// For a place of its own.
 fn outgoing(outbox: &Arc<Outbox>, len: u64) -> Outgoing {
-    Outgoing::new(Weak::new(), Arc::clone(outbox), 7, 0, len)
+    static PLACES: AtomicU64 = AtomicU64::new(0);
+    let place = Place::Region(PLACES.fetch_add(1, Ordering::Relaxed) as u32);
+    Outgoing::new(Weak::new(), Arc::clone(outbox), 7, 0, HostRange { place, offset: 0, len })
 }
 
 #[test]
@@ -344,4 +350,85 @@ fn memory_is_held_until_its_bytes_have_arrived_or_were_copied() {
     assert_eq!(given_back(), 5);
     outbox.close();
     assert_eq!(given_back(), 6);
+}
+
+/// All that a stream keeps: of each chunk where its data begins and what it is.
+fn kept_chunks(outbox: &Outbox, stream: usize) -> Vec<(u64, Vec<u8>)> {
+    let len = lock(&outbox.streams[stream].kept).journal.kept();
+    let (mut ours, theirs) = pair();
+    outbox.plug(stream, theirs, 0).unwrap();
+    let mut bytes = vec![0; len as usize];
+    std::thread::scope(|scope| {
+        scope.spawn(|| outbox.send(stream).unwrap());
+        ours.read_exact(&mut bytes).unwrap();
+    });
+    let (mut rest, mut chunks) = (bytes.as_slice(), Vec::new());
+    while !rest.is_empty() {
+        let (header, behind) = DataHeader::read_from_prefix(rest).unwrap();
+        let plain = (header.len & !COMPRESSED_FLAG) as usize;
+        let (bytes, behind) = if header.len & COMPRESSED_FLAG == 0 {
+            let (bytes, behind) = behind.split_at(plain);
+            (bytes.to_vec(), behind)
+        } else {
+            let (len, behind) = behind.split_first_chunk().unwrap();
+            let (bytes, behind) = behind.split_at(u32::from_le_bytes(*len) as usize);
+            (lz4_flex::block::decompress(bytes, plain).unwrap(), behind)
+        };
+        // Its command has the number of the place.
+        chunks.push((header.seq + header.offset, bytes));
+        rest = behind;
+    }
+    chunks
+}
+
+#[test]
+fn later_data_for_the_same_bytes_comes_last_whichever_connection_is_the_fastest() {
+    const ALL: usize = 300_000;
+    let held = |byte: u8, len: usize| Box::new(Slot(vec![byte; len].leak(), Arc::default()));
+    for (compress, far) in
+        [(CompressUse::Never, false), (CompressUse::Never, true), (CompressUse::Always, false)]
+    {
+        let outbox = Outbox::new(3, 64 << 20, compress);
+        outbox.streams.iter().for_each(|stream| stream.far.store(far, Ordering::Relaxed));
+        let mut truth = vec![0; ALL];
+        let mut outgoing = |offset: usize, len: usize, byte: u8| {
+            truth[offset..offset + len].fill(byte);
+            let range = HostRange { place: Place::Arena, offset: offset as u64, len: len as u64 };
+            Outgoing::new(Weak::new(), Arc::clone(&outbox), offset as u64, 0, range)
+        };
+        for lane in 0..3 {
+            let (offset, byte) = (100_000 * lane, 1 + lane as u8);
+            drop(outgoing(offset, 90_000, byte).send_held(lane, 0, held(byte, 90_000)).unwrap());
+        }
+        drop(outgoing(50_000, 250_000, 4).send_held(1, 0, held(4, 250_000)).unwrap());
+        let lent = outgoing(80_000, 150_000, 5);
+        let mut buffer = lent.lend(2, 150_000).unwrap();
+        buffer.bytes().fill(5);
+        lent.send_lent(2, 0, buffer).unwrap();
+        drop(outgoing(299_000, 8, 6).send_held(0, 0, held(6, 8)).unwrap());
+        let streams = [0, 1, 2].map(|stream| kept_chunks(&outbox, stream));
+        for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+            let mut memory = vec![0; ALL];
+            for (at, bytes) in order.into_iter().flat_map(|stream| &streams[stream]) {
+                memory[*at as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+            assert!(memory == truth, "{compress:?}, far: {far}, {order:?}");
+        }
+    }
+}
+
+/// Its thread would copy it only out of its own stream when the memory is needed.
+#[test]
+fn memory_is_not_held_for_another_lanes_stream() {
+    const LEN: usize = HELD_FROM;
+    static BYTES: [u8; LEN] = [1; LEN];
+    let (outbox, free) = (Outbox::new(2, 0, CompressUse::Never), Arc::<AtomicU64>::default());
+    let outgoing = outgoing(&outbox, LEN as u64);
+    let hold = |lane| drop(outgoing.send_held(lane, 0, Box::new(Slot(&BYTES, Arc::clone(&free)))).unwrap());
+    hold(0);
+    assert_eq!(free.load(Ordering::Relaxed), 0);
+    hold(1);
+    assert_eq!(free.load(Ordering::Relaxed), 1, "it follows the first, in a copy");
+    hold(2);
+    assert_eq!(free.load(Ordering::Relaxed), 1, "the first stream again");
 }

@@ -30,6 +30,9 @@ const MOST_KEPT: usize = 64 << 20;
 /// come.
 const RESUME_WITHIN: Duration = Duration::from_secs(10);
 
+/// The name of threads that send what was kept.
+const RESEND: &str = "rgpu-resend";
+
 /// The side of every other thread.
 pub struct TcpClient {
     pub(super) this: Weak<TcpClient>,
@@ -86,11 +89,21 @@ impl TcpClient {
             Ok::<(), BadAcknowledgement>(())
         });
         match joined {
-            None => {}
-            Some(Ok(())) => self.send_data(index as usize),
+            Some(Ok(())) if self.outbox.waits(index as usize) => self.send_kept(index as usize),
+            None | Some(Ok(())) => {}
             Some(Err(wrong)) => return Err(io::Error::new(io::ErrorKind::InvalidInput, wrong)),
         }
         Ok(())
+    }
+
+    /// Sends what was kept for a data connection. The caller, who has others to hear, need not wait for it,
+    /// if there can be a thread.
+    fn send_kept(&self, index: usize) {
+        let client = Weak::clone(&self.this);
+        let send = move || _ = client.upgrade().inspect(|client| client.send_data(index));
+        if std::thread::Builder::new().name(RESEND.into()).spawn(send).is_err() {
+            self.send_data(index);
+        }
     }
 
     /// Keeps what the session's bridge sends in `cache`, so that it need not be sent again. To be called
@@ -228,10 +241,16 @@ impl TcpClient {
         drop(relinking);
         let _ = self.changed.write(1);
         self.announce();
-        self.say(Say::Unsent, |_| {});
-        // Side by side: each may have much to send again.
+        // Side by side: each may have much to send again, and the bridge reads no more of the control
+        // connection before it has data that it was told of.
         std::thread::scope(|scope| {
-            (0..self.data.len()).for_each(|index| drop(scope.spawn(move || self.send_data(index))));
+            for index in 0..self.data.len() {
+                let send = move || self.send_data(index);
+                if std::thread::Builder::new().name(RESEND.into()).spawn_scoped(scope, send).is_err() {
+                    send();
+                }
+            }
+            self.say(Say::Unsent, |_| {});
         });
         Ok(true)
     }
@@ -387,7 +406,7 @@ pub(super) enum Say {
     Executed,
     /// What has come.
     Received,
-    /// Whatever was not sent when the last link broke.
+    /// Whatever was said and has not been sent: because there was no link, or because it could wait.
     Unsent,
 }
 

@@ -96,7 +96,7 @@ pub(super) struct Engine {
     /// free.
     pub(super) sends: Vec<usize>,
     pub(super) free_sends: Vec<usize>,
-    pub(super) free_buffers: Vec<usize>,
+    pub(super) lent_buffers: LentBuffers,
     /// Threads that wait for room: without any, telling of it would be a system call for nobody.
     pub(super) waiters: usize,
     /// `executed` as the client was last told.
@@ -106,6 +106,50 @@ pub(super) struct Engine {
     pub(super) unwatched: bool,
     /// Slots for granted data that were emptied, of which the bridge has not been told.
     pub(super) emptied: Vec<u32>,
+}
+
+/// The buffers that are lent out, by number.
+pub(super) struct LentBuffers {
+    free: Vec<usize>,
+    /// Of each that is on its way: its queue, and to where so many of its bytes go.
+    going: [Option<(usize, Target, u64)>; BUFFERS],
+}
+
+impl LentBuffers {
+    pub(super) fn new() -> LentBuffers {
+        LentBuffers { free: (0..BUFFERS).collect(), going: [None; BUFFERS] }
+    }
+
+    /// Takes one that is free.
+    pub(super) fn take(&mut self) -> Option<usize> {
+        self.free.pop()
+    }
+
+    /// It is free again.
+    pub(super) fn give_back(&mut self, number: usize) {
+        self.going[number] = None;
+        self.free.push(number);
+    }
+
+    /// How many are free.
+    pub(super) fn free(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Its bytes leave.
+    pub(super) fn goes(&mut self, number: usize, queue: usize, to: Target, len: u64) {
+        self.going[number] = Some((queue, to, len));
+    }
+
+    /// Whether something for some of these bytes is on its way over another queue: it may come later than
+    /// what leaves over this one now.
+    pub(super) fn may_overtake(&self, queue: usize, to: Target, len: u64) -> bool {
+        self.going.iter().flatten().any(|(of, at, length)| {
+            let overlaps =
+                at.offset < to.offset.saturating_add(len) && to.offset < at.offset.saturating_add(*length);
+            *of != queue && at.region == to.region && overlaps
+        })
+    }
 }
 
 /// A place in the client's memory. What its address and its key are depends on the bridge's process.

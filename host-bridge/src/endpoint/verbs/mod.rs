@@ -38,7 +38,7 @@ use protocol::link::{COMMANDS_AHEAD, GRANTED_SLOTS, ProgressUpdate, Queues, fram
 use zerocopy::IntoBytes;
 
 pub use self::client::VerbsClient;
-use self::client::{BUFFERS, CHUNK, Engine, SENDS, SLOT_SIZE, SLOTS, Target, lock};
+use self::client::{BUFFERS, CHUNK, Engine, LentBuffers, SENDS, SLOT_SIZE, SLOTS, Target, lock};
 use self::keys::{Keys, region};
 use super::contract::{Client, Commands, Sink, Source};
 use super::dispatcher_poll::Polling;
@@ -124,7 +124,7 @@ impl VerbsCommands {
             keys: Keys::default(),
             sends: vec![0; SENDS],
             free_sends: (0..SENDS).collect(),
-            free_buffers: (0..BUFFERS).collect(),
+            lent_buffers: LentBuffers::new(),
             waiters: 0,
             told: 0,
             unwatched: false,

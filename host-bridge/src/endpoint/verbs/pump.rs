@@ -15,7 +15,7 @@ use protocol::link::{
 use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::client::{Engine, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
+use super::client::{Engine, LentBuffers, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
 use super::keys::{Keys, region};
 use crate::endpoint::contract::Client;
 use crate::endpoint::stream::put;
@@ -145,9 +145,9 @@ impl VerbsClient {
 
     /// One turn of the link. True: there was something.
     fn turn(&self, engine: &mut Engine) -> Result<bool, End> {
-        let Engine { link, reader, came, sends, free_buffers, emptied, .. } = engine;
+        let Engine { link, reader, came, sends, lent_buffers, emptied, .. } = engine;
         let polled =
-            link.poll::<End>(&mut |event| self.act(event, (reader, came), sends, free_buffers, emptied));
+            link.poll::<End>(&mut |event| self.act(event, (reader, came), sends, lent_buffers, emptied));
         // Also what came just before the link broke.
         if !matches!(polled, Ok(false)) {
             self.frames(engine)?;
@@ -168,10 +168,10 @@ impl VerbsClient {
         event: Event<'_>,
         (reader, came): (&mut FrameReader, &mut u64),
         sends: &mut [usize],
-        free_buffers: &mut Vec<usize>,
+        lent_buffers: &mut LentBuffers,
         emptied: &mut Vec<u32>,
     ) -> Result<(), End> {
-        VerbsClient::written(&event, sends, free_buffers);
+        VerbsClient::written(&event, sends, lent_buffers);
         match event {
             Event::Bytes(mut bytes) => {
                 *came += bytes.len() as u64;
@@ -193,10 +193,10 @@ impl VerbsClient {
     }
 
     /// If a write to the client is done, what it was sent from is free.
-    pub(super) fn written(event: &Event<'_>, sends: &mut [usize], free_buffers: &mut Vec<usize>) {
+    pub(super) fn written(event: &Event<'_>, sends: &mut [usize], lent_buffers: &mut LentBuffers) {
         if let Event::Written { token, .. } = *event {
             match token & SEND {
-                0 => free_buffers.push(token as usize),
+                0 => lent_buffers.give_back(token as usize),
                 _ => sends[(token ^ SEND) as usize] -= 1,
             }
         }

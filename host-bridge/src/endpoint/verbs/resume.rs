@@ -154,12 +154,12 @@ impl VerbsClient {
             if engine.attempt != number {
                 return Ok(false);
             }
-            let Engine { link, sends, free_buffers, keys: known, .. } = &mut *engine;
+            let Engine { link, sends, lent_buffers, keys: known, .. } = &mut *engine;
             let (stream, writes) = theirs.split_first().ok_or_else(|| attempt("it resumes nothing"))?;
             let settled = link.send_buffer().resume(*stream);
             settled.map_err(|e| End::Lost(format!("the bridge resumes what cannot be: {e}")))?;
             let unknown = link.settle::<End>(writes, &mut |event| {
-                VerbsClient::written(&event, sends, free_buffers);
+                VerbsClient::written(&event, sends, lent_buffers);
                 Ok(())
             })?;
             replace_keys(link, known, &keys)?;
@@ -207,8 +207,8 @@ impl VerbsClient {
         engine.attempt = number;
         engine.control_reader = FrameReader::new();
         *lock(&self.control) = None;
-        let Engine { link, reader, came, sends, free_buffers, emptied, .. } = &mut *engine;
-        link.take_down::<End>(&mut |event| self.act(event, (reader, came), sends, free_buffers, emptied))?;
+        let Engine { link, reader, came, sends, lent_buffers, emptied, .. } = &mut *engine;
+        link.take_down::<End>(&mut |event| self.act(event, (reader, came), sends, lent_buffers, emptied))?;
         self.frames(&mut engine)?;
         // What has come of the next frame comes again.
         engine.came = engine.processed();

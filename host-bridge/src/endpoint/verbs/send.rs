@@ -130,7 +130,7 @@ impl VerbsClient {
 
     /// Lends a buffer of `len` bytes, or of as many as it has. Waits for one.
     pub(in crate::endpoint) fn lend(self: &Arc<Self>, len: usize) -> Result<Registered, Lost> {
-        let number = self.wait_for(|engine| engine.free_buffers.pop()).ok_or_else(|| self.over())?;
+        let number = self.wait_for(|engine| engine.lent_buffers.take()).ok_or_else(|| self.over())?;
         let len = len.min(CHUNK);
         let at = self.buffers.pointer(number * CHUNK, len).ok_or_else(|| self.over())?;
         // SAFETY: a buffer of the slab, zeroed when it was made, taken off the list of the free ones.
@@ -140,21 +140,27 @@ impl VerbsClient {
     /// A buffer that was lent is not needed.
     fn give_back(&self, number: usize) {
         let mut engine = self.lock();
-        engine.free_buffers.push(number);
+        engine.lent_buffers.give_back(number);
         if engine.waiters > 0 {
             self.room.notify_all();
         }
     }
 
     /// Writes a lent buffer's first `len` bytes to a place of the client's memory. The buffer is free again
-    /// when they have left.
+    /// when they have left. Waits for what is on its way to some of the same bytes, unless it goes over the
+    /// same queue: the client must end with these.
     fn send_buffer(&self, seq: u64, at: Target, number: usize, len: usize) -> Result<(), Lost> {
         let source = self.buffers.registration().slice((number * CHUNK) as u64, len as u32);
         let source = source.ok_or_else(|| Lost::new("data outside a buffer"))?;
         let posted = self.wait_for(|engine| {
+            let queue = engine.link.next_queue()?;
+            if engine.lent_buffers.may_overtake(queue, at, len as u64) {
+                return None;
+            }
+            engine.lent_buffers.goes(number, queue, at, len as u64);
             let (address, key) = engine.address(at);
             Some(engine.link.put(&Put {
-                queue: engine.link.next_queue()?,
+                queue,
                 source,
                 header: None,
                 address,
@@ -164,7 +170,7 @@ impl VerbsClient {
                 token: number as u64,
                 // Buffers whose writes are not signalled come back with a later one: only as long as enough
                 // are left.
-                signal: len > SIGNALLED || engine.free_buffers.len() < BUFFERS / 2,
+                signal: len > SIGNALLED || engine.lent_buffers.free() < BUFFERS / 2,
             }))
         });
         match posted {
@@ -178,5 +184,73 @@ impl VerbsClient {
             }
             None => Err(self.over()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    use protocol::data::{HostRange, Place};
+    use protocol::link::{Queues, RegionKey, frame};
+    use zerocopy::IntoBytes;
+
+    use super::*;
+    use crate::endpoint::contract::{Client, Sink};
+    use crate::endpoint::dispatcher_poll::Polling;
+    use crate::endpoint::verbs::VerbsCommands;
+    use crate::stream::Stream;
+    use crate::verbs::{Device, Domain, Settings, Unconnected, software};
+
+    /// Queue pairs that no device of this process has, so that a test says when a write has arrived.
+    const FAR: u32 = 0x00a5_0000;
+
+    #[test]
+    fn later_data_for_the_same_bytes_waits_for_what_is_on_its_way_over_another_queue() {
+        software::install();
+        let settings = Settings::default();
+        let domain = Domain::new(Device::open(&settings).unwrap()).unwrap();
+        let mut queues: Queues = Unconnected::new(&domain, &settings).unwrap().offer(None);
+        (FAR..).zip(&mut queues.queue_pairs).for_each(|(far, number)| *number = far);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let bridge = Stream::from(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        bridge.send_frame(frame::QUEUES, &[queues.as_bytes()]).unwrap();
+        let control = listener.accept().unwrap().0.into();
+        let started = VerbsCommands::start(control, 1, &settings, Polling::default(), Duration::ZERO);
+        let (_commands, client) = started.map_err(|lost| lost.reason).unwrap();
+        assert!(client.lock().link.data_queues() > 1);
+        client.lock().keys.learn(RegionKey { address: 4096, size: 1 << 20, region: 1, key: 1 }).unwrap();
+        let pair = |queue: u32| {
+            let reaches = |pair: &u32| software::peer(*pair) == Some(FAR + queue);
+            software::pairs().into_iter().find(reaches).unwrap()
+        };
+        let under_way = || (1..queues.count).map(|queue| software::sends(pair(queue))).sum::<usize>();
+        let write = |seq, offset, bytes: &[u8]| {
+            let range = HostRange { place: Place::Region(1), offset, len: bytes.len() as u64 };
+            let Ok(Sink::Outgoing(outgoing)) = client.sink(seq, 0, range) else { panic!("no data") };
+            outgoing.write(bytes).unwrap();
+        };
+        let long = vec![1; 2 * SIGNALLED];
+        write(1, 0, &long);
+        assert_eq!(under_way(), 1);
+        // Other bytes, on the next queue.
+        write(2, long.len() as u64, &[2; 8]);
+        assert_eq!(under_way(), 2);
+        let first = (1..queues.count)
+            .map(pair)
+            .find(|pair| software::sent(*pair, 0).is_some_and(|sent| sent.bytes.len() == long.len()));
+        std::thread::scope(|scope| {
+            let writing = scope.spawn(|| write(3, long.len() as u64 - 8, &[3; 8]));
+            while client.lock().waiters == 0 {
+                assert!(!writing.is_finished(), "it may overtake the first");
+                std::thread::yield_now();
+            }
+            assert_eq!(under_way(), 2);
+            assert!(software::complete(first.unwrap(), 0));
+            writing.join().unwrap();
+        });
+        assert_eq!(under_way(), 2);
+        client.close();
     }
 }
