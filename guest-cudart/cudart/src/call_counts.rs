@@ -4,16 +4,25 @@
 //! counted.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::driver::Driver;
+use crate::registry;
 use crate::types::CUuuid;
 
 /// libcuda's table: its size, and the functions `enter` and `leave`.
 #[repr(C)]
 pub(crate) struct Table {
     size: usize,
-    enter: unsafe extern "C" fn(*const AtomicPtr<c_void>, *const c_char) -> u32,
+    enter: unsafe extern "C" fn(
+        *const AtomicPtr<c_void>,
+        *const c_char,
+        *const c_void,
+        unsafe extern "C" fn(*const c_char, *const c_void) -> *const c_char,
+        u32,
+    ) -> u32,
     leave: unsafe extern "C" fn(),
 }
 
@@ -34,13 +43,36 @@ impl Call {
 }
 
 /// Marks the thread as inside a function until dropped.
-pub(crate) struct Inside(&'static Table);
+pub(crate) struct Inside<'a> {
+    table: &'static Table,
+    /// The function's arguments.
+    arguments: PhantomData<&'a ()>,
+}
 
-impl Drop for Inside {
+impl Drop for Inside<'_> {
     fn drop(&mut self) {
         // SAFETY: the table belongs to a library that is never closed.
-        unsafe { (self.0.leave)() }
+        unsafe { (self.table.leave)() }
     }
+}
+
+/// Names the kernel that a function launches. NULL if it launches none, or an unknown one.
+unsafe extern "C" fn kernel_of(function: *const c_char, arguments: *const c_void) -> *const c_char {
+    // SAFETY: a function's name, and arguments of that function.
+    let launched = unsafe {
+        let words = arguments.cast::<usize>();
+        match CStr::from_ptr(function).to_bytes() {
+            b"cudaLaunchKernel"
+            | b"cudaLaunchKernel_ptsz"
+            | b"__cudaLaunchKernel"
+            | b"__cudaLaunchKernel_ptsz"
+            | b"cudaLaunchCooperativeKernel"
+            | b"cudaLaunchCooperativeKernel_ptsz" => *words,
+            b"cudaLaunchKernelExC" | b"cudaLaunchKernelExC_ptsz" => *words.add(1),
+            _ => return std::ptr::null(),
+        }
+    };
+    registry::name_of(launched)
 }
 
 /// Whether the program has loaded a libcupti, and so may want to know of its calls.
@@ -68,12 +100,28 @@ pub(crate) fn connect(driver: &Driver) {
 }
 
 /// Tells libcuda that this thread enters a function. Returns `None` if nothing is counted or if another
-/// function of this library made the call.
+/// function of this library made the call. `arguments` makes a structure of the function's arguments, with
+/// C's layout, which is kept in `place` for a profiler.
 #[inline]
-pub(crate) fn enter(call: &'static Call) -> Option<Inside> {
+pub(crate) fn enter<'a, A>(
+    call: &'static Call,
+    place: &'a mut MaybeUninit<A>,
+    arguments: impl FnOnce() -> A,
+) -> Option<Inside<'a>> {
     // SAFETY: `connect` alone stores the address, of a table in a library that is never closed.
     let table = unsafe { TABLE.load(Ordering::Acquire).as_ref() }?;
-    // SAFETY: the word and the name live as long as this library.
-    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr()) };
-    (counted != 0).then_some(Inside(table))
+    enter_counted(table, call, std::ptr::from_mut(place.write(arguments())).cast())
+}
+
+#[cold]
+fn enter_counted<'a>(
+    table: &'static Table,
+    call: &'static Call,
+    arguments: *const c_void,
+) -> Option<Inside<'a>> {
+    let version = if cfg!(feature = "v12") { 12 } else { 13 };
+    // SAFETY: the word and the name live as long as this library, and `enter` keeps the arguments borrowed as
+    // long as the result lives.
+    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr(), arguments, kernel_of, version) };
+    (counted != 0).then_some(Inside { table, arguments: PhantomData })
 }
