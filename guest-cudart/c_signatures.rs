@@ -1,5 +1,5 @@
-//! For the tests of `cuda`, `cudart` and `cupti`: the argument types of functions in NVIDIA's headers. How a type is
-//! passed is determined with the C compiler, not from its name.
+//! For the tests of `cuda`, `cudart` and `cupti`: the argument types of functions in NVIDIA's headers. How a
+//! type is passed is determined with the C compiler, not from its name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;

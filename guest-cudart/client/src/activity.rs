@@ -204,9 +204,9 @@ pub(crate) unsafe fn enter(
     }
     let status = STATUS.try_with(|status| status.replace(0)).unwrap_or(0);
     let of_driver = KERNEL.load(Ordering::Acquire);
-    // SAFETY: `observe` has stored a function of this type with the observer, of which the caller knows.
     let kernel = kernel.or_else(|| {
-        (!of_driver.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, KernelOf>(of_driver) })
+        // SAFETY: NULL, which is none, or a function of this type, which `observe` has stored.
+        unsafe { std::mem::transmute::<*mut c_void, Option<KernelOf>>(of_driver) }
     });
     let called = Called { name: name.as_ptr(), arguments, kernel, runtime, within };
     // SAFETY: the observer's own function, and a structure that lives through the call.
@@ -267,11 +267,12 @@ mod tests {
         assert!(!all.contains_key(&Seq::for_tests(0, 4)) && all.contains_key(&Seq::for_tests(0, 5)));
     }
 
+    /// What the observer was told: the function, what it is within, and at its end its correlation and its
+    /// status.
+    type Told = (&'static CStr, u32, u32, Option<u32>);
+
     thread_local! {
-        /// What the observer was told in this thread: the function, what it is within, its correlation, and its
-        /// status at its end.
-        static TOLD: RefCell<Vec<(&'static CStr, u32, u32, Option<u32>)>> =
-            const { RefCell::new(Vec::new()) };
+        static TOLD: RefCell<Vec<Told>> = const { RefCell::new(Vec::new()) };
     }
 
     unsafe extern "C" fn enters(called: *const Called) -> u32 {

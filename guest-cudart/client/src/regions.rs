@@ -50,7 +50,7 @@ impl<T> Region<T> {
 /// Removes registrations.
 fn unpin(ids: &[(&'static Session, Option<u32>)]) {
     for (session, id) in ids {
-        id.into_iter().for_each(|id| session.port().unpin(*id));
+        id.iter().for_each(|id| session.port().unpin(*id));
     }
 }
 

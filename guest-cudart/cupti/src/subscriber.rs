@@ -57,8 +57,8 @@ struct Subscriber {
 }
 
 thread_local! {
-    /// The words that a subscriber may leave at a call's beginning and finds at its end, `correlationData`: for
-    /// a call of the driver and one of the runtime, which it may be within.
+    /// The words that a subscriber may leave at a call's beginning and finds at its end, `correlationData`:
+    /// for a call of the driver and one of the runtime, which it may be within.
     static WORDS: [Cell<u64>; 2] = const { [const { Cell::new(0) }; 2] };
 }
 

@@ -91,7 +91,7 @@ fn structures_of_parameters_have_the_arguments_of_the_functions() {
         let classes = |types: &[String]| types.iter().map(|kind| classes[kind]).collect::<Vec<_>>();
         let mut compared = 0;
         for (name, fields) in structures {
-            // Those of the runtime end with a version, and those for a thread's own stream have one prototype.
+            // Those of the runtime end with a version. Those for a thread's own stream share a prototype.
             let version = name.rfind("_v").filter(|_| result == "cudaError_t").unwrap_or(name.len());
             let plain = name[..version].trim_end_matches("_ptsz").trim_end_matches("_ptds");
             let Some(arguments) = functions.get(&name).or_else(|| functions.get(plain)) else { continue };
