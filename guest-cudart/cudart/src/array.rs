@@ -196,7 +196,7 @@ pub extern "C" fn cudaCreateChannelDesc(
     w: c_int,
     f: c_uint,
 ) -> ChannelFormatDesc {
-    static CALL: Call = Call::new(c"cudaCreateChannelDesc");
+    static CALL: Call = Call::new(c"cudaCreateChannelDesc", None);
     let made = ChannelFormatDesc { x, y, z, w, f };
     let mut arguments = MaybeUninit::uninit();
     // The arguments are the structure's fields.

@@ -9,7 +9,6 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::driver::Driver;
-use crate::registry;
 use crate::types::CUuuid;
 
 /// libcuda's table: its size, and the functions `enter` and `leave`.
@@ -20,11 +19,15 @@ pub(crate) struct Table {
         *const AtomicPtr<c_void>,
         *const c_char,
         *const c_void,
-        unsafe extern "C" fn(*const c_char, *const c_void) -> *const c_char,
+        Option<KernelOf>,
         u32,
     ) -> u32,
     leave: unsafe extern "C" fn(),
 }
+
+/// Names the kernel that a call launches: takes the name and the arguments of the function. NULL if it
+/// launches none.
+pub(crate) type KernelOf = unsafe extern "C" fn(*const c_char, *const c_void) -> *const c_char;
 
 const ID: &[u8; 16] = b"rgpu counts call";
 
@@ -33,12 +36,13 @@ static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 /// One exported function, and the word that libcuda keeps for it.
 pub(crate) struct Call {
     name: &'static CStr,
+    kernel: Option<KernelOf>,
     known: AtomicPtr<c_void>,
 }
 
 impl Call {
-    pub const fn new(name: &'static CStr) -> Self {
-        Call { name, known: AtomicPtr::new(std::ptr::null_mut()) }
+    pub const fn new(name: &'static CStr, kernel: Option<KernelOf>) -> Self {
+        Call { name, kernel, known: AtomicPtr::new(std::ptr::null_mut()) }
     }
 }
 
@@ -54,25 +58,6 @@ impl Drop for Inside<'_> {
         // SAFETY: the table belongs to a library that is never closed.
         unsafe { (self.table.leave)() }
     }
-}
-
-/// Names the kernel that a function launches. NULL if it launches none, or an unknown one.
-unsafe extern "C" fn kernel_of(function: *const c_char, arguments: *const c_void) -> *const c_char {
-    // SAFETY: a function's name, and arguments of that function.
-    let launched = unsafe {
-        let words = arguments.cast::<usize>();
-        match CStr::from_ptr(function).to_bytes() {
-            b"cudaLaunchKernel"
-            | b"cudaLaunchKernel_ptsz"
-            | b"__cudaLaunchKernel"
-            | b"__cudaLaunchKernel_ptsz"
-            | b"cudaLaunchCooperativeKernel"
-            | b"cudaLaunchCooperativeKernel_ptsz" => *words,
-            b"cudaLaunchKernelExC" | b"cudaLaunchKernelExC_ptsz" => *words.add(1),
-            _ => return std::ptr::null(),
-        }
-    };
-    registry::name_of(launched)
 }
 
 /// Whether the program has loaded a libcupti, and so may want to know of its calls.
@@ -122,6 +107,6 @@ fn enter_counted<'a>(
     let version = if cfg!(feature = "v12") { 12 } else { 13 };
     // SAFETY: the word and the name live as long as this library, and `enter` keeps the arguments borrowed as
     // long as the result lives.
-    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr(), arguments, kernel_of, version) };
+    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr(), arguments, call.kernel, version) };
     (counted != 0).then_some(Inside { table, arguments: PhantomData })
 }

@@ -8,7 +8,7 @@ use crate::error;
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetLastError() -> c_int {
-    static CALL: Call = Call::new(c"cudaGetLastError");
+    static CALL: Call = Call::new(c"cudaGetLastError", None);
     let mut arguments = MaybeUninit::uninit();
     let _inside = call_counts::enter(&CALL, &mut arguments, || ());
     error::take_last()
@@ -16,7 +16,7 @@ pub extern "C" fn cudaGetLastError() -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaPeekAtLastError() -> c_int {
-    static CALL: Call = Call::new(c"cudaPeekAtLastError");
+    static CALL: Call = Call::new(c"cudaPeekAtLastError", None);
     let mut arguments = MaybeUninit::uninit();
     let _inside = call_counts::enter(&CALL, &mut arguments, || ());
     error::last()
@@ -26,7 +26,7 @@ const UNRECOGNIZED: &str = "unrecognized error code\0";
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetErrorName(code: c_int) -> *const c_char {
-    static CALL: Call = Call::new(c"cudaGetErrorName");
+    static CALL: Call = Call::new(c"cudaGetErrorName", None);
     let mut arguments = MaybeUninit::uninit();
     let _inside = call_counts::enter(&CALL, &mut arguments, || code);
     error::texts(code).map_or(UNRECOGNIZED, |(name, _)| name).as_ptr().cast()
@@ -34,7 +34,7 @@ pub extern "C" fn cudaGetErrorName(code: c_int) -> *const c_char {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetErrorString(code: c_int) -> *const c_char {
-    static CALL: Call = Call::new(c"cudaGetErrorString");
+    static CALL: Call = Call::new(c"cudaGetErrorString", None);
     let mut arguments = MaybeUninit::uninit();
     let _inside = call_counts::enter(&CALL, &mut arguments, || code);
     error::texts(code).map_or(UNRECOGNIZED, |(_, text)| text).as_ptr().cast()

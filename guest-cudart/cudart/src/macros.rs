@@ -67,6 +67,7 @@ macro_rules! api {
                     Ok(name) => name,
                     Err(_) => panic!("a name has no NUL"),
                 },
+                Some($crate::launch::kernel_of),
             );
             $crate::error::remember($crate::context::$need(|$d| {
                 // Entered here so that initialization on the first call is not counted as this function's
