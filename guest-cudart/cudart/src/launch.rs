@@ -107,7 +107,7 @@ api! {
     };
 }
 
-/// Names the kernel that a function launches. NULL if it launches none, or an unknown one.
+/// Names the kernel that a function launches. NULL if it launches none; no name if it is unknown.
 pub(crate) unsafe extern "C" fn kernel_of(
     function: *const c_char,
     arguments: *const c_void,

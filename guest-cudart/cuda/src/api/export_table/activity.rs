@@ -19,7 +19,7 @@ unsafe extern "C" fn observe(observer: *const Observer) -> u32 {
     0
 }
 
-/// Names the kernel that a function launches. NULL if it launches none, or if there is no such kernel.
+/// Names the kernel that a function launches. NULL if it launches none; no name if there is no such kernel.
 unsafe extern "C" fn kernel_of(function: *const c_char, arguments: *const c_void) -> *const c_char {
     // SAFETY: a function's name, and arguments of that function.
     let launched = unsafe {
@@ -33,7 +33,7 @@ unsafe extern "C" fn kernel_of(function: *const c_char, arguments: *const c_void
             _ => return std::ptr::null(),
         }
     };
-    library::name_of(launched).unwrap_or(std::ptr::null())
+    library::name_of(launched).unwrap_or(c"".as_ptr())
 }
 
 /// The calling thread's current context and CUPTI's number for it. Both are 0 if there is none.
