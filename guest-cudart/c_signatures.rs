@@ -1,5 +1,5 @@
-//! For the tests of `cuda` and `cudart`: the argument types of functions in NVIDIA's headers. How a type is
-//! passed is determined with the C compiler, not from its name.
+//! For the tests of `cuda`, `cudart` and `cupti`: the argument types of functions in NVIDIA's headers. How a
+//! type is passed is determined with the C compiler, not from its name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -72,7 +72,7 @@ pub fn bracketed(text: &str) -> &str {
 
 /// An argument's type: its declaration without its name and without `const`, which does not affect how it is
 /// passed.
-fn type_of(declaration: &str) -> String {
+pub fn type_of(declaration: &str) -> String {
     if declaration.contains(['*', '[']) {
         return "void *".into();
     }

@@ -41,7 +41,7 @@ __global__ void second_kernel(int *data)
     F(cuptiActivityPopExternalCorrelationId) F(cuptiActivityRegisterTimestampCallback) F(cuptiActivitySetAttribute)    \
     F(cuptiActivityEnableRuntimeApi) F(cuptiActivityEnableDriverApi) F(cuptiGetVersion) F(cuptiGetResultString)        \
     F(cuptiGetTimestamp) F(cuptiSubscribe) F(cuptiUnsubscribe) F(cuptiEnableDomain) F(cuptiEnableCallback)             \
-    F(cuptiFinalize) F(cuptiGetStreamIdEx) F(cuptiGetDeviceId)
+    F(cuptiFinalize) F(cuptiGetStreamIdEx) F(cuptiGetDeviceId) F(cuptiGetContextId)
 
 #define DECLARE(name) static decltype(&::name) p_##name;
 FUNCTIONS(DECLARE)
@@ -166,12 +166,54 @@ template <typename Record> static const Record &only(const std::vector<Record> &
 
 static std::atomic<int> entered, left;
 
+// What a subscriber was told of the last call of each function, and how often it was called.
+struct Heard {
+    int calls;
+    const char *name;
+    uint32_t correlation;
+    std::string symbol;
+};
+static std::map<std::pair<int, uint32_t>, Heard> heard;
+static CUdeviceptr allocated;
+static size_t copied, asked_for;
+static unsigned grid;
+
 static void callback(void *user, CUpti_CallbackDomain domain, CUpti_CallbackId id, const void *data)
 {
     const CUpti_CallbackData *call = (const CUpti_CallbackData *)data;
-    EXPECT_THAT(user == &entered && domain == CUPTI_CB_DOMAIN_DRIVER_API && id == CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize, "a call of %d, %d", (int)domain, (int)id);
-    EXPECT_THAT(strcmp(call->functionName, "cuCtxSynchronize") == 0 && call->correlationId != 0, "it is %s", call->functionName);
-    (call->callbackSite == CUPTI_API_ENTER ? entered : left)++;
+    bool begins = call->callbackSite == CUPTI_API_ENTER;
+    (begins ? entered : left)++;
+    EXPECT_THAT(user == &entered && call->correlationId != 0, "a call of %d, %d", (int)domain, (int)id);
+    CUcontext context = nullptr;
+    uint32_t context_id = 77;
+    EXPECT_THAT(cuCtxGetCurrent(&context) == CUDA_SUCCESS && context && call->context == context, "%s in %p, not %p", call->functionName, call->context, context);
+    OK(cuptiGetContextId(context, &context_id));
+    EXPECT_THAT(call->contextUid == context_id, "context %u, not %u", call->contextUid, context_id);
+    // Runtime functions have their results, and what they return by pointers, at the end.
+    if (domain == CUPTI_CB_DOMAIN_DRIVER_API && id == CUPTI_DRIVER_TRACE_CBID_cuMemAlloc_v2) {
+        const cuMemAlloc_v2_params *p = (const cuMemAlloc_v2_params *)call->functionParams;
+        asked_for = p->bytesize;
+        if (!begins) allocated = *p->dptr;
+    } else if (domain == CUPTI_CB_DOMAIN_DRIVER_API && id == CUPTI_DRIVER_TRACE_CBID_cuMemcpyHtoD_v2) {
+        copied = ((const cuMemcpyHtoD_v2_params *)call->functionParams)->ByteCount;
+    } else if (domain == CUPTI_CB_DOMAIN_DRIVER_API && id == CUPTI_DRIVER_TRACE_CBID_cuLaunchKernel) {
+        grid = ((const cuLaunchKernel_params *)call->functionParams)->gridDimX;
+    } else if (domain == CUPTI_CB_DOMAIN_RUNTIME_API && id == CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000) {
+        grid = ((const cudaLaunchKernel_v7000_params *)call->functionParams)->gridDim.x;
+    } else if (domain == CUPTI_CB_DOMAIN_RUNTIME_API && id == CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020) {
+        copied = ((const cudaMemcpy_v3020_params *)call->functionParams)->count;
+    }
+    Heard &known = heard[{ (int)domain, id }];
+    // "This string is a global constant and so may be accessed outside of the callback."
+    EXPECT_THAT(!known.name || strcmp(known.name, call->functionName) == 0, "%s has become %s", known.name, call->functionName);
+    known = { known.calls + begins, call->functionName, call->correlationId, call->symbolName ? call->symbolName : "" };
+}
+
+static const Heard &called(int times, CUpti_CallbackDomain domain, uint32_t id)
+{
+    const Heard &found = heard[{ (int)domain, id }];
+    EXPECT_THAT(found.calls == times, "%d calls of %d, %u", found.calls, (int)domain, id);
+    return found;
 }
 
 static uint64_t ticks()
@@ -370,18 +412,73 @@ int main()
         }
     }
 
+    // If only the driver's calls are recorded, those of a runtime's launches are, too.
+    forget();
+    OK(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_DRIVER));
+    OK(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL));
+    first_kernel<<<1, 32, 0, stream>>>(device, 32);
+    CHECK(cudaStreamSynchronize(stream));
+    OK(cuptiActivityFlushAll(0));
+    OK(cuptiActivityDisable(CUPTI_ACTIVITY_KIND_DRIVER));
+    OK(cuptiActivityDisable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL));
+    {
+        std::lock_guard<std::mutex> turn(lock);
+        EXPECT_THAT(kernels.size() == 1 && calls.count(kernels[0].correlationId) == 1, "%zu kernels, %zu calls", kernels.size(), calls.size());
+        EXPECT_THAT(!calls.at(kernels[0].correlationId).runtime, "a call of the runtime");
+    }
+
     // Callbacks.
+    const auto DRIVER = CUPTI_CB_DOMAIN_DRIVER_API, RUNTIME = CUPTI_CB_DOMAIN_RUNTIME_API;
     CUpti_SubscriberHandle subscriber, second;
     OK(cuptiSubscribe(&subscriber, callback, &entered));
     EXPECT_THAT(p_cuptiSubscribe(&second, callback, nullptr) == CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED, "two subscribers");
-    OK(cuptiEnableCallback(1, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize));
+    OK(cuptiEnableCallback(1, subscriber, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize));
     cuCtxSynchronize();
     int value_of_nothing;
     cuDriverGetVersion(&value_of_nothing);
-    OK(cuptiEnableCallback(0, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize));
+    EXPECT_THAT(entered == 1 && left == 1, "%d and %d calls", entered.load(), left.load());
+    const char *name = called(1, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize).name;
+    for (uint32_t id : { CUPTI_DRIVER_TRACE_CBID_cuMemAlloc_v2, CUPTI_DRIVER_TRACE_CBID_cuMemcpyHtoD_v2, CUPTI_DRIVER_TRACE_CBID_cuLaunchKernel })
+        OK(cuptiEnableCallback(1, subscriber, DRIVER, id));
+    CUdeviceptr fresh = 0;
+    EXPECT_THAT(cuMemAlloc(&fresh, 12345) == CUDA_SUCCESS && fresh == allocated && asked_for == 12345, "%llx, %zu bytes", allocated, asked_for);
+    EXPECT_THAT(cuMemcpyHtoD(fresh, pageable.data(), 333) == CUDA_SUCCESS && copied == 333, "%zu bytes", copied);
+    cudaFunction_t function;
+    CHECK(cudaGetFuncBySymbol(&function, (const void *)second_kernel));
+    void *parameters[] = { &device };
+    EXPECT_THAT(cuLaunchKernel(function, 3, 1, 1, 32, 1, 1, 128, (CUstream)stream, parameters, nullptr) == CUDA_SUCCESS, "not launched");
+    const Heard &launch = called(1, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuLaunchKernel);
+    EXPECT_THAT(launch.symbol == "_Z13second_kernelPi" && grid == 3, "%s, %u", launch.symbol.c_str(), grid);
+    cuCtxSynchronize();
+    EXPECT_THAT(called(2, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize).name == name && strcmp(name, "cuCtxSynchronize") == 0, "%s", name);
+    // The runtime's, and the driver's calls by which it does its work.
+    OK(cuptiEnableCallback(1, subscriber, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000));
+    OK(cuptiEnableCallback(1, subscriber, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020));
+    first_kernel<<<4, 32, 0, stream>>>(device, 32);
+    CHECK(cudaGetLastError());
+    const Heard &inside = called(2, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuLaunchKernel);
+    EXPECT_THAT(inside.symbol == "_Z12first_kernelPii" && grid == 4, "%s, %u", inside.symbol.c_str(), grid);
+    CHECK(cudaMemcpy(device, pageable.data(), 444, cudaMemcpyHostToDevice));
+    if (dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD)) {
+        const Heard &outside = called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
+        EXPECT_THAT(outside.symbol == "_Z12first_kernelPii" && outside.correlation == inside.correlation, "%s, %u and %u", outside.symbol.c_str(), outside.correlation, inside.correlation);
+        called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020);
+        EXPECT_THAT(copied == 444, "%zu bytes", copied);
+    }
+    OK(cuptiEnableDomain(0, subscriber, RUNTIME));
+    OK(cuptiEnableDomain(0, subscriber, DRIVER));
     cuCtxSynchronize();
     OK(cuptiUnsubscribe(subscriber));
-    EXPECT_THAT(entered == 1 && left == 1, "%d and %d calls", entered.load(), left.load());
+    called(2, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize);
+    EXPECT_THAT(entered == left && cuMemFree(fresh) == CUDA_SUCCESS, "%d and %d calls", entered.load(), left.load());
+
+    // A question for a stream's number does not end a capture.
+    cudaStream_t blocking;
+    CHECK(cudaStreamCreate(&blocking));
+    CHECK(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeThreadLocal));
+    OK(cuptiGetStreamIdEx(context, nullptr, 0, &stream_id));
+    CHECK(cudaStreamEndCapture(blocking, &graph));
+    EXPECT_THAT(stream_id == 7, "%u", stream_id);
 
     forget();
     first_kernel<<<1, 32, 0, stream>>>(device, 0);

@@ -97,6 +97,9 @@ int main(int argc, char **argv) {
     unsigned long long flags;
     CHECK(cudaGraphExecGetFlags(exec[1], &flags));
     REQUIRE(flags == cudaGraphInstantiateFlagAutoFreeOnLaunch, "the flags are %llu", flags);
+    // The upload "does not affect the resulting executable graph".
+    CHECK(cudaGraphExecGetFlags(exec[2], &flags));
+    REQUIRE(flags == 0, "the flags of an uploaded one are %llu", flags);
     CHECK(cudaGraphUpload(exec[0], stream[0]));
 
     for (int round = 0; round < 6; round++) {

@@ -136,6 +136,30 @@ int main(int argc, char **argv) {
     expect("after a refused update", a, 12);
     CHECK(cudaGraphDestroy(captured));
     CHECK(cudaGraphExecDestroy(exec));
+
+    // A cooperative kernel is no other, and an instance that has the nodes' priorities keeps them.
+    cudaLaunchAttributeValue before = {}, wanted = {};
+    CHECK(cudaGraphKernelNodeGetAttribute(first, cudaLaunchAttributeCooperative, &before));
+    wanted.cooperative = 1;
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphKernelNodeSetAttribute(first, cudaLaunchAttributeCooperative, &wanted));
+    EXPECT(cudaErrorGraphExecUpdateFailure, cudaGraphExecUpdate(exec, graph, &info));
+    REQUIRE(info.result == cudaGraphExecUpdateErrorAttributesChanged && info.errorNode == first, "a cooperative kernel is answered with %d", (int)info.result);
+    CHECK(cudaGraphKernelNodeSetAttribute(first, cudaLaunchAttributeCooperative, &before));
+    CHECK(cudaGraphExecUpdate(exec, graph, &info));
+    CHECK(cudaGraphExecDestroy(exec));
+    int least, greatest;
+    CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CHECK(cudaGraphInstantiateWithFlags(&exec, graph, cudaGraphInstantiateFlagUseNodePriority));
+    CHECK(cudaGraphKernelNodeGetAttribute(first, cudaLaunchAttributePriority, &before));
+    wanted = {};
+    wanted.priority = before.priority == greatest ? least : greatest;
+    CHECK(cudaGraphKernelNodeSetAttribute(first, cudaLaunchAttributePriority, &wanted));
+    if (wanted.priority != before.priority) {
+        EXPECT(cudaErrorGraphExecUpdateFailure, cudaGraphExecUpdate(exec, graph, &info));
+        REQUIRE(info.result == cudaGraphExecUpdateErrorAttributesChanged, "another priority is answered with %d", (int)info.result);
+    }
+    CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
     return pass("kernels, fills, copies, switches, whole graphs");
 }

@@ -87,9 +87,16 @@ static void uses(cudaMemPool_t pool) {
     OK(cudaFreeAsync(beside, other));
     CHECK(cudaDeviceSynchronize());
     IS(0, figure(pool, cudaMemPoolAttrUsedMemCurrent));
+    TRUE_THAT(figure(pool, cudaMemPoolAttrUsedMemHigh) >= 2 * n * sizeof(int));
+    // Each high-water mark is reset by itself, and none is below what there is now.
+    uint64_t nothing = 0;
+    OK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrUsedMemHigh, &nothing));
+    IS(0, figure(pool, cudaMemPoolAttrUsedMemHigh));
+    TRUE_THAT(figure(pool, cudaMemPoolAttrReservedMemHigh) >= 2 * n * sizeof(int));
+    OK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReservedMemHigh, &nothing));
+    TRUE_THAT(figure(pool, cudaMemPoolAttrReservedMemHigh) >= figure(pool, cudaMemPoolAttrReservedMemCurrent));
     OK(cudaMemPoolTrimTo(pool, 0));
     IS(0, figure(pool, cudaMemPoolAttrReservedMemCurrent));
-    TRUE_THAT(figure(pool, cudaMemPoolAttrUsedMemHigh) >= 2 * n * sizeof(int));
     // NVIDIA's count of used memory takes no notice of this way.
     CHECK(cudaMallocFromPoolAsync((void **)&again, n * sizeof(int), pool, stream));
     OK(cudaFree(again));

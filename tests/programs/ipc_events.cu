@@ -58,6 +58,17 @@ static int other(int from, int to) {
     CHECK(cudaIpcGetEventHandle(&ours, own));
     give(to, &ours, sizeof ours);
     steps(1, from, to, data, own, opened);
+    // A graph cannot depend on another process's record.
+    cudaStream_t captured;
+    cudaGraph_t graph;
+    CHECK(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
+    CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeThreadLocal));
+    EXPECT(cudaErrorStreamCaptureIsolation, cudaStreamWaitEvent(captured, opened, 0));
+    EXPECT(cudaErrorStreamCaptureInvalidated, cudaStreamEndCapture(captured, &graph));
+    CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeThreadLocal));
+    CHECK(cudaStreamWaitEvent(captured, opened, cudaEventWaitExternal));
+    CHECK(cudaStreamEndCapture(captured, &graph));
+    CHECK(cudaGraphDestroy(graph));
     char word;
     take(from, &word, 1);
     CHECK(cudaEventDestroy(opened));

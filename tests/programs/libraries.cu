@@ -217,7 +217,8 @@ static void by_module(const std::string &code) {
     IS(CUDA_SUCCESS, cuModuleUnload(module));
     CUmoduleLoadingMode mode = (CUmoduleLoadingMode)9;
     IS(CUDA_SUCCESS, cuModuleGetLoadingMode(&mode));
-    IS(CU_MODULE_LAZY_LOADING, mode);
+    const char *asked = getenv("CUDA_MODULE_LOADING");
+    IS(asked && strcmp(asked, "EAGER") == 0 ? CU_MODULE_EAGER_LOADING : CU_MODULE_LAZY_LOADING, mode);
     IS(CUDA_ERROR_INVALID_IMAGE, cuModuleLoadData(&module, "neither PTX nor a binary"));
     IS(CUDA_ERROR_INVALID_VALUE, cuModuleLoadData(&module, nullptr));
     IS(CUDA_ERROR_FILE_NOT_FOUND, cuModuleLoad(&module, "/no/such/file"));

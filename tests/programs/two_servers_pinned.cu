@@ -149,6 +149,40 @@ static void beside_copies(int *data, int devices) {
     }
 }
 
+// Only the second device's kernels have used the first one's memory when the second one is reset.
+static void after_its_only_user() {
+    const int large = 1 << 18;
+    const size_t bytes = large * sizeof(int);
+    int *data, *there, wrong = 0;
+    set_device(0);
+    CHECK(cudaMallocHost(&data, bytes));
+    CHECK(cudaMalloc(&there, bytes));
+    for (int i = 0; i < large; i++) data[i] = i;
+    set_device(1);
+    add_some<<<large / THREADS, THREADS>>>(data, large, 1, 0, 1);
+    CHECK(cudaDeviceSynchronize());
+    for (int i = 0; i < large; i++) wrong += data[i] != i + 1;
+    expect_value("words after the second device's kernel", 0, wrong);
+    CHECK(cudaDeviceReset());
+    set_device(0);
+    for (int i = 0; i < large; i++) data[i] = 3 * i;
+    CHECK(cudaMemcpy(there, data, bytes, cudaMemcpyHostToDevice));
+    memset(data, 0, bytes);
+    CHECK(cudaMemcpy(data, there, bytes, cudaMemcpyDeviceToHost));
+    wrong = 0;
+    for (int i = 0; i < large; i++) wrong += data[i] != 3 * i;
+    expect_value("words that were copied there and back after the reset", 0, wrong);
+    set_device(1);
+    add_some<<<large / THREADS, THREADS>>>(data, large, 1, 0, 1);
+    CHECK(cudaDeviceSynchronize());
+    wrong = 0;
+    for (int i = 0; i < large; i++) wrong += data[i] != 3 * i + 1;
+    expect_value("words after the second device's next kernel", 0, wrong);
+    set_device(0);
+    CHECK(cudaFree(there));
+    CHECK(cudaFreeHost(data));
+}
+
 int main() {
     int count, *data;
     CHECK(cudaGetDeviceCount(&count));
@@ -196,6 +230,7 @@ int main() {
     beside_copies(data, 1);
     set_device(0);
     CHECK(cudaFreeHost(data));
+    after_its_only_user();
     if (mismatches) fail("%d of %d cases: %s", mismatches, cases, first_mismatch.c_str());
     return pass("%d cases", cases);
 }

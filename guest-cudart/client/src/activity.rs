@@ -3,12 +3,13 @@
 //!
 //! A profiler's library sets an [`Observer`]. From then on the observer gives each outermost call of the
 //! driver or runtime API a *correlation*, a number, and the records that the thread appends during the call
-//! are stored with it ([`take`]). Without an observer this costs nothing, because it depends on the flag of
-//! [`counters`](crate::counters).
+//! are stored with it ([`work`]). It also hears of the driver's calls by which a call of the runtime does its
+//! work; they have the correlation of that call. Without an observer this costs nothing, because it depends
+//! on the flag of [`counters`](crate::counters).
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::time::SystemTime;
@@ -19,23 +20,56 @@ use crate::{counters, lock};
 /// Maximum number of stored records; the oldest are dropped first.
 const MOST: usize = 1 << 20;
 
+/// A call of the program's, for an observer in another library: this has C's layout.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Called {
+    /// The function's name, which stays as long as the process.
+    pub name: *const c_char,
+    /// The function's arguments, in a structure as C lays it out.
+    pub arguments: *const c_void,
+    /// Names the kernel that the call launches: takes these two. NULL for a call that launches none.
+    pub kernel: Option<KernelOf>,
+    /// The major version of the runtime whose function it is; 0 for the driver's.
+    pub runtime: u32,
+    /// The correlation of the runtime's call that makes this one; 0 if the program itself makes it.
+    pub within: u32,
+}
+
+/// Names the kernel that a call launches: takes the name and the arguments of the function. The result stays
+/// until the call ends.
+pub type KernelOf = unsafe extern "C" fn(*const c_char, *const c_void) -> *const c_char;
+
 /// Functions that are called at each call of the program. They are in another library, so this has C's
 /// layout.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Observer {
-    /// Called when a thread enters a function, with the name, the name's length, and 1 for a function of the
-    /// runtime API. Returns the call's correlation, which is not 0.
-    pub enters: unsafe extern "C" fn(*const c_char, usize, u32) -> u32,
-    /// Called when the thread leaves the function, with the same arguments, the correlation and the status.
-    pub leaves: unsafe extern "C" fn(*const c_char, usize, u32, u32, u32),
+    /// Called when a thread enters a function. Returns the call's correlation, which is not 0: that of the
+    /// call that it is within, if there is one.
+    pub enters: unsafe extern "C" fn(*const Called) -> u32,
+    /// Called when the thread leaves the function, with the correlation and the status as well.
+    pub leaves: unsafe extern "C" fn(*const Called, u32, u32),
 }
 
 static OBSERVER: AtomicPtr<Observer> = AtomicPtr::new(std::ptr::null_mut());
+/// What the driver's calls have as [`Called::kernel`].
+static KERNEL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 static CONTEXTS: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 static WORK: Mutex<Remembered> = Mutex::new(Remembered::new());
 
+/// Where a thread is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Program,
+    Runtime,
+    Driver,
+    /// In the observer, whose own calls are not reported.
+    Observer,
+}
+
 thread_local! {
+    static PLACE: Cell<Place> = const { Cell::new(Place::Program) };
     /// The correlation of the call that this thread is in; 0: none.
     static CURRENT: Cell<u32> = const { Cell::new(0) };
     /// The call's status so far.
@@ -83,8 +117,9 @@ pub fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64
 }
 
-/// Sets or removes the observer of calls.
-pub fn observe(observer: Option<&'static Observer>) {
+/// Sets or removes the observer of calls. `kernel` names the kernel that a call of the driver launches.
+pub fn observe(observer: Option<&'static Observer>, kernel: KernelOf) {
+    KERNEL.store(kernel as *mut c_void, Ordering::Release);
     let pointer = observer.map_or(std::ptr::null_mut(), |observer| std::ptr::from_ref(observer).cast_mut());
     OBSERVER.store(pointer, Ordering::Release);
     counters::watch_calls(observer.is_some());
@@ -123,34 +158,73 @@ pub fn work(seq: Seq) -> Option<Work> {
     lock(&WORK).work.as_ref()?.get(&seq).copied()
 }
 
-/// Reports that this thread enters a function. Returns the call's correlation; 0 if there is no observer.
-pub(crate) fn enter(name: &'static str, runtime: bool) -> u32 {
-    // SAFETY: `observe` has stored a reference that lives as long as the process.
-    let Some(observer) = (unsafe { OBSERVER.load(Ordering::Acquire).as_ref() }) else { return 0 };
-    // Calls that the observer itself makes are not reported.
-    if !matches!(CURRENT.try_with(|current| current.replace(current.get().max(1))), Ok(0)) {
-        return 0;
-    }
-    let _ = STATUS.try_with(|status| status.set(0));
-    let _ = PAGEABLE.try_with(|pageable| pageable.set(false));
-    // SAFETY: the observer's own function, and a name that lives as long as the process.
-    let correlation = unsafe { (observer.enters)(name.as_ptr().cast(), name.len(), runtime.into()) };
-    let _ = CURRENT.try_with(|current| current.set(correlation));
-    correlation
+/// A call that the observer knows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reported {
+    called: Called,
+    correlation: u32,
+    /// Where the thread was before.
+    from: Place,
+    /// The status before: that of the runtime's call so far.
+    status: u32,
 }
 
-/// Reports that this thread leaves the function that [`enter`] gave this correlation.
-pub(crate) fn leave(name: &'static str, runtime: bool, correlation: u32) {
-    if correlation == 0 {
-        return;
-    }
-    let status = STATUS.try_with(Cell::get).unwrap_or(0);
+/// Calls the observer, unless the thread is being destroyed.
+fn tell<R>(then: Place, call: impl FnOnce(&Observer) -> R) -> Option<R> {
     // SAFETY: `observe` has stored a reference that lives as long as the process, or NULL.
-    if let Some(observer) = unsafe { OBSERVER.load(Ordering::Acquire).as_ref() } {
-        // SAFETY: as in `enter`.
-        unsafe { (observer.leaves)(name.as_ptr().cast(), name.len(), runtime.into(), correlation, status) };
+    let observer = unsafe { OBSERVER.load(Ordering::Acquire).as_ref() };
+    PLACE.try_with(|place| place.set(Place::Observer)).ok()?;
+    let told = observer.map(call);
+    let _ = PLACE.try_with(|place| place.set(then));
+    told
+}
+
+/// Reports that this thread enters a function, if there is an observer that hears of this call.
+///
+/// # Safety
+/// The arguments stay until [`leave`], and are those of the function with this name.
+pub(crate) unsafe fn enter(
+    name: &'static CStr,
+    arguments: *const c_void,
+    runtime: u32,
+    kernel: Option<KernelOf>,
+) -> Option<Reported> {
+    if !is_observed() {
+        return None;
     }
-    let _ = CURRENT.try_with(|current| current.set(0));
+    let from = PLACE.try_with(Cell::get).ok()?;
+    let (within, then) = match (from, runtime) {
+        (Place::Program, 0) => (0, Place::Driver),
+        (Place::Program, _) => (0, Place::Runtime),
+        (Place::Runtime, 0) => (CURRENT.try_with(Cell::get).ok()?, Place::Driver),
+        _ => return None,
+    };
+    if from == Place::Program {
+        let _ = PAGEABLE.try_with(|pageable| pageable.set(false));
+    }
+    let status = STATUS.try_with(|status| status.replace(0)).unwrap_or(0);
+    let of_driver = KERNEL.load(Ordering::Acquire);
+    let kernel = kernel.or_else(|| {
+        // SAFETY: NULL, which is none, or a function of this type, which `observe` has stored.
+        unsafe { std::mem::transmute::<*mut c_void, Option<KernelOf>>(of_driver) }
+    });
+    let called = Called { name: name.as_ptr(), arguments, kernel, runtime, within };
+    // SAFETY: the observer's own function, and a structure that lives through the call.
+    let correlation = tell(then, |observer| unsafe { (observer.enters)(&called) }).unwrap_or(0);
+    let _ = CURRENT.try_with(|current| current.set(correlation));
+    Some(Reported { called, correlation, from, status })
+}
+
+/// Reports that this thread leaves a function.
+pub(crate) fn leave(reported: &Reported) {
+    let Reported { called, correlation, from, status } = reported;
+    let own = STATUS.try_with(Cell::get).unwrap_or(0);
+    // SAFETY: the observer's own function, and a structure that lives through the call; its arguments are
+    // there as `enter`'s caller says.
+    tell(*from, |observer| unsafe { (observer.leaves)(called, *correlation, own) });
+    let _ = CURRENT.try_with(|current| current.set(called.within));
+    // The runtime's call fails if a call of the driver does.
+    let _ = STATUS.try_with(|kept| kept.set(if own == 0 { *status } else { own }));
 }
 
 /// Notes that this thread's call has failed.
@@ -177,6 +251,8 @@ pub(crate) fn appended(seq: Seq) {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
 
     #[test]
@@ -189,5 +265,61 @@ mod tests {
         let all = kept.work.unwrap();
         assert_eq!((all.len(), kept.order.len()), (MOST, MOST));
         assert!(!all.contains_key(&Seq::for_tests(0, 4)) && all.contains_key(&Seq::for_tests(0, 5)));
+    }
+
+    /// What the observer was told: the function, what it is within, and at its end its correlation and its
+    /// status.
+    type Told = (&'static CStr, u32, u32, Option<u32>);
+
+    thread_local! {
+        static TOLD: RefCell<Vec<Told>> = const { RefCell::new(Vec::new()) };
+    }
+
+    unsafe extern "C" fn enters(called: *const Called) -> u32 {
+        // SAFETY: a call, and the name of a function of this test.
+        let (called, name) = unsafe { (&*called, CStr::from_ptr((*called).name)) };
+        TOLD.with_borrow_mut(|told| told.push((name, called.within, 0, None)));
+        // SAFETY: the observer's own call, without arguments.
+        assert!(unsafe { enter(c"cuObservers", std::ptr::null(), 0, None) }.is_none());
+        if called.within == 0 { 77 } else { called.within }
+    }
+
+    unsafe extern "C" fn leaves(called: *const Called, correlation: u32, status: u32) {
+        // SAFETY: a call, and the name of a function of this test.
+        let (called, name) = unsafe { (&*called, CStr::from_ptr((*called).name)) };
+        TOLD.with_borrow_mut(|told| told.push((name, called.within, correlation, Some(status))));
+    }
+
+    #[test]
+    fn the_drivers_calls_within_one_of_the_runtime_have_its_number_and_their_own_status() {
+        static OBSERVED: Observer = Observer { enters, leaves };
+        OBSERVER.store((&raw const OBSERVED).cast_mut(), Ordering::Release);
+        // SAFETY: functions without arguments.
+        let enter = |name, runtime| unsafe { enter(name, std::ptr::null(), runtime, None) };
+        let outer = enter(c"cudaOuter", 13).unwrap();
+        for status in [2, 0] {
+            let inner = enter(c"cuInner", 0).unwrap();
+            assert!(enter(c"cuInnermost", 0).is_none());
+            if status != 0 {
+                failed(status);
+            }
+            leave(&inner);
+        }
+        leave(&outer);
+        let alone = enter(c"cuAlone", 0).unwrap();
+        leave(&alone);
+        OBSERVER.store(std::ptr::null_mut(), Ordering::Release);
+        assert!(enter(c"cudaOuter", 13).is_none());
+        let expected = [
+            (c"cudaOuter", 0, 0, None),
+            (c"cuInner", 77, 0, None),
+            (c"cuInner", 77, 77, Some(2)),
+            (c"cuInner", 77, 0, None),
+            (c"cuInner", 77, 77, Some(0)),
+            (c"cudaOuter", 0, 77, Some(2)),
+            (c"cuAlone", 0, 0, None),
+            (c"cuAlone", 0, 77, Some(0)),
+        ];
+        assert_eq!(TOLD.take(), expected);
     }
 }

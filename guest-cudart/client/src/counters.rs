@@ -10,13 +10,15 @@
 //! function that called it ([`enter_runtime`]). Events in helper threads only count in the total.
 
 use std::cell::Cell;
-use std::ffi::CStr;
+use std::ffi::{CStr, c_void};
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
 use protocol::trace::{Name, RECORDER, VARIABLE};
 
-use crate::activity;
+use crate::activity::{self, KernelOf, Reported};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident;)*) => {
@@ -118,8 +120,8 @@ thread_local! {
     static RUNTIME: Cell<Option<&'static Call>> = const { Cell::new(None) };
     /// When it entered that function.
     static SINCE: Cell<u64> = const { Cell::new(0) };
-    /// That call's correlation.
-    static CORRELATION: Cell<u32> = const { Cell::new(0) };
+    /// That call, if an observer knows it.
+    static REPORTED: Cell<Option<Reported>> = const { Cell::new(None) };
 }
 
 /// Sets whether the functions that the program calls are reported to [`activity`].
@@ -161,7 +163,7 @@ fn put_down(index: usize, n: u64) {
 /// An exported function, with the counts of its calls.
 #[derive(Debug)]
 pub struct Call {
-    name: &'static str,
+    name: &'static CStr,
     /// Whether it is a function of the runtime API, which calls functions of the driver API.
     runtime: bool,
     calls: AtomicU64,
@@ -171,52 +173,72 @@ pub struct Call {
 }
 
 impl Call {
-    /// A function that has not been called.
+    /// A function that has not been called. Its name ends with NUL.
+    ///
+    /// # Panics
+    /// If it does not.
     pub const fn new(name: &'static str) -> Call {
         let counts = [const { AtomicU64::new(0) }; NAMES.len()];
+        let Ok(name) = CStr::from_bytes_with_nul(name.as_bytes()) else { panic!("a name ends with NUL") };
         Call { name, runtime: false, calls: AtomicU64::new(0), counts, traced: Name::new() }
+    }
+
+    fn name(&self) -> &'static str {
+        self.name.to_str().unwrap_or_default()
     }
 }
 
 /// Marks the thread as inside a function until dropped.
 #[derive(Debug)]
-pub struct Inside {
+pub struct Inside<'a> {
     call: &'static Call,
     since: u64,
-    correlation: u32,
+    reported: Option<Reported>,
+    /// The function's arguments.
+    arguments: PhantomData<&'a ()>,
 }
 
-impl Drop for Inside {
+impl Drop for Inside<'_> {
     fn drop(&mut self) {
         let _ = INSIDE.try_with(|inside| inside.set(None));
         note(self.call, self.since);
-        activity::leave(self.call.name, false, self.correlation);
+        self.reported.iter().for_each(activity::leave);
     }
 }
 
 /// Puts a call into the timeline, if there is one.
 fn note(call: &'static Call, since: u64) {
     if since != 0 {
-        RECORDER.call(&call.traced, call.name, since);
+        RECORDER.call(&call.traced, call.name(), since);
     }
 }
 
 /// Marks this thread as inside an exported function. `None` if functions are not counted, or if another
-/// exported function made the call.
+/// exported function made the call. `arguments` makes a structure of the function's arguments, with C's
+/// layout, which is kept in `place` for an observer.
 #[inline]
-pub fn enter(call: &'static Call) -> Option<Inside> {
-    if BY_CALL.load(Ordering::Relaxed) { enter_counted(call) } else { None }
+pub fn enter<'a, A>(
+    call: &'static Call,
+    place: &'a mut MaybeUninit<A>,
+    arguments: impl FnOnce() -> A,
+) -> Option<Inside<'a>> {
+    if BY_CALL.load(Ordering::Relaxed) {
+        enter_counted(call, std::ptr::from_mut(place.write(arguments())).cast())
+    } else {
+        None
+    }
 }
 
 #[cold]
-fn enter_counted(call: &'static Call) -> Option<Inside> {
+fn enter_counted<'a>(call: &'static Call, arguments: *const c_void) -> Option<Inside<'a>> {
     if !matches!(INSIDE.try_with(Cell::get), Ok(None)) {
         return None;
     }
     called(call);
-    let correlation = activity::enter(call.name, false);
-    let since = RECORDER.clock();
-    INSIDE.try_with(|inside| inside.set(Some(call))).is_ok().then_some(Inside { call, since, correlation })
+    // SAFETY: `enter` keeps the arguments borrowed as long as the result lives.
+    let reported = unsafe { activity::enter(call.name, arguments, 0, None) };
+    let inside = Inside { call, since: RECORDER.clock(), reported, arguments: PhantomData };
+    INSIDE.try_with(|current| current.set(Some(call))).is_ok().then_some(inside)
 }
 
 fn called(call: &'static Call) {
@@ -225,10 +247,28 @@ fn called(call: &'static Call) {
     }
 }
 
-/// Marks this thread as inside a runtime API function until [`leave_runtime`]. The runtime library keeps
-/// `known` for the function, initially NULL. Returns false if another runtime function made the call or if
-/// functions are not counted.
-pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
+/// What the runtime library says of one of its functions when a thread enters it.
+#[derive(Debug)]
+pub struct RuntimeCall<'a> {
+    /// What is kept for the function: NULL at first.
+    pub known: &'a AtomicPtr<Call>,
+    /// The function's name.
+    pub name: &'a CStr,
+    /// Its arguments, in a structure with C's layout.
+    pub arguments: *const c_void,
+    /// Names the kernel that it launches.
+    pub kernel: Option<KernelOf>,
+    /// The library's major version.
+    pub version: u32,
+}
+
+/// Marks this thread as inside a runtime API function until [`leave_runtime`]. Returns false if another
+/// runtime function made the call or if functions are not counted.
+///
+/// # Safety
+/// The arguments are those of this function, and stay until [`leave_runtime`].
+pub unsafe fn enter_runtime(entered: &RuntimeCall<'_>) -> bool {
+    let RuntimeCall { known, name, arguments, kernel, version } = *entered;
     if !BY_CALL.load(Ordering::Relaxed) || !matches!(RUNTIME.try_with(Cell::get), Ok(None)) {
         return false;
     }
@@ -238,15 +278,17 @@ pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
         let _turn = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: this function stores only pointers that are never freed.
         unsafe { known.load(Ordering::Acquire).as_ref() }.unwrap_or_else(|| {
-            let name = Box::leak(name.to_string_lossy().into_owned().into_boxed_str());
-            let made: &'static Call = Box::leak(Box::new(Call { runtime: true, ..Call::new(name) }));
+            // The library may be closed before the process ends.
+            let name: &'static CStr = Box::leak(name.to_owned().into_boxed_c_str());
+            let made: &'static Call = Box::leak(Box::new(Call { runtime: true, name, ..Call::new("\0") }));
             known.store(std::ptr::from_ref(made).cast_mut(), Ordering::Release);
             made
         })
     });
     called(call);
-    let correlation = activity::enter(call.name, true);
-    let _ = CORRELATION.try_with(|kept| kept.set(correlation));
+    // SAFETY: as the caller says.
+    let reported = unsafe { activity::enter(call.name, arguments, version, kernel) };
+    let _ = REPORTED.try_with(|kept| kept.set(reported));
     let _ = SINCE.try_with(|since| since.set(RECORDER.clock()));
     RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
 }
@@ -255,7 +297,7 @@ pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
 pub fn leave_runtime() {
     if let Ok(Some(call)) = RUNTIME.try_with(|runtime| runtime.replace(None)) {
         note(call, SINCE.try_with(Cell::get).unwrap_or(0));
-        activity::leave(call.name, true, CORRELATION.try_with(Cell::take).unwrap_or(0));
+        REPORTED.try_with(Cell::take).iter().flatten().for_each(activity::leave);
     }
 }
 
@@ -269,7 +311,8 @@ fn report() -> String {
     let mut text = format!("rgpu: stats: {whole}={}{total}\n", std::process::id());
     for call in CALLED.lock().unwrap_or_else(PoisonError::into_inner).iter() {
         let counts = line(call.counts.iter().map(|count| count.load(Ordering::Relaxed)));
-        text += &format!("rgpu: stats: {} calls={}{counts}\n", call.name, call.calls.load(Ordering::Relaxed));
+        text +=
+            &format!("rgpu: stats: {} calls={}{counts}\n", call.name(), call.calls.load(Ordering::Relaxed));
     }
     text
 }
@@ -283,7 +326,7 @@ fn waits() -> String {
     waited
         .map(|call| {
             let (calls, waits) = (call.calls.load(Ordering::Relaxed), of(call, &COUNTERS.round_trips));
-            format!("{} {calls} {waits} {}\n", call.name, of(call, &COUNTERS.waited_us))
+            format!("{} {calls} {waits} {}\n", call.name(), of(call, &COUNTERS.waited_us))
         })
         .collect()
 }
@@ -341,17 +384,35 @@ mod tests {
     /// The switch is global to the process.
     static TURN: Mutex<()> = Mutex::new(());
 
+    /// Enters a function without arguments.
+    fn inside<'a>(call: &'static Call) -> Option<Inside<'a>> {
+        enter(call, Box::leak(Box::new(MaybeUninit::uninit())), || ())
+    }
+
+    fn runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
+        // SAFETY: functions without arguments.
+        unsafe {
+            enter_runtime(&RuntimeCall {
+                known,
+                name,
+                arguments: std::ptr::null(),
+                kernel: None,
+                version: 13,
+            })
+        }
+    }
+
     #[test]
     fn events_are_attributed_to_the_outermost_function() {
-        static OUTER: Call = Call::new("outer");
-        static INNER: Call = Call::new("inner");
+        static OUTER: Call = Call::new("outer\0");
+        static INNER: Call = Call::new("inner\0");
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         BY_CALL.store(true, Ordering::Relaxed);
         add(&COUNTERS.commands, 100);
         {
-            let _outer = enter(&OUTER);
+            let _outer = inside(&OUTER);
             add(&COUNTERS.commands, 2);
-            let _inner = enter(&INNER);
+            let _inner = inside(&INNER);
             add(&COUNTERS.commands, 3);
         }
         add(&COUNTERS.commands, 100);
@@ -368,16 +429,16 @@ mod tests {
 
     #[test]
     fn a_function_that_waited_is_listed_with_its_calls_and_its_time() {
-        static WAITED: Call = Call::new("cuWaited");
-        static BUSY: Call = Call::new("cuBusy");
+        static WAITED: Call = Call::new("cuWaited\0");
+        static BUSY: Call = Call::new("cuBusy\0");
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         BY_CALL.store(true, Ordering::Relaxed);
         for _ in 0..3 {
-            let _inside = enter(&WAITED);
+            let _inside = inside(&WAITED);
             add(&COUNTERS.round_trips, 2);
             add(&COUNTERS.waited_us, 50);
         }
-        drop(enter(&BUSY));
+        drop(inside(&BUSY));
         BY_CALL.store(false, Ordering::Relaxed);
         let waits = waits();
         assert!(waits.contains("cuWaited 3 6 150\n") && !waits.contains("cuBusy"), "{waits}");
@@ -385,14 +446,14 @@ mod tests {
 
     #[test]
     fn events_are_attributed_to_runtime_and_driver_functions() {
-        static DRIVERS: Call = Call::new("cuInner");
+        static DRIVERS: Call = Call::new("cuInner\0");
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let known = AtomicPtr::default();
-        assert!(!enter_runtime(&known, c"cudaOuter"), "not enabled");
+        assert!(!runtime(&known, c"cudaOuter"), "not enabled");
         BY_CALL.store(true, Ordering::Relaxed);
-        assert!(enter_runtime(&known, c"cudaOuter"));
-        assert!(!enter_runtime(&AtomicPtr::default(), c"cudaInner"), "inside another runtime function");
-        let inside = enter(&DRIVERS);
+        assert!(runtime(&known, c"cudaOuter"));
+        assert!(!runtime(&AtomicPtr::default(), c"cudaInner"), "inside another runtime function");
+        let inside = inside(&DRIVERS);
         add(&COUNTERS.ring_full, 2);
         drop(inside);
         leave_runtime();
@@ -401,8 +462,8 @@ mod tests {
         // SAFETY: `enter_runtime` made it, and it is never freed.
         let outer = unsafe { &*known.load(Ordering::Relaxed) };
         for call in [&DRIVERS, outer] {
-            assert_eq!(call.counts[COUNTERS.ring_full.index].load(Ordering::Relaxed), 2, "{}", call.name);
+            assert_eq!(call.counts[COUNTERS.ring_full.index].load(Ordering::Relaxed), 2, "{:?}", call.name);
         }
-        assert_eq!((outer.name, outer.calls.load(Ordering::Relaxed)), ("cudaOuter", 1));
+        assert_eq!((outer.name(), outer.calls.load(Ordering::Relaxed)), ("cudaOuter", 1));
     }
 }

@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::log;
 use crate::port::{Pinned, PortError};
 use crate::session::Session;
+use crate::{log, pages};
 use protocol::data::{HostRange, Place};
 
 /// A range of host memory that the program pinned.
@@ -40,17 +40,17 @@ impl<T> Region<T> {
         self.memory.is_some()
     }
 
-    /// Removes its registrations.
-    fn unpin(&self) {
-        self.ids.iter().filter_map(|(session, id)| Some((session, (*id)?))).for_each(|(session, id)| {
-            session.port().unpin(id);
-        });
-    }
-
     /// Its ID in a session. The outer `None`: the session has not registered it.
     #[inline]
     fn id(&self, session: &Session) -> Option<Option<u32>> {
         self.ids.iter().find(|(other, _)| std::ptr::eq(*other, session)).map(|(_, id)| *id)
+    }
+}
+
+/// Removes registrations.
+fn unpin(ids: &[(&'static Session, Option<u32>)]) {
+    for (session, id) in ids {
+        id.iter().for_each(|id| session.port().unpin(*id));
     }
 }
 
@@ -148,7 +148,7 @@ impl<T: Clone> Regions<T> {
                 let failed = ours.is_some().then(|| map.remove(&address)).flatten();
                 drop(map);
                 // Other sessions may have registered it meanwhile.
-                failed.into_iter().for_each(|region| region.unpin());
+                failed.into_iter().for_each(|region| unpin(&region.ids));
                 return Err(RegisterError::Port(error));
             }
             (Ok(id), None) => {
@@ -171,7 +171,7 @@ impl<T: Clone> Regions<T> {
             }
             map.remove(&address)?
         };
-        region.unpin();
+        unpin(&region.ids);
         Some(region.tag)
     }
 
@@ -222,6 +222,24 @@ impl<T: Clone> Regions<T> {
         }
     }
 
+    /// The bytes of the memory at `address` are in place again. Other pages may have come there meanwhile.
+    /// Then the host must not use those that it knows: the next command that needs the memory registers it
+    /// anew.
+    pub fn bring_back(&self, address: usize) {
+        let ids = {
+            let mut map = self.write();
+            let Some(region) = map.get_mut(&address) else { return };
+            region.elsewhere = false;
+            // A file's pages stay the file's, whoever empties and fills them.
+            if pages::is_shared(address, 1) {
+                return;
+            }
+            region.number = self.number();
+            std::mem::take(&mut region.ids)
+        };
+        unpin(&ids);
+    }
+
     /// How a command of a session names `len` bytes at `address`, if they are all in place within one range
     /// that the host knows.
     #[inline]
@@ -256,8 +274,9 @@ impl<T: Clone> Regions<T> {
             }
         };
         let id = match &memory {
-            Some(pinned) => Some(session.port().pin_shared(pinned)),
-            None => session.port().pin(base, size),
+            Some(pinned) if pages::is_shared(base, 1) => Some(session.port().pin_shared(pinned)),
+            // Not of a file, or not any more.
+            _ => session.port().pin(base, size),
         };
         let id = id.transpose().unwrap_or_else(|error| {
             log::warn(format_args!(
@@ -319,5 +338,33 @@ mod tests {
         assert_eq!(hosts[1].requests(), 1);
         assert!(regions.remove(asked, true).is_some());
         assert!(hosts[1].regions.lock().unwrap().registered.is_empty());
+    }
+
+    #[test]
+    fn memory_that_has_got_other_pages_is_not_used_in_place_by_its_old_registration() {
+        port::several();
+        let host = NativeHost::start(Response::new(Answer::Ok, ""), |_, _, _| Next::GoOn);
+        let geometry = Geometry::with_arena(1 << 20);
+        let port = port::at_socket(&host.socket, geometry.size).unwrap();
+        let session = Session::over(port, geometry, Purpose::Compute).unwrap();
+        let regions = Regions::new();
+        let at = regions.alloc(session, 4096, None, ()).unwrap();
+        for _ in 0..2 {
+            regions.set_elsewhere(at, true);
+            assert!(regions.range(session, at, 4096).is_none());
+            regions.bring_back(at);
+            assert!(regions.range(session, at, 4096).is_some(), "its pages are the file's");
+        }
+        regions.set_elsewhere(at, true);
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: the page is this test's, and nobody uses it.
+        let fresh = unsafe { libc::mmap(at as *mut _, 4096, protection, flags | libc::MAP_FIXED, -1, 0) };
+        assert_eq!(fresh as usize, at);
+        regions.bring_back(at);
+        assert!(host.regions.lock().unwrap().registered.is_empty());
+        assert!(regions.range(session, at, 4096).is_none(), "this port registers no memory of its process");
+        assert!(regions.find(at).is_some());
+        assert!(regions.remove(at, true).is_some());
     }
 }

@@ -107,15 +107,39 @@ impl ReplySlots {
     fn reclaim(&self) -> u32 {
         let (mut abandoned, mut freed) = (self.abandoned.load(Ordering::Relaxed), 0);
         while abandoned != 0 {
-            let (slot, bit) = (abandoned.trailing_zeros() as usize, abandoned & abandoned.wrapping_neg());
-            abandoned &= !bit;
-            // The thread that clears the bit frees the slot.
-            if self.all[slot].is_done() && self.abandoned.fetch_and(!bit, Ordering::SeqCst) & bit != 0 {
-                self.free.fetch_or(bit, Ordering::SeqCst);
-                freed += 1;
-            }
+            let slot = abandoned.trailing_zeros() as usize;
+            abandoned &= abandoned - 1;
+            freed += u32::from(self.take_back(slot));
         }
         freed
+    }
+
+    /// Frees an abandoned slot if its reply has arrived. Returns whether it did.
+    fn take_back(&self, slot: usize) -> bool {
+        while self.all[slot].is_done() {
+            if !self.claim(slot) {
+                return false;
+            }
+            if self.free_claimed(slot) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Takes an abandoned slot away from other threads. Returns false if another thread has done so.
+    fn claim(&self, slot: usize) -> bool {
+        let bit = 1 << slot;
+        self.abandoned.fetch_and(!bit, Ordering::SeqCst) & bit != 0
+    }
+
+    /// Frees a claimed slot, or leaves it abandoned: since this thread has looked at it, others may have
+    /// freed it, used it again, and abandoned that reply.
+    fn free_claimed(&self, slot: usize) -> bool {
+        let is_done = self.all[slot].is_done();
+        let to = if is_done { &self.free } else { &self.abandoned };
+        to.fetch_or(1 << slot, Ordering::SeqCst);
+        is_done
     }
 
     pub(crate) fn release(&self, slot: usize) {
@@ -130,5 +154,36 @@ impl ReplySlots {
     /// without starving threads that have none.
     pub(crate) fn are_plentiful(&self) -> bool {
         self.free.load(Ordering::Relaxed).count_ones() > LEFT_BY_ADDITIONAL
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As a request whose reply is not needed any more.
+    fn ask_and_abandon(slots: &ReplySlots) -> usize {
+        let slot = slots.try_acquire().unwrap();
+        slots.all[slot].prepare();
+        slots.abandon(slot);
+        slot
+    }
+
+    #[test]
+    fn a_slot_that_another_thread_uses_again_stays_the_hosts_until_its_reply() {
+        // SAFETY: a slot is made of atomic numbers, for which zeros are valid.
+        let all: &[ReplySlot] = unsafe { Box::leak(Box::new_zeroed_slice(64)).assume_init_ref() };
+        let slots = ReplySlots::new(all);
+        let slot = ask_and_abandon(&slots);
+        all[slot].complete(1, Status::SUCCESS, &[]);
+        // A thread has seen that the reply is there. Before it goes on, another one frees and uses the slot.
+        assert!(all[slot].is_done());
+        slots.sweep();
+        assert_eq!(ask_and_abandon(&slots), slot);
+        assert!(slots.claim(slot) && !slots.free_claimed(slot));
+        assert_ne!(slots.try_acquire(), Some(slot), "the host will write its reply there");
+        all[slot].complete(2, Status::SUCCESS, &[]);
+        slots.sweep();
+        assert_eq!(slots.try_acquire(), Some(slot));
     }
 }

@@ -1,6 +1,7 @@
 //! Arrays and mipmapped arrays, and how the element formats of the two APIs correspond.
 
 use std::ffi::{c_int, c_uint};
+use std::mem::MaybeUninit;
 
 use crate::arguments::{In, Out};
 use crate::call_counts::{self, Call};
@@ -195,9 +196,12 @@ pub extern "C" fn cudaCreateChannelDesc(
     w: c_int,
     f: c_uint,
 ) -> ChannelFormatDesc {
-    static CALL: Call = Call::new(c"cudaCreateChannelDesc");
-    let _inside = call_counts::enter(&CALL);
-    ChannelFormatDesc { x, y, z, w, f }
+    static CALL: Call = Call::new(c"cudaCreateChannelDesc", None);
+    let made = ChannelFormatDesc { x, y, z, w, f };
+    let mut arguments = MaybeUninit::uninit();
+    // The arguments are the structure's fields.
+    let _inside = call_counts::enter(&CALL, &mut arguments, || made);
+    made
 }
 
 /// The length of an array's row in bytes, and the number of rows.

@@ -4,6 +4,8 @@
 //! counted.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::driver::Driver;
@@ -13,9 +15,19 @@ use crate::types::CUuuid;
 #[repr(C)]
 pub(crate) struct Table {
     size: usize,
-    enter: unsafe extern "C" fn(*const AtomicPtr<c_void>, *const c_char) -> u32,
+    enter: unsafe extern "C" fn(
+        *const AtomicPtr<c_void>,
+        *const c_char,
+        *const c_void,
+        Option<KernelOf>,
+        u32,
+    ) -> u32,
     leave: unsafe extern "C" fn(),
 }
+
+/// Names the kernel that a call launches: takes the name and the arguments of the function. NULL if it
+/// launches none.
+pub(crate) type KernelOf = unsafe extern "C" fn(*const c_char, *const c_void) -> *const c_char;
 
 const ID: &[u8; 16] = b"rgpu counts call";
 
@@ -24,22 +36,27 @@ static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 /// One exported function, and the word that libcuda keeps for it.
 pub(crate) struct Call {
     name: &'static CStr,
+    kernel: Option<KernelOf>,
     known: AtomicPtr<c_void>,
 }
 
 impl Call {
-    pub const fn new(name: &'static CStr) -> Self {
-        Call { name, known: AtomicPtr::new(std::ptr::null_mut()) }
+    pub const fn new(name: &'static CStr, kernel: Option<KernelOf>) -> Self {
+        Call { name, kernel, known: AtomicPtr::new(std::ptr::null_mut()) }
     }
 }
 
 /// Marks the thread as inside a function until dropped.
-pub(crate) struct Inside(&'static Table);
+pub(crate) struct Inside<'a> {
+    table: &'static Table,
+    /// The function's arguments.
+    arguments: PhantomData<&'a ()>,
+}
 
-impl Drop for Inside {
+impl Drop for Inside<'_> {
     fn drop(&mut self) {
         // SAFETY: the table belongs to a library that is never closed.
-        unsafe { (self.0.leave)() }
+        unsafe { (self.table.leave)() }
     }
 }
 
@@ -68,12 +85,28 @@ pub(crate) fn connect(driver: &Driver) {
 }
 
 /// Tells libcuda that this thread enters a function. Returns `None` if nothing is counted or if another
-/// function of this library made the call.
+/// function of this library made the call. `arguments` makes a structure of the function's arguments, with
+/// C's layout, which is kept in `place` for a profiler.
 #[inline]
-pub(crate) fn enter(call: &'static Call) -> Option<Inside> {
+pub(crate) fn enter<'a, A>(
+    call: &'static Call,
+    place: &'a mut MaybeUninit<A>,
+    arguments: impl FnOnce() -> A,
+) -> Option<Inside<'a>> {
     // SAFETY: `connect` alone stores the address, of a table in a library that is never closed.
     let table = unsafe { TABLE.load(Ordering::Acquire).as_ref() }?;
-    // SAFETY: the word and the name live as long as this library.
-    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr()) };
-    (counted != 0).then_some(Inside(table))
+    enter_counted(table, call, std::ptr::from_mut(place.write(arguments())).cast())
+}
+
+#[cold]
+fn enter_counted<'a>(
+    table: &'static Table,
+    call: &'static Call,
+    arguments: *const c_void,
+) -> Option<Inside<'a>> {
+    let version = if cfg!(feature = "v12") { 12 } else { 13 };
+    // SAFETY: the word and the name live as long as this library, and `enter` keeps the arguments borrowed as
+    // long as the result lives.
+    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr(), arguments, call.kernel, version) };
+    (counted != 0).then_some(Inside { table, arguments: PhantomData })
 }

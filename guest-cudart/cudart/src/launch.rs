@@ -4,7 +4,7 @@
 //! lookup (none for code of nvcc 13, whose stubs keep the handle) and one call of the driver.
 
 use std::cell::UnsafeCell;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use crate::arguments::{In, Out};
 use crate::context;
@@ -105,6 +105,28 @@ api! {
         context::ctx(|d| d.cuLaunchKernelEx(s, &driver_config, kernel, args, std::ptr::null_mut()))
             .map_err(|error| explain(error, config.grid, config.block))
     };
+}
+
+/// Names the kernel that a function launches. NULL if it launches none; no name if it is unknown.
+pub(crate) unsafe extern "C" fn kernel_of(
+    function: *const c_char,
+    arguments: *const c_void,
+) -> *const c_char {
+    // SAFETY: a function's name, and arguments of that function.
+    let launched = unsafe {
+        let words = arguments.cast::<usize>();
+        match CStr::from_ptr(function).to_bytes() {
+            b"cudaLaunchKernel"
+            | b"cudaLaunchKernel_ptsz"
+            | b"__cudaLaunchKernel"
+            | b"__cudaLaunchKernel_ptsz"
+            | b"cudaLaunchCooperativeKernel"
+            | b"cudaLaunchCooperativeKernel_ptsz" => *words,
+            b"cudaLaunchKernelExC" | b"cudaLaunchKernelExC_ptsz" => *words.add(1),
+            _ => return std::ptr::null(),
+        }
+    };
+    registry::name_of(launched)
 }
 
 #[inline]

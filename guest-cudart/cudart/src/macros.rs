@@ -57,16 +57,23 @@ macro_rules! api {
     (@export $need:ident $name:ident ($($arg:ident : $ty:ty),*) $d:ident $body:block) => {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $ty),*) -> ::core::ffi::c_int {
+            /// `cudaName_params` of NVIDIA's `generated_cuda_runtime_api_meta.h`: what CUPTI tells of the
+            /// arguments.
+            #[allow(non_camel_case_types, dead_code, reason = "a type for each argument, which a profiler reads")]
+            #[repr(C)]
+            struct Arguments<$($arg),*> { $($arg: $arg),* }
             static CALL: $crate::call_counts::Call = $crate::call_counts::Call::new(
                 match ::core::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                     Ok(name) => name,
                     Err(_) => panic!("a name has no NUL"),
                 },
+                Some($crate::launch::kernel_of),
             );
             $crate::error::remember($crate::context::$need(|$d| {
                 // Entered here so that initialization on the first call is not counted as this function's
                 // work.
-                let _inside = $crate::call_counts::enter(&CALL);
+                let mut arguments = ::std::mem::MaybeUninit::uninit();
+                let _inside = $crate::call_counts::enter(&CALL, &mut arguments, || Arguments { $($arg),* });
                 $body
             }))
         }

@@ -257,6 +257,21 @@ pub(crate) fn launched(kernel: CUkernel) -> Result<CUkernel> {
     if HANDLES.get(kernel.addr()).is_some() { Ok(kernel) } else { self::kernel(kernel) }
 }
 
+/// The name of the kernel that a program passes as a function: a host stub or a handle. Empty if it is
+/// unknown. Loads nothing that is not loaded.
+pub(crate) fn name_of(function: usize) -> *const c_char {
+    let known = KERNELS.get(function).or_else(|| HANDLES.get(function)).map_or(ptr::null(), |it| it.name);
+    let mut name = known;
+    if known.is_null()
+        && let Ok(driver) = context::bound()
+    {
+        // SAFETY: the output is a live local variable. The driver looks a handle up, and does not
+        // dereference one that it did not create.
+        let _ = unsafe { driver.cuKernelGetName(&mut name, ptr::without_provenance_mut(function)) };
+    }
+    if name.is_null() { c"".as_ptr() } else { name }
+}
+
 /// The driver's kernel for a function that must be the program's own: one that it registered, or a handle
 /// that it got from this library.
 ///

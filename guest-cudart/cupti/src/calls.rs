@@ -2,13 +2,13 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
-use std::ffi::c_char;
+use std::ffi::CStr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use cupti_records::{Api, ExternalCorrelation, external, kind};
 
-use crate::driver::{Observer, table};
+use crate::driver::{Called, Observer, table};
 use crate::result::{INVALID_PARAMETER, QUEUE_EMPTY, Result};
 use crate::{api, buffers, clock, lock, names, subscriber};
 
@@ -21,8 +21,8 @@ const KINDS: usize = external::SIZE as usize;
 thread_local! {
     /// External correlations, by kind.
     static STACKS: RefCell<[Vec<u64>; KINDS]> = const { RefCell::new([const { Vec::new() }; KINDS]) };
-    /// When this thread's call began.
-    static BEGIN: Cell<u64> = const { Cell::new(0) };
+    /// When this thread's call of the driver began, and that of the runtime.
+    static BEGIN: [Cell<u64>; 2] = const { [const { Cell::new(0) }; 2] };
 }
 
 /// Which calls are recorded, for one API.
@@ -94,46 +94,55 @@ fn thread() -> u32 {
     unsafe { libc::pthread_self() as u32 }
 }
 
-/// A name that libcuda passes.
-///
-/// # Safety
-/// The pointer and the length are those of a name that lives as long as the process.
-unsafe fn name(name: *const c_char, len: usize) -> &'static str {
-    // SAFETY: as the caller says.
-    std::str::from_utf8(unsafe { std::slice::from_raw_parts(name.cast(), len) }).unwrap_or_default()
+/// A call that libcuda tells of.
+pub struct Call<'a> {
+    pub told: &'a Called,
+    /// `CUpti_CallbackDomain`.
+    pub domain: u32,
+    /// The function's number in it; 0 if it has none.
+    pub number: u32,
+    pub correlation: u32,
 }
 
-fn domain(runtime: u32) -> u32 {
-    if runtime == 0 { names::DRIVER } else { names::RUNTIME }
+impl<'a> Call<'a> {
+    /// # Safety
+    /// The name is text that ends with NUL.
+    unsafe fn of(told: &'a Called, correlation: u32) -> Call<'a> {
+        let domain = if told.runtime == 0 { names::DRIVER } else { names::RUNTIME };
+        // SAFETY: as the caller says.
+        let name = unsafe { CStr::from_ptr(told.name) }.to_str().unwrap_or_default();
+        let number = names::of(domain).map_or(0, |names| names.number(name, told.runtime));
+        Call { told, domain, number, correlation }
+    }
+
+    /// A place for each of the two APIs: a call of the driver may be within one of the runtime.
+    pub fn place(&self) -> usize {
+        usize::from(self.domain == names::RUNTIME)
+    }
 }
 
-unsafe extern "C" fn enters(text: *const c_char, len: usize, runtime: u32) -> u32 {
-    let mut correlation = CORRELATION.fetch_add(1, Ordering::Relaxed);
-    if correlation == 0 {
-        correlation = CORRELATION.fetch_add(1, Ordering::Relaxed);
+unsafe extern "C" fn enters(told: *const Called) -> u32 {
+    // SAFETY: libcuda passes a call, with the function's name.
+    let mut call = unsafe { Call::of(&*told, (*told).within) };
+    while call.correlation == 0 {
+        call.correlation = CORRELATION.fetch_add(1, Ordering::Relaxed);
     }
-    if subscriber::wants_calls() {
-        // SAFETY: libcuda's.
-        let text = unsafe { name(text, len) };
-        subscriber::call(domain(runtime), text, correlation, None);
-    }
+    subscriber::call(&call, None);
     buffers::prepare();
-    let _ = BEGIN.try_with(|begin| begin.set(clock::now()));
-    correlation
+    let _ = BEGIN.try_with(|begin| begin[call.place()].set(clock::now()));
+    call.correlation
 }
 
-unsafe extern "C" fn leaves(text: *const c_char, len: usize, runtime: u32, correlation: u32, status: u32) {
+unsafe extern "C" fn leaves(told: *const Called, correlation: u32, status: u32) {
     let end = clock::now();
-    // SAFETY: libcuda's.
-    let text = unsafe { name(text, len) };
-    let domain = domain(runtime);
-    let number = names::of(domain).map_or(0, |names| names.number(text));
-    if WANTED[runtime.min(1) as usize].has(number) {
+    // SAFETY: libcuda passes a call, with the function's name.
+    let call = unsafe { Call::of(&*told, correlation) };
+    if WANTED[call.place()].has(call.number) {
         note_external(correlation);
         buffers::write(&Api {
-            kind: if runtime == 0 { kind::DRIVER } else { kind::RUNTIME },
-            cbid: number,
-            start: BEGIN.try_with(Cell::get).unwrap_or(end),
+            kind: if call.domain == names::DRIVER { kind::DRIVER } else { kind::RUNTIME },
+            cbid: call.number,
+            start: BEGIN.try_with(|begin| begin[call.place()].get()).unwrap_or(end),
             end,
             processId: std::process::id(),
             threadId: thread(),
@@ -141,9 +150,7 @@ unsafe extern "C" fn leaves(text: *const c_char, len: usize, runtime: u32, corre
             returnValue: status,
         });
     }
-    if subscriber::wants_calls() {
-        subscriber::call(domain, text, correlation, Some(status));
-    }
+    subscriber::call(&call, Some(status));
     if CALLS.fetch_add(1, Ordering::Relaxed) + 1 >= FETCH_AFTER && api::any_device_kind() {
         CALLS.store(0, Ordering::Relaxed);
         // Records that cannot be fetched now are fetched, or counted as dropped, later.

@@ -17,13 +17,29 @@ pub struct Table {
     context_ids: unsafe extern "C" fn(usize, *mut u32, *mut u32) -> u32,
     stream_id: unsafe extern "C" fn(usize, u32, *mut u32) -> u32,
     observe_contexts: unsafe extern "C" fn(Option<unsafe extern "C" fn(usize)>) -> u32,
+    current_context: unsafe extern "C" fn(*mut u32) -> usize,
+}
+
+/// A call of the program's, as in the crate `client`.
+#[repr(C)]
+pub struct Called {
+    /// The function's name, which stays as long as the process.
+    pub name: *const c_char,
+    /// The function's arguments, laid out as the structure `…_params` in NVIDIA's headers.
+    pub arguments: *const c_void,
+    /// Names the kernel that the call launches: takes these two.
+    pub kernel: Option<unsafe extern "C" fn(*const c_char, *const c_void) -> *const c_char>,
+    /// The major version of the runtime whose function it is; 0 for the driver's.
+    pub runtime: u32,
+    /// The correlation of the runtime's call that makes this one; 0 if the program itself makes it.
+    pub within: u32,
 }
 
 /// The observer of calls, as in the crate `client`.
 #[repr(C)]
 pub struct Observer {
-    pub enters: unsafe extern "C" fn(*const c_char, usize, u32) -> u32,
-    pub leaves: unsafe extern "C" fn(*const c_char, usize, u32, u32, u32),
+    pub enters: unsafe extern "C" fn(*const Called) -> u32,
+    pub leaves: unsafe extern "C" fn(*const Called, u32, u32),
 }
 
 /// A record of what a device did, as in libcuda.
@@ -167,6 +183,14 @@ impl Table {
         Ok((id, device))
     }
 
+    /// The calling thread's current context and its number; 0 for both if there is none.
+    pub fn current_context(&self) -> (usize, u32) {
+        let mut number = 0;
+        // SAFETY: writes a number.
+        let context = unsafe { (self.current_context)(&mut number) };
+        (context, number)
+    }
+
     /// A stream's number.
     pub fn stream_id(&self, stream: usize, per_thread: bool, otherwise: CUptiResult) -> Result<u32> {
         let mut id = 0;
@@ -219,6 +243,14 @@ pub mod fake {
         0
     }
 
+    pub const CURRENT: (usize, u32) = (0x1234, 5);
+
+    unsafe extern "C" fn current_context(number: *mut u32) -> usize {
+        // SAFETY: the caller's place.
+        unsafe { *number = CURRENT.1 };
+        CURRENT.0
+    }
+
     pub static TABLE: Table = Table {
         size: size_of::<Table>(),
         observe,
@@ -229,5 +261,6 @@ pub mod fake {
         context_ids,
         stream_id,
         observe_contexts,
+        current_context,
     };
 }

@@ -1,16 +1,14 @@
 //! Callbacks for calls and new contexts: at most one subscriber, for the driver API, the runtime API, and the
 //! creation of contexts.
-//!
-//! A callback gets the function and its result, but not its arguments and the context: `functionParams` and
-//! `context` are NULL.
 
 use std::cell::Cell;
 use std::collections::HashSet;
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{c_char, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::driver::table;
+use crate::calls::Call;
+use crate::driver::{Called, table};
 use crate::names::{DRIVER, RUNTIME};
 use crate::result::{
     CUptiResult, INVALID_PARAMETER, MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED, NOT_SUPPORTED, Result, finish, put,
@@ -59,9 +57,9 @@ struct Subscriber {
 }
 
 thread_local! {
-    /// The word that a subscriber may leave at a call's beginning and finds at its end: `correlationData`.
-    /// Calls inside of a call are not reported, so one for each thread is enough.
-    static WORD: Cell<u64> = const { Cell::new(0) };
+    /// The words that a subscriber may leave at a call's beginning and finds at its end, `correlationData`:
+    /// for a call of the driver and one of the runtime, which it may be within.
+    static WORDS: [Cell<u64>; 2] = const { [const { Cell::new(0) }; 2] };
 }
 
 static SUBSCRIBER: Mutex<Option<Subscriber>> = Mutex::new(None);
@@ -112,8 +110,11 @@ fn observe_contexts() -> Result {
 }
 
 /// Calls the subscriber for a call, if it is enabled: at the call's beginning, or at its end with its status.
-pub fn call(domain: u32, function: &str, correlation: u32, status: Option<u32>) {
-    let number = names::of(domain).map_or(0, |names| names.number(function));
+pub fn call(call: &Call<'_>, status: Option<u32>) {
+    if !wants_calls() {
+        return;
+    }
+    let (domain, number) = (call.domain, call.number);
     let (callback, user) = {
         let subscriber = lock(&SUBSCRIBER);
         let Some(s) = &*subscriber else { return };
@@ -122,24 +123,30 @@ pub fn call(domain: u32, function: &str, correlation: u32, status: Option<u32>) 
         }
         (s.callback, s.user)
     };
-    let Ok(name) = CString::new(function) else { return };
+    let Called { name, arguments, kernel, .. } = *call.told;
+    // SAFETY: libcuda passes what belongs together.
+    let symbol = kernel.map_or(std::ptr::null(), |kernel| unsafe { kernel(name, arguments) });
+    let (context, context_uid) = table().map_or((0, 0), |table| table.current_context());
     let mut result = status.unwrap_or(0);
-    // A thread that is being destroyed has no word any more.
-    let mut word = WORD.try_with(Cell::get).ok().filter(|_| status.is_some()).unwrap_or(0);
+    // A thread that is being destroyed has no words any more.
+    let kept = WORDS.try_with(|words| words[call.place()].take()).unwrap_or(0);
+    let mut word = if status.is_some() { kept } else { 0 };
     let told = CallbackData {
         site: u32::from(status.is_some()),
-        function_name: name.as_ptr(),
-        function_params: std::ptr::null(),
+        function_name: name,
+        function_params: arguments,
         function_return_value: if status.is_some() { (&raw mut result).cast() } else { std::ptr::null_mut() },
-        symbol_name: std::ptr::null(),
-        context: std::ptr::null_mut(),
-        context_uid: 0,
+        symbol_name: symbol,
+        context: std::ptr::without_provenance_mut(context),
+        context_uid,
         correlation_data: &raw mut word,
-        correlation_id: correlation,
+        correlation_id: call.correlation,
     };
     // SAFETY: the program's function and word, as it has given them; the structure lives until it returns.
     unsafe { callback(user.0, domain, number, (&raw const told).cast()) };
-    let _ = WORD.try_with(|kept| kept.set(if status.is_some() { 0 } else { word }));
+    if status.is_none() {
+        let _ = WORDS.try_with(|words| words[call.place()].set(word));
+    }
 }
 
 fn with_subscriber(handle: *mut c_void, f: impl FnOnce(&mut Subscriber) -> Result) -> CUptiResult {
@@ -267,15 +274,27 @@ pub unsafe extern "C" fn cuptiGetCallbackName(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::driver::fake::CURRENT;
+
+    static ARGUMENTS: u64 = 77;
+
+    unsafe extern "C" fn kernel(name: *const c_char, arguments: *const c_void) -> *const c_char {
+        assert!(!name.is_null() && std::ptr::eq(arguments.cast(), &ARGUMENTS));
+        c"a kernel".as_ptr()
+    }
 
     /// Leaves a word at a call's beginning, and checks it at its end.
-    unsafe extern "C" fn callback(_: *mut c_void, _: u32, _: u32, told: *const c_void) {
+    unsafe extern "C" fn callback(_: *mut c_void, domain: u32, _: u32, told: *const c_void) {
         // SAFETY: the structure that `call` has made, with a place for the word.
         let (told, word) = unsafe {
             let told = &*told.cast::<CallbackData>();
             (told, &mut *told.correlation_data)
         };
-        let left = u64::from(told.correlation_id) << 32;
+        assert!(std::ptr::eq(told.function_params.cast(), &ARGUMENTS));
+        assert_eq!((told.context.addr(), told.context_uid), CURRENT);
+        assert_eq!(told.function_name, c"cuInit".as_ptr());
+        assert_eq!(told.symbol_name, c"a kernel".as_ptr());
+        let left = u64::from(told.correlation_id) << 32 | u64::from(domain);
         match told.site {
             0 => assert_eq!(std::mem::replace(word, left), 0),
             _ => assert_eq!(*word, if told.correlation_id == 7 { 0 } else { left }),
@@ -283,22 +302,35 @@ mod tests {
     }
 
     #[test]
-    fn a_word_that_is_left_at_a_calls_beginning_is_there_at_its_end() {
-        let (domains, exceptions) = (HashSet::from([DRIVER]), HashSet::new());
+    fn a_subscriber_hears_of_a_call_and_finds_the_word_that_it_left_at_its_beginning() {
+        let (domains, exceptions) = (HashSet::from([DRIVER, RUNTIME]), HashSet::new());
         let user = User(std::ptr::null_mut());
         *lock(&SUBSCRIBER) = Some(Subscriber { callback, user, domains, exceptions });
+        update(lock(&SUBSCRIBER).as_ref());
+        let tell = |domain, correlation, status| {
+            let arguments = (&raw const ARGUMENTS).cast();
+            let runtime = if domain == DRIVER { 0 } else { 13 };
+            let name = c"cuInit".as_ptr();
+            let told = &Called { name, arguments, kernel: Some(kernel), runtime, within: 0 };
+            call(&Call { told, domain, number: 1, correlation }, status);
+        };
         std::thread::scope(|scope| {
             for thread in 1..3 {
                 scope.spawn(move || {
                     for number in [thread, thread + 2] {
-                        call(DRIVER, "cuInit", number, None);
-                        call(DRIVER, "cuInit", number, Some(0));
+                        tell(RUNTIME, number, None);
+                        for _ in 0..2 {
+                            tell(DRIVER, number, None);
+                            tell(DRIVER, number, Some(0));
+                        }
+                        tell(RUNTIME, number, Some(0));
                     }
                     // Its beginning was not reported.
-                    call(DRIVER, "cuInit", 7, Some(0));
+                    tell(DRIVER, 7, Some(0));
                 });
             }
         });
         *lock(&SUBSCRIBER) = None;
+        update(None);
     }
 }

@@ -1,10 +1,16 @@
-//! Compares the numbers of functions and the names of results with CUPTI's headers.
+//! Compares the numbers of functions, the structures of their parameters, and the names of results with
+//! CUPTI's headers.
 
+#[path = "../../c_signatures.rs"]
+mod c_signatures;
 #[path = "../../../cupti-records/tests/includes/mod.rs"]
 mod includes;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CStr;
 use std::fs;
+
+use c_signatures::{classes, prototypes, type_of};
 
 /// The entries of an enumeration: `PREFIXname = number`.
 fn entries(header: &str, prefix: &str) -> Vec<(String, u32)> {
@@ -50,5 +56,48 @@ fn results_have_the_names_of_the_header() {
             CStr::from_ptr(text)
         };
         assert_eq!(text.to_str(), Ok(format!("CUPTI_{name}").as_str()));
+    }
+}
+
+/// The structures `NAME_params` of a header, with the types of their fields.
+fn parameters(header: &str) -> BTreeMap<String, Vec<String>> {
+    let text = fs::read_to_string(includes::folder().join(header)).expect("NVIDIA's header");
+    let structure = |part: &str| {
+        let (name, rest) = part.split_once("_params_st {")?;
+        let fields = rest.split_once('}')?.0.split(';').map(str::trim).filter(|field| !field.is_empty());
+        Some((name.trim().to_owned(), fields.map(type_of).collect()))
+    };
+    text.split("typedef struct ").skip(1).filter_map(structure).collect()
+}
+
+/// A callback's `functionParams` are the function's arguments in their order, which other tests compare with
+/// the prototypes.
+#[test]
+fn structures_of_parameters_have_the_arguments_of_the_functions() {
+    let includes = [includes::folder().to_path_buf()];
+    let apis = [
+        ("generated_cuda_meta.h", "cuda.h", "CUresult"),
+        ("generated_cuda_runtime_api_meta.h", "cuda_runtime_api.h", "cudaError_t"),
+    ];
+    let forms = ["RGPU_NOTHING", "CUDA_API_PER_THREAD_DEFAULT_STREAM", "__CUDA_API_VERSION_INTERNAL"];
+    for (structures, header, result) in apis {
+        let structures = parameters(structures);
+        let functions: BTreeMap<_, _> =
+            forms.iter().flat_map(|form| prototypes(&includes, header, &[*form], result)).collect();
+        let types: BTreeSet<String> =
+            structures.values().chain(functions.values()).flatten().cloned().collect();
+        let scratch = tempfile::tempdir().expect("a temporary folder");
+        let classes = classes(&includes, header, &["__CUDA_API_VERSION_INTERNAL"], types, scratch.path());
+        let classes = |types: &[String]| types.iter().map(|kind| classes[kind]).collect::<Vec<_>>();
+        let mut compared = 0;
+        for (name, fields) in structures {
+            // Those of the runtime end with a version. Those for a thread's own stream share a prototype.
+            let version = name.rfind("_v").filter(|_| result == "cudaError_t").unwrap_or(name.len());
+            let plain = name[..version].trim_end_matches("_ptsz").trim_end_matches("_ptds");
+            let Some(arguments) = functions.get(&name).or_else(|| functions.get(plain)) else { continue };
+            assert_eq!(classes(&fields), classes(arguments), "{name}: {fields:?}, {arguments:?}");
+            compared += 1;
+        }
+        assert!(compared > 350, "{header}: {compared} structures were compared");
     }
 }

@@ -1,6 +1,7 @@
 //! Return codes (`nvmlReturn_t`) and their texts.
 
 use std::ffi::{CStr, c_char};
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use client::counters::{self, Call};
@@ -81,8 +82,9 @@ fn text(failure: u32) -> &'static CStr {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlErrorString(failure: u32) -> *const c_char {
-    static CALL: Call = Call::new("nvmlErrorString");
-    let _inside = counters::enter(&CALL);
+    static CALL: Call = Call::new("nvmlErrorString\0");
+    let mut nobody_asks = MaybeUninit::uninit();
+    let _inside = counters::enter(&CALL, &mut nobody_asks, || ());
     text(failure).as_ptr()
 }
 

@@ -26,8 +26,9 @@ macro_rules! nvml {
                 // which is checked here, or valid for the documented type and length.
                 unsafe { $body }
             }
-            static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
-            let _inside = ::client::counters::enter(&CALL);
+            static CALL: ::client::counters::Call = ::client::counters::Call::new(concat!(stringify!($name), "\0"));
+            let mut nobody_asks = ::std::mem::MaybeUninit::uninit();
+            let _inside = ::client::counters::enter(&CALL, &mut nobody_asks, || ());
             // SAFETY: the caller upholds what NVML's manual requires of the arguments.
             let result = unsafe { body($($arg),*) };
             $crate::error::finish(stringify!($name), result)

@@ -228,7 +228,7 @@ mod tests {
     use super::*;
     use std::collections::{HashMap, HashSet};
     use std::sync::OnceLock;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
 
     use crate::lock;
@@ -244,12 +244,22 @@ mod tests {
         pages: Arc<Pages>,
         /// Number of write faults, by test.
         writes: Arc<Mutex<HashMap<usize, u32>>>,
+        /// A page whose faults are refused, but not before this is another one.
+        refused: Arc<AtomicUsize>,
+        /// Whether such a fault has come.
+        refusing: Arc<AtomicBool>,
         base: usize,
     }
 
     impl Served {
         fn new(mechanism: Mechanism) -> Served {
-            let served = Served { pages: Arc::new(Pages(mechanism)), writes: Arc::default(), base: 0 };
+            let served = Served {
+                pages: Arc::new(Pages(mechanism)),
+                writes: Arc::default(),
+                refused: Arc::default(),
+                refusing: Arc::default(),
+                base: 0,
+            };
             let serving = served.clone();
             std::thread::spawn(move || serving.serve());
             served
@@ -260,6 +270,12 @@ mod tests {
             loop {
                 for fault in self.pages.faults().unwrap() {
                     let at = fault.address & !(PAGE - 1);
+                    if self.refused.load(Ordering::Acquire) == at {
+                        self.refusing.store(true, Ordering::Release);
+                        test_kit::eventually(|| self.refused.load(Ordering::Acquire) != at);
+                        self.pages.refuse(&fault);
+                        continue;
+                    }
                     if fault.write {
                         *lock(&self.writes).entry(at & !(APART - 1)).or_default() += 1;
                     }
@@ -373,6 +389,34 @@ mod tests {
                     assert_eq!(at(5 * PAGE + 1).read_volatile(), 6);
                 }
             }
+        });
+    }
+
+    /// A thread writes to pages while they are released, which is allowed: they stay the program's.
+    #[test]
+    fn pages_can_be_released_under_a_thread_that_writes_to_them() {
+        each(|served| {
+            let (pages, protection) = (&served.pages, libc::PROT_READ | libc::PROT_WRITE);
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            // SAFETY: a new mapping, which stays.
+            let base = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, protection, flags, -1, 0) } as usize;
+            // SAFETY: the page of this test.
+            unsafe { pages.adopt(base, PAGE) }.unwrap();
+            served.refused.store(base, Ordering::Release);
+            std::thread::scope(|scope| {
+                // SAFETY: as above.
+                let writer = scope.spawn(move || unsafe { (base as *mut u8).write_volatile(7) });
+                test_kit::eventually(|| served.refusing.load(Ordering::Acquire));
+                pages.release(base, PAGE);
+                // Whoever answers does not know the page any more.
+                served.refused.store(0, Ordering::Release);
+                writer.join().unwrap();
+            });
+            // SAFETY: as above.
+            assert_eq!(unsafe { (base as *const u8).read_volatile() }, 7);
+            // Faults still come here, and not to whoever had them before.
+            // SAFETY: an accessible page whose faults the thread above resolves.
+            assert_eq!(unsafe { ((served.base + PAGE) as *const u8).read_volatile() }, 1);
         });
     }
 

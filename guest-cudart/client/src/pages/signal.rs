@@ -332,7 +332,8 @@ extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
         let write = machine.gregs[libc::REG_ERR as usize] & 2 != 0;
         ((*info).si_addr() as usize, write, *libc::__errno_location())
     };
-    if !forked() && is_known(address) && stop(address, write) {
+    // Memory that has been released since is the program's, which may access it. If not, that faults again.
+    if !forked() && is_known(address) && (stop(address, write) || !is_known(address)) {
         // SAFETY: `errno` is this thread's.
         unsafe { *libc::__errno_location() = errno };
         return;

@@ -223,12 +223,11 @@ fn can_be_read(addr: usize, size: usize) -> bool {
         let Some(next) = first.checked_add(STEP) else { break };
         first = next;
     }
+    // The system checks what it writes to a pipe, and no profile of a container forbids that.
+    let Ok((_reader, writer)) = io::pipe() else { return false };
     [addr, last].into_iter().all(|at| {
-        let mut byte = 0_u8;
-        let local = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
-        let remote = libc::iovec { iov_base: at as *mut libc::c_void, iov_len: 1 };
-        // SAFETY: writes one byte to `byte`. The system checks the other address.
-        unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) == 1 }
+        // SAFETY: reads one byte, or fails if it cannot be read.
+        unsafe { libc::write(writer.as_raw_fd(), at as *const libc::c_void, 1) == 1 }
     })
 }
 

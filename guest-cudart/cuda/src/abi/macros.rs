@@ -51,10 +51,16 @@ macro_rules! api {
             $($unsafe)? fn body($($arg: $ty),*) -> $crate::abi::result::Result {
                 $body
             }
-            static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
+            /// `cuName_params` of NVIDIA's `generated_cuda_meta.h`: what CUPTI tells of the arguments.
+            #[allow(non_camel_case_types, dead_code, reason = "a type for each argument, which a profiler reads")]
+            #[repr(C)]
+            struct Arguments<$($arg),*> { $($arg: $arg),* }
+            static CALL: ::client::counters::Call =
+                ::client::counters::Call::new(concat!(stringify!($name), "\0"));
             // Dropped last: the program's log callbacks are called when the function is over.
             let _told = $crate::abi::log_callbacks::enter();
-            let _inside = ::client::counters::enter(&CALL);
+            let mut arguments = ::std::mem::MaybeUninit::uninit();
+            let _inside = ::client::counters::enter(&CALL, &mut arguments, || Arguments { $($arg),* });
             // SAFETY: the caller of the exported function meets the manual's requirements for its arguments,
             // and the body needs nothing else.
             let result = $($unsafe)? { body($($arg),*) };

@@ -11,6 +11,7 @@ pub(crate) type Result<T = ()> = std::result::Result<T, Status>;
 pub(crate) mod code {
     use client::Status;
     pub const PEER_ACCESS_UNSUPPORTED: Status = Status(217);
+    pub const UNSUPPORTED_EXEC_AFFINITY: Status = Status(224);
     pub const PEER_ACCESS_NOT_ENABLED: Status = Status(705);
     pub const HOST_MEMORY_ALREADY_REGISTERED: Status = Status(712);
     pub const HOST_MEMORY_NOT_REGISTERED: Status = Status(713);

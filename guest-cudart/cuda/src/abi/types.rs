@@ -421,6 +421,7 @@ pub struct Array3DDescriptor {
 
 /// `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct Requirements {
     pub size: usize,
     pub alignment: usize,

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 
 use crate::abi::arguments::{In, Out};
-use crate::abi::result::Result;
+use crate::abi::result::{Result, code};
 use crate::abi::types::{CtxCreateParams, ExecAffinityParam};
 use crate::api::teardown;
 use crate::memory::stream_ordered;
@@ -39,17 +39,20 @@ pub(crate) fn wait_for(context: &'static Context) -> Result {
 
 api! {
     fn cuCtxCreate_v4(pctx: Out<usize>, params: In<CtxCreateParams>, flags: u32, dev: i32) {
-        if let Some(params) = params.optional()
-            && (params.numExecAffinityParams != 0 || !params.cigParams.is_null())
-        {
-            return Err(Status::NOT_SUPPORTED);
+        if let Some(params) = params.optional() {
+            if params.numExecAffinityParams != 0 {
+                return Err(code::UNSUPPORTED_EXEC_AFFINITY);
+            }
+            if !params.cigParams.is_null() {
+                return Err(Status::NOT_SUPPORTED);
+            }
         }
         create(pctx, flags, dev)
     }
 
     fn cuCtxCreate_v3(pctx: Out<usize>, params: *mut c_void, count: i32, flags: u32, dev: i32) {
         if count != 0 && !params.is_null() {
-            return Err(Status::NOT_SUPPORTED);
+            return Err(code::UNSUPPORTED_EXEC_AFFINITY);
         }
         create(pctx, flags, dev)
     }

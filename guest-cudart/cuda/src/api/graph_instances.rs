@@ -132,7 +132,9 @@ api! {
     }
 
     fn cuGraphExecGetFlags(handle: usize, flags: Out<u64>) {
-        flags.put(exec(handle)?.1.flags)
+        // "CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD will not be returned by this API as it does not affect the
+        // resulting executable graph."
+        flags.put(exec(handle)?.1.flags & !flag::UPLOAD)
     }
 
     fn cuGraphUpload / cuGraphUpload_ptsz(handle: usize, stream: usize) |pt| {

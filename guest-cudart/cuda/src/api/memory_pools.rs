@@ -272,7 +272,8 @@ api! {
                 }
             }
             // The two high-water marks can only be reset to 0.
-            6 | 8 if bytes() == 0 => pool.used_high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed),
+            6 if bytes() == 0 => pool.reserved_high.store(pool.reserved(), Ordering::Relaxed),
+            8 if bytes() == 0 => pool.used_high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed),
             _ => return Err(Status::INVALID_VALUE),
         }
         Ok(())
@@ -288,10 +289,10 @@ api! {
                 return unsafe { put(value.cast(), reuse) };
             }
             4 => found.threshold.load(Ordering::Relaxed),
-            // A pool reserves only what is used; everything else belongs to the device.
-            5 => found.used.load(Ordering::Relaxed) + found.idle(),
+            5 => found.reserved(),
+            6 => found.reserved_high(),
             7 => found.used.load(Ordering::Relaxed),
-            6 | 8 => found.used_high.load(Ordering::Relaxed),
+            8 => found.used_high.load(Ordering::Relaxed),
             _ => return Err(Status::INVALID_VALUE),
         };
         // SAFETY: not NULL, and of the attribute's type according to CUDA's manual: 64 bits.

@@ -70,10 +70,11 @@ api! {
 
     fn cuModuleGetLoadingMode(mode: Out<u32>) {
         driver()?;
-        // CU_MODULE_LAZY_LOADING: a runtime inside the program then loads a module when one of its kernels is
-        // first used, as is NVIDIA's default. If the server's driver is NVIDIA's, it also loads each function
+        // CU_MODULE_LAZY_LOADING, NVIDIA's default: a runtime inside the program then loads a module when one
+        // of its kernels is first used. If the server's driver is NVIDIA's, it also loads each function
         // lazily.
-        mode.put(2)
+        let is_eager = std::env::var_os("CUDA_MODULE_LOADING").is_some_and(|mode| mode == "EAGER");
+        mode.put(if is_eager { 1 } else { 2 })
     }
 
     fn cuModuleGetFunction(function: Out<usize>, module: usize, name: Text) {

@@ -8,9 +8,7 @@ use crate::abi::types::EdgeData;
 use crate::graph::recording::{self, graph_of};
 use crate::graph::{self, Graph};
 use crate::process::capture::{Capture, RELAXED, Recorded};
-use crate::process::context;
-use crate::process::driver::driver;
-use crate::process::stream::{self, Stream};
+use crate::process::stream::Stream;
 use crate::streams::{capture_rules, stream_table};
 use client::{Status, lock};
 
@@ -96,19 +94,9 @@ fn tell<T>(to: Option<Out<T>>, value: T) {
     }
 }
 
-/// The stream that a question about its capture names.
-fn asked(handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
-    if handle > stream::PER_THREAD {
-        // The thread may have no current context.
-        return Ok(stream_table::ask(handle, per_thread)?.1);
-    }
-    driver()?;
-    stream_table::plain(context::current()?, handle, per_thread)
-}
-
 fn info(handle: usize, per_thread: bool, status: Out<u32>, wanted: &CaptureInfo<'_>) -> Result {
     status.required()?;
-    let stream = asked(handle, per_thread)?;
+    let stream = stream_table::asked(handle, per_thread)?;
     // The query does not invalidate that capture.
     if capture_rules::in_the_way(&stream).is_some() {
         return Err(code::STREAM_CAPTURE_IMPLICIT);
@@ -146,7 +134,7 @@ fn update(
     if flags > 1 {
         return Err(Status::INVALID_VALUE);
     }
-    let stream = asked(handle, per_thread)?;
+    let stream = stream_table::asked(handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     capture.check()?;
     let edges = graph::edges(&graph_of(&capture)?, nodes, data, count)?;

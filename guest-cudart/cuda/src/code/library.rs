@@ -1,7 +1,7 @@
 //! Libraries and kernels: code that is loaded into a context when it is first used there.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, c_char};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use crate::abi::result::Result;
@@ -26,6 +26,14 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
     driver()?;
     let kernel = KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?;
     kernel.in_context(context::current()?)
+}
+
+/// The name of a function or kernel, which stays as long as that does. Loads nothing.
+pub(crate) fn name_of(handle: usize) -> Option<*const c_char> {
+    match FUNCTIONS.get(handle) {
+        Some(function) => Some(function.name.as_ptr()),
+        None => KERNELS.get(handle).map(|kernel| kernel.name.as_ptr()),
+    }
 }
 
 /// A library.

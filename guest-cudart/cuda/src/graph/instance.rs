@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::abi::result::Result;
-use crate::abi::types::MemsetNodeParams;
+use crate::abi::types::{MemsetNodeParams, launch_attr};
 use crate::graph::launch_steps::{self, Bounce};
-use crate::graph::node_work::{Way, Work};
+use crate::graph::node_work::{Kernel, Way, Work};
 use crate::graph::user_object::Held;
 use crate::graph::{Graph, conditional};
 use crate::memory::graph_chunks::{self, Segment};
@@ -51,6 +51,7 @@ pub(crate) mod update {
     pub const NODE_TYPE: u32 = 3;
     pub const PARAMETERS: u32 = 5;
     pub const NOT_SUPPORTED: u32 = 6;
+    pub const ATTRIBUTES: u32 = 8;
 }
 
 /// `CUgraphInstantiate_flags`.
@@ -58,6 +59,7 @@ pub(crate) mod flag {
     pub const AUTO_FREE_ON_LAUNCH: u64 = 1;
     pub const UPLOAD: u64 = 2;
     pub const DEVICE_LAUNCH: u64 = 4;
+    pub const USE_NODE_PRIORITY: u64 = 8;
     pub const ALL: u64 = 15;
 }
 
@@ -721,7 +723,12 @@ impl Exec {
             if there.len() != nodes.len() {
                 return Err(Status::INVALID_VALUE);
             }
-            if there.clone().zip(&nodes).any(|(at, node)| differs(&state.nodes[at], node).is_some()) {
+            let by_priority = self.flags & flag::USE_NODE_PRIORITY != 0;
+            if there
+                .clone()
+                .zip(&nodes)
+                .any(|(at, node)| differs(&state.nodes[at], node, by_priority).is_some())
+            {
                 return Err(Status::INVALID_VALUE);
             }
             // Those of the child graph itself are then at the place of its node.
@@ -781,7 +788,7 @@ impl Exec {
         for (now, node) in state.nodes.iter().zip(&fresh) {
             let from = strange_dependency(now, node).map_or(0, |from| fresh[from].name());
             let fail = |why| Err((why, node.name(), if why == update::TOPOLOGY { from } else { 0 }));
-            if let Some(why) = differs(now, node) {
+            if let Some(why) = differs(now, node, self.flags & flag::USE_NODE_PRIORITY != 0) {
                 return fail(why);
             }
             if node.work.way(driver, self.context).is_err() {
@@ -808,8 +815,9 @@ fn strange_dependency(now: &Flat, node: &Flat) -> Option<usize> {
     pairs.find(|(now, from)| now != from).map(|(_, from)| *from)
 }
 
-/// The reason why one node cannot replace another. `None` if it can.
-fn differs(now: &Flat, node: &Flat) -> Option<u32> {
+/// The reason why one node cannot replace another. `None` if it can. `by_priority`: the nodes have their
+/// priorities.
+fn differs(now: &Flat, node: &Flat, by_priority: bool) -> Option<u32> {
     if now.work.kind() != node.work.kind() {
         return Some(update::NODE_TYPE);
     }
@@ -821,9 +829,24 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
         (Work::Copy(a), Work::Copy(b)) if copy_boxes::kinds(a) != copy_boxes::kinds(b) => {
             Some(update::PARAMETERS)
         }
+        (Work::Kernel(a), Work::Kernel(b)) if attributes_differ(a, b, by_priority) => {
+            Some(update::ATTRIBUTES)
+        }
         (a, b) if fill_differs(a, b) => Some(update::PARAMETERS),
         _ => None,
     }
+}
+
+/// Whether a kernel cannot replace another: "a cooperative node cannot be updated to a non-cooperative node,
+/// and vice-versa; if the graph was instantiated with CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY, the
+/// priority attribute cannot change" (`cuGraphExecUpdate`).
+fn attributes_differ(now: &Kernel, new: &Kernel, by_priority: bool) -> bool {
+    let value = |kernel: &Kernel, id| {
+        let given = kernel.attributes.iter().find(|attribute| attribute.id == id);
+        given.map_or(0, |attribute| i32::from_le_bytes(attribute.value[..4].try_into().unwrap_or_default()))
+    };
+    let differs = |id| value(now, id) != value(new, id);
+    differs(launch_attr::COOPERATIVE) || by_priority && differs(launch_attr::PRIORITY)
 }
 
 /// Whether a fill cannot replace another: "for 2d memsets, all dimension changes are rejected; for 1d

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
 use crate::memory::managed::mirror;
-use crate::memory::pinned_regions;
+use crate::memory::pinned_regions::{self, MAPPED};
 use crate::process::driver::{Driver, Server, driver};
 use crate::process::holds::{MANY, is_pending};
 use crate::process::stream::Stream;
@@ -35,8 +35,9 @@ struct Write {
 
 static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
 
-/// How long a copy waits for a stream that is held by such a wait.
+/// How long a call waits for a stream that may itself be waiting for the calling thread.
 const PATIENCE: Duration = Duration::from_secs(10);
+
 /// Registers that record `seq` of a stream writes `len` bytes of pinned memory.
 pub(crate) fn writes(stream: &Arc<Stream>, seq: Seq, at: usize, len: usize) {
     if all_are_in_place(stream.context.server, at) {
@@ -61,7 +62,7 @@ fn released(driver: &Driver, stream: &Stream) -> Result {
         let _ = other.mark();
     }
     let held = || waiting.iter().any(|(other, seq)| is_pending(other, *seq));
-    if patiently(driver, held)? {
+    if patiently(driver, PATIENCE, held, || true)? {
         return Ok(());
     }
     refuse_form!(
@@ -161,7 +162,7 @@ fn ahead_of(stream: &Stream) -> Vec<(Arc<Stream>, Seq)> {
 /// Waits until no copy that is under way uses `len` bytes of pinned memory in place.
 ///
 /// # Errors
-/// `NOT_READY` if one still does after a while. A stream that waits for this thread may hold it up.
+/// `NOT_READY` if one still does after a while and a stream that waits for this thread may hold it up.
 pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
     if !context::any_busy() {
         return Ok(());
@@ -188,15 +189,27 @@ pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
         last.iter().any(|(session, last)| !session.has_released(*last) && session.check().is_ok())
             || writing.iter().any(|(stream, seq)| is_pending(stream, *seq))
     };
-    patiently(driver, busy).and_then(|over| if over { Ok(()) } else { Err(Status::NOT_READY) })
+    let over = patiently(driver, PATIENCE, busy, program_may_hold)?;
+    if over { Ok(()) } else { Err(Status::NOT_READY) }
 }
 
-/// Waits a while for something to end. Returns whether it has.
-fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool> {
+/// Whether work may be waiting for the program: for a host function, or for what its threads, or another
+/// process, write.
+fn program_may_hold() -> bool {
+    holds::any() || fences::shares() || mirror::any() || !lock(&MAPPED).is_empty()
+}
+
+/// Waits for something to end. After a while, gives up if `may_never_end`. Returns whether it has ended.
+fn patiently(
+    driver: &Driver,
+    patience: Duration,
+    mut goes_on: impl FnMut() -> bool,
+    may_never_end: impl Fn() -> bool,
+) -> Result<bool> {
     let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
     while goes_on() {
         driver.check()?;
-        if begin.elapsed() > PATIENCE {
+        if begin.elapsed() > patience && may_never_end() {
             return Ok(false);
         }
         std::thread::sleep(nap);
@@ -230,7 +243,7 @@ fn may_change(server: &Server, at: usize, len: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::pinned_regions::{HostTag, MAPPED, REGIONS};
+    use crate::memory::pinned_regions::{HostTag, REGIONS};
     use crate::process::context::Context;
     use crate::process::stream::NON_BLOCKING;
     use client::channel::MAX_CONTEXTS;
@@ -251,6 +264,20 @@ mod tests {
         lock(&MAPPED).entry(memory).or_default().push(reader);
         assert!(!may_change(reader.server, memory, 4));
         assert!(may_change(writer.server, memory, 4), "it has not mapped them");
+    }
+
+    #[test]
+    fn what_cannot_wait_for_the_program_is_waited_for_however_long_it_takes() {
+        let driver = Driver::for_tests(&[]);
+        let wait = |may_never_end: bool| {
+            let mut left = 3;
+            let goes_on = || {
+                left -= 1;
+                left > 0
+            };
+            patiently(driver, Duration::ZERO, goes_on, || may_never_end)
+        };
+        assert_eq!((wait(true), wait(false)), (Ok(false), Ok(true)));
     }
 
     #[test]

@@ -89,6 +89,15 @@ fn settled(server: &Server, base: usize) {
     });
 }
 
+/// Notes that kernels of a server no longer reach a piece. A launch in another context makes it reachable
+/// again.
+fn unsettled(server: &Server, base: usize) {
+    let Some((_, size, _)) = REGIONS.any(base) else { return };
+    with_unreached(|unreached| {
+        unreached.entry(base).or_insert(Unreached { size, servers: 0 }).servers |= bit(server);
+    });
+}
+
 /// Lets kernels of a context reach the pinned memory whose addresses are among a launch's parameters.
 #[inline]
 pub(crate) fn reach(driver: &'static Driver, context: &'static Context, parameters: &[u8]) {
@@ -133,23 +142,26 @@ fn reach_piece(driver: &'static Driver, launching: &'static Context, base: usize
     // Another thread may have done it.
     let Some((base, size)) = unreached_at(launching.server, base as u64) else { return };
     let Some((_, _, tag)) = REGIONS.any(base) else { return };
-    let same_server = std::ptr::eq(tag.context.server, launching.server);
-    let context = if same_server && tag.context.is_alive() { tag.context } else { launching };
-    // A server that shares this process's memory has mapped what belongs to its own devices, if it can.
+    let own = std::ptr::eq(tag.context.server, launching.server) && tag.context.is_alive();
+    let context = if own { tag.context } else { launching };
+    // A server that shares this process's memory has mapped what belongs to its own contexts, if it can.
     let reached = match driver.devices.get(context.device as usize) {
-        Some(device) if device.shares_host_memory && !same_server && !mirror::is_here(base as u64) => {
+        Some(device) if device.shares_host_memory && !own && !mirror::is_here(base as u64) => {
             // The server may not know this memory.
             map(context, base, size).or_else(|_| mirror(driver, context, base, size))
         }
         _ => mirror(driver, context, base, size),
     };
-    if let Err(status) = reached {
+    if let Err(status) = &reached {
         launching.cannot_reach(format!(
             "kernels of {launching:?} cannot use the {size} bytes of pinned memory at {base:#x}: {status}. Kernels of several servers can use the same pinned memory if all servers are on this host, or none is and it is no more than {} MiB in all",
             mirror::MOST_SHARED >> 20
         ));
     }
-    settled(context.server, base);
+    // The next launch tries again if copies that are under way were in the way.
+    if reached != Err(Status::NOT_READY) {
+        settled(context.server, base);
+    }
 }
 
 /// Lets kernels reach the piece that begins at `base` by mirroring it. Copies that are under way end first.
@@ -246,15 +258,20 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     }
     for base in mirror::of_context(context) {
         if mirror::leave(driver, context, base) {
-            REGIONS.set_elsewhere(base as usize, false);
+            REGIONS.bring_back(base as usize);
         }
+        unsettled(context.server, base as usize);
     }
-    lock(&MAPPED).retain(|_, contexts| {
+    let mut left = Vec::new();
+    lock(&MAPPED).retain(|base, contexts| {
         // None: a server is being asked.
         let is_asked = contexts.is_empty();
-        contexts.retain(|other| !std::ptr::eq(*other, context));
+        if contexts.extract_if(.., |other| std::ptr::eq(*other, context)).count() != 0 {
+            left.push(*base);
+        }
         is_asked || !contexts.is_empty()
     });
+    left.into_iter().for_each(|base| unsettled(context.server, base));
 }
 
 /// Allocates pinned memory, at an exact address if one is given. Returns its address.
@@ -336,6 +353,22 @@ mod tests {
         assert!(REGIONS.any(others).is_some());
         let again = HostTag { context: stays, flags: 0, buffer: unique_id() };
         REGIONS.register(server.session, memory, SIZE, again).unwrap();
+    }
+
+    #[test]
+    fn other_contexts_reach_memory_again_that_was_mapped_in_a_context_that_is_gone() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        let [ends, stays] = [0, 1].map(|n| Context::new(ContextId(n), server, 0, 0, false));
+        let memory = register(stays);
+        lock(&MAPPED).insert(memory, vec![ends]);
+        assert!(unreached_at(server, memory as u64).is_none());
+        forget(driver, ends);
+        assert!(!lock(&MAPPED).contains_key(&memory));
+        assert!(unreached_at(server, memory as u64 + 8).is_some());
+        unmap(driver, memory, true);
+        forget(driver, ends);
+        assert!(unreached_at(server, memory as u64).is_none());
     }
 
     #[test]

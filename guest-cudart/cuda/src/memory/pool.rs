@@ -61,6 +61,8 @@ pub(crate) struct Pool {
     /// Size of its allocations together, in bytes: now and at its maximum.
     pub used: AtomicU64,
     pub used_high: AtomicU64,
+    /// The maximum of what was [reserved](Self::reserved).
+    pub reserved_high: AtomicU64,
 }
 
 impl Pool {
@@ -78,6 +80,7 @@ impl Pool {
             threshold: AtomicU64::new(0),
             used: AtomicU64::new(0),
             used_high: AtomicU64::new(0),
+            reserved_high: AtomicU64::new(0),
         }
     }
 
@@ -115,9 +118,16 @@ impl Pool {
         self.threshold.load(Ordering::Relaxed)
     }
 
-    /// Number of bytes reserved for it beyond those in use. A device's pool reserves none.
-    pub fn idle(&self) -> u64 {
-        self.host.as_ref().map_or(0, HostPool::idle)
+    /// Number of bytes reserved for it: those in use, and those that a pool of the host keeps for the next
+    /// allocations. Everything else belongs to the device.
+    pub fn reserved(&self) -> u64 {
+        self.used.load(Ordering::Relaxed) + self.host.as_ref().map_or(0, HostPool::idle)
+    }
+
+    /// The maximum of that.
+    pub fn reserved_high(&self) -> u64 {
+        let now = self.reserved();
+        self.reserved_high.fetch_max(now, Ordering::Relaxed).max(now)
     }
 
     /// The device on which it allocates for a context. Managed memory without a device location is on the
@@ -140,6 +150,7 @@ impl Pool {
         let before = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with);
         let used = before.map_err(|_| Status::OUT_OF_MEMORY)? + size;
         self.used_high.fetch_max(used, Ordering::Relaxed);
+        self.reserved_high();
         Ok(())
     }
 

@@ -552,6 +552,12 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
     Ok((driver, stream))
 }
 
+/// The stream of a handle, for questions that are allowed in any context and while it is captured.
+pub(crate) fn asked(handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
+    driver()?;
+    if handle > PER_THREAD { named(handle) } else { plain(context::current()?, handle, per_thread) }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;

@@ -1,9 +1,10 @@
 //! The private table for rgpu's own libcupti.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
 
 use super::{Slot, Table, table};
 use crate::abi::result::{Result, finish};
+use crate::code::library;
 
 use crate::process::{context, driver};
 use crate::streams::stream_table;
@@ -14,8 +15,35 @@ use client::activity::{ContextObserver, Observer};
 /// Sets the observer that is called for each CUDA call. NULL removes it.
 unsafe extern "C" fn observe(observer: *const Observer) -> u32 {
     // SAFETY: NULL, or a static of a library that is never closed.
-    client::activity::observe(unsafe { observer.as_ref() });
+    client::activity::observe(unsafe { observer.as_ref() }, kernel_of);
     0
+}
+
+/// Names the kernel that a function launches. NULL if it launches none; no name if there is no such kernel.
+unsafe extern "C" fn kernel_of(function: *const c_char, arguments: *const c_void) -> *const c_char {
+    // SAFETY: a function's name, and arguments of that function.
+    let launched = unsafe {
+        let words = arguments.cast::<usize>();
+        match CStr::from_ptr(function).to_bytes() {
+            b"cuLaunchKernel"
+            | b"cuLaunchKernel_ptsz"
+            | b"cuLaunchCooperativeKernel"
+            | b"cuLaunchCooperativeKernel_ptsz" => *words,
+            b"cuLaunchKernelEx" | b"cuLaunchKernelEx_ptsz" => *words.add(1),
+            _ => return std::ptr::null(),
+        }
+    };
+    library::name_of(launched).unwrap_or(c"".as_ptr())
+}
+
+/// The calling thread's current context and CUPTI's number for it. Both are 0 if there is none.
+unsafe extern "C" fn current_context(context_id: *mut u32) -> usize {
+    let number = context::current().map_or(0, |context| activity::context_number(context.device));
+    // SAFETY: NULL, or the caller's place for a number.
+    if let Some(place) = unsafe { context_id.as_mut() } {
+        *place = number;
+    }
+    context::current_handle()
 }
 
 extern "C" fn start() -> u32 {
@@ -61,7 +89,8 @@ unsafe extern "C" fn context_ids(handle: usize, context_id: *mut u32, device: *m
 /// CUPTI's number for a stream.
 unsafe extern "C" fn stream_id(stream: usize, per_thread: u32, id: *mut u32) -> u32 {
     let result: Result = (|| {
-        let (_, stream) = stream_table::ask(stream, per_thread != 0)?;
+        // Whatever a profiler asks, captures go on.
+        let stream = stream_table::asked(stream, per_thread != 0)?;
         // SAFETY: the caller passes a place for a number.
         unsafe { crate::abi::arguments::put(id, activity::stream_number(stream.id.0)) }
     })();
@@ -74,7 +103,7 @@ extern "C" fn observe_contexts(observer: Option<ContextObserver>) -> u32 {
     0
 }
 
-pub(super) static ACTIVITY: Table<9> = table(&[
+pub(super) static ACTIVITY: Table<10> = table(&[
     (1, observe as Slot),
     (2, start as Slot),
     (3, stop as Slot),
@@ -83,4 +112,5 @@ pub(super) static ACTIVITY: Table<9> = table(&[
     (6, context_ids as Slot),
     (7, stream_id as Slot),
     (8, observe_contexts as Slot),
+    (9, current_context as Slot),
 ]);

@@ -20,7 +20,8 @@ use crate::process::context::{self, Stored};
 use crate::process::device_attributes::attr;
 use crate::process::driver;
 use crate::streams::stream_table;
-use client::counters::{self, Call};
+use client::activity::KernelOf;
+use client::counters::{self, Call, RuntimeCall};
 use client::{Status, lock, log};
 
 /// A slot: a size or an address.
@@ -223,13 +224,24 @@ unsafe extern "C" fn each_function(
 }
 
 /// rgpu's own libcudart enters one of its functions. `known` is what the library caches for the function,
-/// initially NULL. A result other than 0 means that the thread is inside until it calls [`runtime_leaves`].
-unsafe extern "C" fn runtime_enters(known: *const AtomicPtr<Call>, name: *const c_char) -> u32 {
+/// initially NULL; `kernel` names the kernel that a launch launches. A result other than 0 means that the
+/// thread is inside until it calls [`runtime_leaves`].
+unsafe extern "C" fn runtime_enters(
+    known: *const AtomicPtr<Call>,
+    name: *const c_char,
+    arguments: *const c_void,
+    kernel: Option<KernelOf>,
+    version: u32,
+) -> u32 {
     if known.is_null() || name.is_null() {
         return 0;
     }
-    // SAFETY: the caller passes a place that lives as long as its library, and a NUL-terminated name.
-    u32::from(unsafe { counters::enter_runtime(&*known, CStr::from_ptr(name)) })
+    // SAFETY: the caller passes a place that lives as long as its library, and a NUL-terminated name. The
+    // arguments stay until it leaves the function.
+    u32::from(unsafe {
+        let (known, name) = (&*known, CStr::from_ptr(name));
+        counters::enter_runtime(&RuntimeCall { known, name, arguments, kernel, version })
+    })
 }
 
 extern "C" fn runtime_leaves() {
