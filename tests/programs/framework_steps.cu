@@ -439,6 +439,19 @@ static void dot(CUstream stream, int) {
     REQUIRE(sum == expected, "%f is not %f", sum, expected);
 }
 
+// The same sums in several arrays, each of which the host reads once the stream is done.
+static void sums(CUstream stream, int) {
+    static double *arrays[4];
+    for (double *&array : arrays) {
+        if (!array) array = (double *)pinned_bytes(sizeof(double) * N);
+        void *arguments[] = {&data, &array};
+        launch_with(sums_kernel, N, stream, arguments);
+    }
+    OK(cuStreamSynchronize(stream));
+    for (double *array : arrays)
+        for (int i = 0; i < N; i++) REQUIRE(array[i] == launches + i, "sum %d is %f after %d launches", i, array[i], launches);
+}
+
 // A short collective of NCCL's: its kernel writes words into pages of page-locked memory that each have another purpose, tells the program, and waits for its answer. The program finds what the kernel wrote before it told it.
 static void collective(CUstream stream, int step) {
     static volatile int *words = (volatile int *)pinned_bytes(PURPOSES * PURPOSE * sizeof(int));
@@ -748,7 +761,7 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"collective", collective}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"sums", sums}, {"collective", collective}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -84,7 +84,8 @@ impl PageSets {
             bytes += run.len;
             bytes <= MOST_BYTES
         };
-        let new = set.runs.iter().copied().filter(|run| !self.now.has(run) && !has(run) && may(run));
+        let is_new = |other: &Run| !other.meets(&run.range()) && !self.now.has(other) && !has(other);
+        let new = set.runs.iter().copied().filter(|other| is_new(other) && may(other));
         let more: Vec<Run> = new.take(MOST_MORE).take_while(&mut fits).collect();
         if !more.is_empty() {
             set.times += 1;
@@ -244,6 +245,18 @@ mod tests {
         assert_eq!(more.iter().map(|run| run.len).sum::<u64>(), MOST_BYTES);
         assert!(sets.with(Run { address: 1 << 30, len: SHORT + 1 }, |_| false, |_| true).is_empty());
         assert!(!sets.now.has(&Run { address: 1 << 30, len: SHORT + 1 }));
+    }
+
+    #[test]
+    fn a_longer_run_comes_with_no_part_of_itself() {
+        let (mut sets, both) = (PageSets::new(), Run { len: SHORT, ..page(1) });
+        for n in [1, 2, 9] {
+            sets.with(page(n), |_| false, |_| false);
+        }
+        sets.taken();
+        // The first of its pages is all that was given since.
+        sets.with(page(1), |_| false, |_| false);
+        assert_eq!(sets.with(both, |_| false, |_| true), [page(9)]);
     }
 
     #[test]
