@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::blocks::{Run, SHORT};
+use super::blocks::{Run, SHORT, SMALL};
 
 /// Maximum number of runs of a set.
 const MOST: usize = 32;
@@ -19,7 +19,7 @@ const MOST_MORE: usize = 15;
 const MOST_BYTES: u64 = 64 << 10;
 /// Number of sets that are remembered.
 const REMEMBERED: usize = 8;
-/// How often a set is fetched as a whole before it is forgotten.
+/// How often runs of a set come with another one before it is forgotten.
 const TIMES: u32 = 16;
 
 /// The runs that the program was given, by the time when they were taken away.
@@ -35,7 +35,7 @@ pub(super) struct PageSets {
 #[derive(Default)]
 struct Set {
     runs: Vec<Run>,
-    /// How often it was fetched as a whole.
+    /// How often runs of it have come with another one.
     times: u32,
 }
 
@@ -84,7 +84,9 @@ impl PageSets {
             bytes += run.len;
             bytes <= MOST_BYTES
         };
-        let is_new = |other: &Run| !other.meets(&run.range()) && !self.now.has(other) && !has(other);
+        // Neighbors may continue a sequence, of which the next access shows how long it is.
+        let near = run.address.saturating_sub(SMALL)..run.address + run.len + SMALL;
+        let is_new = |other: &Run| !other.meets(&near) && !self.now.has(other) && !has(other);
         let new = set.runs.iter().copied().filter(|other| is_new(other) && may(other));
         let more: Vec<Run> = new.take(MOST_MORE).take_while(&mut fits).collect();
         if !more.is_empty() {
@@ -120,7 +122,6 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::memory::managed::blocks::SMALL;
 
     const fn page(n: u64) -> Run {
         Run { address: n * SMALL, len: SMALL }
@@ -178,10 +179,10 @@ mod tests {
         let mut program = Program::new();
         for _ in 0..4 {
             for n in 0..REMEMBERED as u64 / 2 {
-                program.step(&[10 * n, 10 * n + 1]);
+                program.step(&[10 * n, 10 * n + 2]);
             }
         }
-        assert_eq!(program.access(10), Some(vec![11]));
+        assert_eq!(program.access(10), Some(vec![12]));
         program.lose();
         // Slots of a ring, each used alone.
         for n in 0..100 {
@@ -193,41 +194,41 @@ mod tests {
     #[test]
     fn what_is_no_longer_used_is_forgotten_in_time() {
         let mut program = Program::new();
-        program.step(&[1, 2, 3, 4, 5]);
+        program.step(&[1, 3, 5, 7, 9]);
         let times = (0..).take_while(|_| {
             let more = program.access(1);
             program.lose();
-            more.is_some_and(|more| more == [2, 3, 4, 5])
+            more.is_some_and(|more| more == [3, 5, 7, 9])
         });
         assert_eq!(times.count(), TIMES as usize);
         assert_eq!(program.access(1), Some(vec![]));
         program.lose();
         // What is used is learned again.
-        let faults: usize = (0..10 * (TIMES as usize + 1)).map(|_| program.step(&[1, 2, 3])).sum();
+        let faults: usize = (0..10 * (TIMES as usize + 1)).map(|_| program.step(&[1, 3, 5])).sum();
         assert_eq!(faults, 10 * (TIMES as usize + 3));
     }
 
     #[test]
     fn a_page_comes_along_once() {
         let mut program = Program::new();
-        program.step(&[1, 2, 3]);
-        assert_eq!(program.access(1), Some(vec![2, 3]));
+        program.step(&[1, 3, 5]);
+        assert_eq!(program.access(1), Some(vec![3, 5]));
         // A device has changed these.
         program.has.remove(&1);
-        program.has.remove(&2);
+        program.has.remove(&3);
         assert_eq!(program.access(1), Some(vec![]));
-        assert_eq!(program.access(2), Some(vec![]));
+        assert_eq!(program.access(3), Some(vec![]));
     }
 
     #[test]
     fn pages_that_stay_with_the_program_remain_in_its_set() {
         let mut program = Program::new();
-        assert_eq!([1, 2, 3].map(|n| program.access(n)), [const { Some(vec![]) }; 3]);
+        assert_eq!([1, 3, 5].map(|n| program.access(n)), [const { Some(vec![]) }; 3]);
         program.has.retain(|n| *n != 1);
         program.sets.taken();
         program.access(1);
         program.lose();
-        assert_eq!(program.access(2), Some(vec![3, 1]));
+        assert_eq!(program.access(3), Some(vec![5, 1]));
     }
 
     #[test]
@@ -248,25 +249,29 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_run_comes_with_no_part_of_itself() {
-        let (mut sets, both) = (PageSets::new(), Run { len: SHORT, ..page(1) });
-        for n in [1, 2, 9] {
-            sets.with(page(n), |_| false, |_| false);
-        }
-        sets.taken();
-        // The first of its pages is all that was given since.
-        sets.with(page(1), |_| false, |_| false);
-        assert_eq!(sets.with(both, |_| false, |_| true), [page(9)]);
+    fn neighbors_do_not_come_along() {
+        let mut program = Program::new();
+        program.step(&[4, 1, 2, 3, 9]);
+        assert_eq!(program.access(2), Some(vec![4, 9]));
+        assert_eq!(program.access(3), Some(vec![1]));
+        program.lose();
+        assert_eq!(program.access(9), Some(vec![2, 4, 3, 1]));
+        // Nor does a part of a longer run.
+        program.lose();
+        program.access(2);
+        program.has.clear();
+        let both = Run { len: SHORT, ..page(2) };
+        assert!(program.sets.with(both, |_| false, |_| true).is_empty());
     }
 
     #[test]
     fn memory_that_is_gone_does_not_come() {
         let mut program = Program::new();
-        program.step(&[1, 2, 3]);
-        program.sets.forget(&page(2).range());
-        assert_eq!(program.access(1), Some(vec![3]));
-        program.lose();
+        program.step(&[1, 3, 5]);
         program.sets.forget(&page(3).range());
+        assert_eq!(program.access(1), Some(vec![5]));
+        program.lose();
+        program.sets.forget(&page(5).range());
         assert_eq!(program.access(1), Some(vec![]));
     }
 }
