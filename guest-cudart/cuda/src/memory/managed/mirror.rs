@@ -378,11 +378,9 @@ impl<'s> Fetch<'s> {
         for ranges in commands {
             let range = |(_, address, to): &Part<'_>| MirrorRange { address: *address, len: to.len() as u64 };
             let ranges: Vec<_> = ranges.iter().map(range).collect();
-            let addresses: Vec<u64> = ranges.iter().map(|range| range.address).collect();
             dst.len = ranges.iter().map(|range| range.len).sum();
-            let (settled, next) = (remember && dst.len <= SMALL, dst.offset + dst.len);
-            let (context, has_now, dst_now) = (context.id, has.clone(), HostOut(dst));
-            let op = HostFetch { context, ranges, settled, remember, has: has_now, dst: dst_now };
+            let (context, settled, has_before) = (context.id, remember && dst.len <= SMALL, has.clone());
+            let op = HostFetch { context, ranges, settled, remember, has: has_before, dst: HostOut(dst) };
             match session.submit(&op) {
                 Ok(answer) => pending.push(answer),
                 Err(status) => {
@@ -391,8 +389,8 @@ impl<'s> Fetch<'s> {
                     return Err(status);
                 }
             }
-            has.extend(addresses);
-            dst.offset = next;
+            has.extend(op.ranges.iter().map(|range| range.address));
+            dst.offset += dst.len;
         }
         Ok(Some(Fetch { pending, block }))
     }
