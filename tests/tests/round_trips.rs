@@ -275,8 +275,8 @@ fn sums_that_a_kernel_writes_to_page_locked_memory_come_at_once() -> Result<()> 
     waits_of_a_step("dot", 2)
 }
 
-/// The access to one of four pages gets the others as well, except the few times when it is learned again which
-/// these are. Without that, a step makes five.
+/// The access to one of four pages gets the others as well, except the few times when it is learned again
+/// which these are. Without that, a step makes five.
 #[test]
 fn pages_that_a_program_reads_after_each_wait_come_at_once() -> Result<()> {
     for transport in ["local", "tcp"] {

@@ -334,10 +334,10 @@ pub(crate) fn read_in_order(ranges: Vec<Part<'_>>) -> Result {
     Ok(())
 }
 
-/// Reads ranges of one server that it remembers from then on: one after the other, but in one exchange. A
-/// block is read until nothing has changed between two readings. `has`: what the program has already of what
-/// the server remembers. Returns which of that, and of these ranges, has changed before the last one was read.
-/// `None` if the server, the arena or the reply slots do not allow that now.
+/// Reads ranges that their server remembers from then on: one after the other, but in one exchange. A block
+/// is read until nothing has changed between two readings. `has`: what the program has already of what the
+/// server remembers. Returns which of that, and of these ranges, has changed by the time when the last one
+/// was read. `None` if the server, the arena or the reply slots do not allow that now.
 pub(crate) fn read_remembered(mut ranges: Vec<Part<'_>>, has: Vec<u64>) -> Result<Option<Vec<u64>>> {
     let Some(fetch) = Fetch::begin(&ranges, Some(has))? else { return Ok(None) };
     fetch.end(&mut ranges).map(Some)

@@ -1,8 +1,8 @@
 //! Which pages of pinned memory the program uses together, so that one exchange fetches all of them.
 //!
-//! The pages that a program has are taken away whenever it learns that work is done, and when it puts new work
-//! on a stream. NCCL's thread needs the same few pages again each time. Between two such times, the short runs
-//! that the program is given are a set. The access to one of them then gets the others as well.
+//! The pages that a program has are taken away whenever it learns that work is done, and when it puts new
+//! work on a stream. NCCL's thread needs the same few pages again each time. The short runs that the program
+//! was given between two such times are a set. The access to one of them then gets the others as well.
 //!
 //! Nobody sees which of them the program really uses. So a set is forgotten now and then, and the program's
 //! next accesses make a new one. Only bookkeeping: no pages, no device.

@@ -17,8 +17,8 @@ impl State {
     /// Reads the device's bytes of a run, which the server remembers, and takes away those runs that the host
     /// was given before and that have changed by then. Returns false if that is not possible now.
     ///
-    /// Before it, reads `more` in the same exchange, as if the host were given one after the other. Afterwards
-    /// `more` is what the host would still have: what has not changed either. It is less if there is no room.
+    /// Before it, reads `more` in the same exchange, as if the host were given one after the other. What has
+    /// changed by then is removed from `more`, and so is what there is no room for.
     pub(super) fn fetch_beside_others(
         &mut self,
         driver: &'static Driver,
