@@ -1,7 +1,7 @@
 // One step of each of several programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, without and with long-range forces, of inference as a CUDA graph, of a token of llama.cpp, of a JAX
 // training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
 // Thrust's, and of loops that copy results, in the order and number in which they were traced; and of a training step of torch.compile, as it is and with graphs, of a step of OpenMM with PME and of its iterations for
-// constraints, and of BabelStream's dot product, as these programs' sources make them. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+// constraints, of BabelStream's dot product, and of a short collective of NCCL's, as these programs' sources make them. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
 #include "common.h"
 
@@ -37,6 +37,16 @@ __global__ void converged(const float *p, float enough, int *flag) {
     if (p[0] >= enough) *flag = 1;
 }
 
+// Words in as many pages, none of which are neighbors: the kernel's, one by which it tells the program that they are there, and the program's answer.
+static const int PURPOSE = 2048, PURPOSES = 7, TELLS = 5, ANSWERS = 6;
+
+__global__ void exchange_words(volatile int *words, int number) {
+    for (int i = 0; i < TELLS; i++) words[i * PURPOSE] = number + i;
+    __threadfence_system();
+    words[TELLS * PURPOSE] = number;
+    while (words[ANSWERS * PURPOSE] != number) {}
+}
+
 // Reads one texture, and writes it where another one reads.
 __global__ void filter(cudaTextureObject_t from, cudaTextureObject_t before, float *to) {
     float last = tex1Dfetch<float>(before, threadIdx.x);
@@ -44,7 +54,7 @@ __global__ void filter(cudaTextureObject_t from, cudaTextureObject_t before, flo
 }
 
 static const int N = 128;
-static CUkernel kernel, sums_kernel, converged_kernel, filter_kernel;
+static CUkernel kernel, sums_kernel, converged_kernel, filter_kernel, collective_kernel;
 static CUdevice device;
 // Two arrays: what the steps count in, and one that nothing is read from.
 static CUdeviceptr data;
@@ -429,6 +439,31 @@ static void dot(CUstream stream, int) {
     REQUIRE(sum == expected, "%f is not %f", sum, expected);
 }
 
+// The same sums in several arrays, each of which the host reads once the stream is done.
+static void sums(CUstream stream, int) {
+    static double *arrays[4];
+    for (double *&array : arrays) {
+        if (!array) array = (double *)pinned_bytes(sizeof(double) * N);
+        void *arguments[] = {&data, &array};
+        launch_with(sums_kernel, N, stream, arguments);
+    }
+    OK(cuStreamSynchronize(stream));
+    for (double *array : arrays)
+        for (int i = 0; i < N; i++) REQUIRE(array[i] == launches + i, "sum %d is %f after %d launches", i, array[i], launches);
+}
+
+// A short collective of NCCL's: its kernel writes words into pages of page-locked memory that each have another purpose, tells the program, and waits for its answer. The program finds what the kernel wrote before it told it.
+static void collective(CUstream stream, int step) {
+    static volatile int *words = (volatile int *)pinned_bytes(PURPOSES * PURPOSE * sizeof(int));
+    int number = step + 1;
+    void *arguments[] = {&words, &number};
+    launch_with(collective_kernel, 1, stream, arguments);
+    while (words[TELLS * PURPOSE] != number) {}
+    for (int i = 0; i < TELLS; i++) REQUIRE(words[i * PURPOSE] == number + i, "step %d: word %d is %d", step, i, words[i * PURPOSE]);
+    words[ANSWERS * PURPOSE] = number;
+    OK(cuStreamSynchronize(stream));
+}
+
 struct Done {
     std::mutex mutex;
     std::condition_variable changed;
@@ -726,7 +761,7 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"sums", sums}, {"collective", collective}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));
@@ -736,6 +771,7 @@ int main(int argc, char **argv) {
     CHECK(cudaGetKernel((cudaKernel_t *)&sums_kernel, (const void *)partial_sums));
     CHECK(cudaGetKernel((cudaKernel_t *)&converged_kernel, (const void *)converged));
     CHECK(cudaGetKernel((cudaKernel_t *)&filter_kernel, (const void *)filter));
+    CHECK(cudaGetKernel((cudaKernel_t *)&collective_kernel, (const void *)exchange_words));
     OK(cuCtxGetDevice(&device));
     CUstream stream;
     OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));

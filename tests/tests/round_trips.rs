@@ -275,6 +275,34 @@ fn sums_that_a_kernel_writes_to_page_locked_memory_come_at_once() -> Result<()> 
     waits_of_a_step("dot", 2)
 }
 
+/// The access to one of four pages gets the others as well, except the few times when it is learned again
+/// which these are. Without that, a step makes five.
+#[test]
+fn pages_that_a_program_reads_after_each_wait_come_at_once() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let (few, many) = (20, 120);
+        let [begun, ended] = waits(transport, "framework_steps", &["sums"], few, many)?;
+        let (steps, waits) = (u64::from(many - few), ended - begun);
+        assert!(waits <= 5 * steps / 2, "{steps} steps over {transport} waited {waits} times");
+    }
+    Ok(())
+}
+
+/// In each step, a program and a running kernel tell each other something in seven pages. The program's first
+/// access gets all of them, and the kernel's changes come without being asked for: what remains is an access
+/// to write. Without that there are seven. The limit leaves room for a busy machine.
+#[test]
+fn the_pages_of_a_short_collective_come_at_once() -> Result<()> {
+    let faults = |steps: u64| -> Result<u64> {
+        let lines = stats_of("tcp", "framework_steps", &["collective", &steps.to_string()])?;
+        counter_of(lines.first().context("no counters")?, "page_faults")
+    };
+    let (few, many) = (20, 120);
+    let (steps, faults) = (many - few, faults(many)?.saturating_sub(faults(few)?));
+    assert!(faults <= 4 * steps, "the program stopped at pages {faults} times in {steps} steps");
+    Ok(())
+}
+
 /// If another stream is not waited for, the program sees what its kernels write, even once it is destroyed.
 #[test]
 fn memory_that_an_ended_stream_changes_is_not_taken_for_settled() -> Result<()> {

@@ -16,6 +16,9 @@ pub(super) const MOST_READINGS: usize = 8;
 /// Size of a block of pinned memory, in bytes: a page, because a program may poll a word while the device
 /// works.
 pub(crate) const SMALL: u64 = client::pages::PAGE as u64;
+/// Maximum size of a run of pinned memory that may have a word that the program polls, and not a part of a
+/// longer sequence.
+pub(super) const SHORT: u64 = 2 * SMALL;
 /// Maximum bytes that one fault fetches, of managed and of pinned memory.
 const LONGEST: u64 = 4 << 20;
 const LONGEST_SMALL: u64 = 1 << 20;
@@ -25,6 +28,16 @@ const LONGEST_SMALL: u64 = 1 << 20;
 pub(crate) struct Run {
     pub address: u64,
     pub len: u64,
+}
+
+impl Run {
+    pub fn range(&self) -> Range<u64> {
+        self.address..self.address + self.len
+    }
+
+    pub fn meets(&self, range: &Range<u64>) -> bool {
+        self.address < range.end && range.start < self.address + self.len
+    }
 }
 
 /// What a fault needs.
@@ -129,17 +142,21 @@ impl Blocks {
         }
     }
 
-    /// The host has been given a run.
+    /// The host has been given a run, which answers an access.
     pub fn given(&mut self, run: Run, write: bool) {
-        let first = (run.address - self.base) / self.grain;
-        let count = run.len.div_ceil(self.grain);
+        let numbers = self.numbers(&run.range());
+        let first = numbers.start;
         let streak = if self.host.contains_key(&first) { &mut self.allowed } else { &mut self.fetched };
         if !self.polled.contains(&first) {
-            streak.answered(first, count);
+            streak.answered(first, numbers.end - first);
         }
-        for n in first..first + count {
-            self.host.insert(n, write);
-        }
+        self.host.extend(numbers.map(|n| (n, write)));
+    }
+
+    /// The host has been given a run to read with another one, which answers an access.
+    pub fn came_along(&mut self, run: Run) {
+        let numbers = self.numbers(&run.range());
+        self.host.extend(numbers.map(|n| (n, false)));
     }
 
     /// Notes whether the program waits for words in the block of an address.
@@ -252,6 +269,21 @@ mod tests {
             runs.push((first, run.len / SMALL));
         }
         assert_eq!(runs, [(0, 1), (127, 1), (125, 2), (121, 4), (113, 8), (97, 16), (65, 32), (1, 64)]);
+    }
+
+    #[test]
+    fn what_comes_along_answers_no_fault() {
+        let mut blocks = Blocks::new(BASE, 1 << 20, SMALL, false);
+        let page = |n: u64| Run { address: BASE + n * SMALL, len: SMALL };
+        blocks.given(page(10), false);
+        blocks.came_along(page(50));
+        assert_eq!(blocks.fault(page(10).address, true), Answer::Allow(page(10)));
+        assert_eq!(blocks.fault(page(50).address, false), Answer::Nothing);
+        assert_eq!(blocks.fault(page(50).address, true), Answer::Allow(page(50)));
+        // The next page continues the sequence of the other one only.
+        assert_eq!(blocks.fault(page(51).address, false), Answer::Fetch(page(51)));
+        assert_eq!(blocks.fault(page(11).address, false), Answer::Fetch(Run { len: 2 * SMALL, ..page(11) }));
+        assert_eq!(blocks.held(&(0..u64::MAX)), [page(10), page(50)]);
     }
 
     #[test]

@@ -324,7 +324,7 @@ pub(crate) fn read_in_order(ranges: Vec<Part<'_>>) -> Result {
             None => by_server.push(vec![part]),
         }
     }
-    let begin = |parts: Vec<_>| Fetch::begin(&parts, false, None).map(|fetch| (fetch, parts));
+    let begin = |parts: Vec<_>| Fetch::begin(&parts, None).map(|fetch| (fetch, parts));
     let begun: Vec<_> = by_server.into_iter().map(begin).collect::<Result<_>>()?;
     let (fetched, others): (Vec<_>, Vec<_>) = begun.into_iter().partition(|(fetch, _)| fetch.is_some());
     read_in_answers(others.into_iter().flat_map(|(_, parts)| parts).collect())?;
@@ -334,31 +334,30 @@ pub(crate) fn read_in_order(ranges: Vec<Part<'_>>) -> Result {
     Ok(())
 }
 
-/// Reads a range that the server remembers from then on, if `settled` until nothing has changed between two
-/// readings. `has`: what the program has already of what the server remembers. Returns which of that has
-/// changed. `None` if the server or the arena cannot do that now.
-pub(crate) fn read_remembered(
-    context: &Context,
-    address: u64,
-    to: &mut [u8],
-    settled: bool,
-    has: Vec<u64>,
-) -> Result<Option<Vec<u64>>> {
-    let mut part = [(context, address, to)];
-    let Some(fetch) = Fetch::begin(&part, settled, Some(has))? else { return Ok(None) };
-    fetch.end(&mut part).map(Some)
+/// Reads ranges that their server remembers from then on: one after the other, but in one exchange. A block
+/// is read until nothing has changed between two readings. `has`: what the program has already of what the
+/// server remembers. Returns which of that, and of these ranges, has changed by the time when the last one
+/// was read. `None` if the server, the arena or the reply slots do not allow that now.
+pub(crate) fn read_remembered(mut ranges: Vec<Part<'_>>, has: Vec<u64>) -> Result<Option<Vec<u64>>> {
+    let Some(fetch) = Fetch::begin(&ranges, Some(has))? else { return Ok(None) };
+    fetch.end(&mut ranges).map(Some)
 }
 
 /// Bytes on their way through the arena.
 struct Fetch<'s> {
-    pending: Pending<'s, HostFetchReply>,
+    /// Dropped before the block, to which the host writes until it has replied.
+    pending: Vec<Pending<'s, HostFetchReply>>,
     block: Block<'s>,
 }
 
 impl<'s> Fetch<'s> {
+    /// `has`: if the ranges are to be remembered, what the program has already. Then each is a command of its
+    /// own, for which the program has those before it.
+    ///
     /// `None` if the bytes fit into one answer, or if there is no room for them in the arena: work that waits
-    /// for the program may occupy it, and the program waits for this.
-    fn begin(ranges: &[Part<'s>], settled: bool, has: Option<Vec<u64>>) -> Result<Option<Fetch<'s>>> {
+    /// for the program may occupy it, and the program waits for this. Nor does this thread take several reply
+    /// slots if others may need them.
+    fn begin(ranges: &[Part<'s>], has: Option<Vec<u64>>) -> Result<Option<Fetch<'s>>> {
         let Some((context, ..)) = ranges.first() else { return Ok(None) };
         let session = context.session();
         let len: usize = ranges.iter().map(|(.., to)| to.len()).sum();
@@ -366,31 +365,47 @@ impl<'s> Fetch<'s> {
         if fits || !session.knows::<HostFetch>() || len > session.arena().largest() {
             return Ok(None);
         }
+        let remember = has.is_some();
+        let commands = ranges.chunks(if remember { 1 } else { ranges.len() });
+        if commands.len() > 1 && !session.has_free_slot() {
+            return Ok(None);
+        }
         let Some(block) = session.arena().try_alloc(len, session.progress().released()) else {
             return Ok(None);
         };
-        let range = |(_, address, to): &Part<'_>| MirrorRange { address: *address, len: to.len() as u64 };
-        let ranges = ranges.iter().map(range).collect();
-        let dst = HostOut(block.range(len));
-        let (remember, has) = (has.is_some(), has.unwrap_or_default());
-        let op = HostFetch { context: context.id, ranges, settled, remember, has, dst };
-        let pending = match session.submit(&op) {
-            Ok(pending) => pending,
-            Err(status) => {
-                // The block is lost with the session.
-                std::mem::forget(block);
-                return Err(status);
+        let (mut has, mut dst) = (has.unwrap_or_default(), block.range(len));
+        let mut pending = Vec::with_capacity(commands.len());
+        for ranges in commands {
+            let range = |(_, address, to): &Part<'_>| MirrorRange { address: *address, len: to.len() as u64 };
+            let ranges: Vec<_> = ranges.iter().map(range).collect();
+            dst.len = ranges.iter().map(|range| range.len).sum();
+            let (context, settled, has_before) = (context.id, remember && dst.len <= SMALL, has.clone());
+            let op = HostFetch { context, ranges, settled, remember, has: has_before, dst: HostOut(dst) };
+            match session.submit(&op) {
+                Ok(answer) => pending.push(answer),
+                Err(status) => {
+                    // The block is lost with the session.
+                    std::mem::forget(block);
+                    return Err(status);
+                }
             }
-        };
+            has.extend(op.ranges.iter().map(|range| range.address));
+            dst.offset += dst.len;
+        }
         Ok(Some(Fetch { pending, block }))
     }
 
+    /// Returns what the answers name.
     fn end(self, ranges: &mut [Part<'_>]) -> Result<Vec<u64>> {
-        let changed = self.pending.wait()?.changed;
+        let Fetch { pending, block } = self;
+        let mut changed = Vec::new();
+        for answer in pending {
+            changed.extend(answer.wait()?.changed);
+        }
         let mut at = 0;
         for (.., to) in ranges {
             // SAFETY: the block has the bytes of all ranges, one after the other.
-            unsafe { move_bytes(self.block.ptr().add(at), to.as_mut_ptr(), to.len()) };
+            unsafe { move_bytes(block.ptr().add(at), to.as_mut_ptr(), to.len()) };
             at += to.len();
         }
         counters::add(&COUNTERS.mirror_bytes, at as u64);
@@ -534,7 +549,7 @@ impl State {
             let end = base + size;
             let run = match piece.blocks.fault(at, true) {
                 Answer::Zeroes(run) | Answer::Fetch(run) => {
-                    self.fetch(base, run, &mut buffer)?;
+                    self.fetch(base, run, &mut buffer, &mut [])?;
                     pages(driver)?.fill(run.address as usize, &buffer, true).map_err(page_faults::failed)?;
                     run
                 }

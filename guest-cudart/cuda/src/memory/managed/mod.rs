@@ -32,6 +32,7 @@ pub(crate) mod compared_words;
 pub(crate) mod forks;
 pub(crate) mod mirror;
 pub(crate) mod page_faults;
+mod page_sets;
 mod publishing;
 mod read_ahead;
 pub(crate) mod shared_blocks;
@@ -52,6 +53,7 @@ use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{BLOCK, Blocks, Run};
 use crate::memory::managed::compared_words::Compared;
 use crate::memory::managed::mirror::Mirrors;
+use crate::memory::managed::page_sets::PageSets;
 use crate::memory::managed::shared_blocks::Together;
 use crate::memory::managed::watch::Watch;
 use crate::memory::managed::write_turns::Publishing;
@@ -97,6 +99,8 @@ pub(crate) struct State {
     together: Vec<Together>,
     /// Whether another one is being given.
     gives: bool,
+    /// Which pages of it the program uses together.
+    sets: PageSets,
     /// When the program's changes there are sent.
     publishing: Publishing,
     /// What servers watch.
@@ -116,6 +120,7 @@ pub(crate) static STATE: Mutex<State> = Mutex::new(State {
     movers: Vec::new(),
     together: Vec::new(),
     gives: false,
+    sets: PageSets::new(),
     publishing: Publishing::new(),
     watches: Vec::new(),
     compared: Vec::new(),
@@ -248,6 +253,9 @@ impl State {
         self.held.remove(&base);
         self.together.retain(|together| together.base != base);
         let piece = self.pieces.remove(&base);
+        if let Some((size, _)) = &piece {
+            self.sets.forget(&(base..base + size));
+        }
         self.elsewhere -= usize::from(piece.as_ref().is_some_and(|(_, piece)| is_elsewhere(base, piece)));
         self.counted();
         piece
@@ -267,6 +275,10 @@ impl State {
     /// Gives the device a range of one piece: sends the bytes that the host has changed, and takes the blocks
     /// away from the host.
     fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        if piece.pinned && !piece.blocks.held(range).is_empty() {
+            self.sets.taken();
+        }
         self.part(driver, |together| together.base == base && together.touches(range))?;
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         let (dirty, held) = (piece.blocks.dirty(range), piece.blocks.held(range));

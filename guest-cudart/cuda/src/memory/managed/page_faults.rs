@@ -4,6 +4,7 @@ use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
 
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, Run};
+use crate::memory::managed::shared_blocks::Fetched;
 use crate::memory::managed::{ORDER, STATE, State, mirror, shared_blocks};
 use crate::memory::transfer::Transfer;
 use crate::process::driver::Driver;
@@ -157,12 +158,38 @@ impl State {
                 fill(pages, run, zeroed(buffer, run), fault.write)?;
             }
             Answer::Fetch(run) => {
-                self.fetch(base, run, buffer)?;
+                let mut more = self.what_comes_with(base, run);
+                self.fetch(base, run, buffer, &mut more)?;
                 self.given(base, run, fault.write);
+                more.iter().for_each(|fetched| self.came_along(fetched));
+                for Fetched { run, bytes, .. } in more {
+                    fill(pages, run, &bytes, false)?;
+                }
                 fill(pages, run, buffer, fault.write)?;
             }
         }
         Ok(true)
+    }
+
+    /// What the host gets with a run of pinned memory that an access needs: what the program used together
+    /// with it before. It is in the same context, so that nobody else's failure matters.
+    pub(super) fn what_comes_with(&mut self, base: u64, run: Run) -> Vec<Fetched> {
+        let State { sets, pieces, .. } = self;
+        let Some((_, accessed)) = pieces.get(&base).filter(|(_, piece)| piece.pinned) else {
+            return Vec::new();
+        };
+        // A set has only runs of pieces that exist.
+        let piece_of =
+            |run: &Run| pieces.range(..=run.address).next_back().map(|(at, (_, piece))| (*at, piece));
+        let has =
+            |run: &Run| piece_of(run).is_some_and(|(_, piece)| !piece.blocks.held(&run.range()).is_empty());
+        let may = |run: &Run| {
+            piece_of(run).is_some_and(|(_, piece)| {
+                std::ptr::eq(piece.context, accessed.context) && !piece.blocks.is_zero()
+            })
+        };
+        let more = sets.with(run, has, may).into_iter();
+        more.filter_map(|run| piece_of(&run).map(|(at, _)| Fetched::nothing_yet(at, run))).collect()
     }
 
     /// Records that the host is about to get a run. This must come first: the thread continues as soon as the
@@ -175,19 +202,36 @@ impl State {
         }
     }
 
+    /// The same for a run that the host gets to read with another one, which an access needs.
+    pub(super) fn came_along(&mut self, fetched: &Fetched) {
+        if let Some((_, piece)) = self.pieces.get_mut(&fetched.base) {
+            piece.blocks.came_along(fetched.run);
+            self.held.insert(fetched.base);
+            self.counted();
+        }
+    }
+
     /// Lets the host write to a run that it has.
     pub(crate) fn allow_writes(&mut self, pages: &Pages, base: u64, run: Run) -> Result {
         self.given(base, run, true);
         pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)
     }
 
-    /// Reads the device's bytes of a run.
-    pub(crate) fn fetch(&mut self, base: u64, run: Run, buffer: &mut Vec<u8>) -> Result {
+    /// Reads the device's bytes of a run, and in the same exchange those of `more`, which is pinned memory as
+    /// well.
+    pub(super) fn fetch(
+        &mut self,
+        base: u64,
+        run: Run,
+        buffer: &mut Vec<u8>,
+        more: &mut [Fetched],
+    ) -> Result {
         let bytes = zeroed(buffer, run);
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         let context = piece.context;
         if piece.pinned {
-            return mirror::read(context, run.address, bytes);
+            let more = more.iter_mut().map(|more| (context, more.run.address, &mut more.bytes[..]));
+            return mirror::read_in_order(more.chain([(context, run.address, bytes)]).collect());
         }
         let stream = self.mover(context)?;
         let transfer = Transfer { stream: &stream };

@@ -18,7 +18,8 @@
 //! change of it that the server reports, the server compares the other blocks that the host has, and those
 //! that the device has changed are taken away. (With an older server, they are read again or taken away.) So
 //! the program never sees a later write of the device before an earlier one. Where the program reads one
-//! block after the other, several are fetched at once, and read only once.
+//! block after the other, several are fetched at once, and read only once. Blocks that it used together
+//! before ([`page_sets`](super::page_sets)) are read one by one, but in one exchange.
 //!
 //! Ordering of the program's writes: it can write to one block at a time, or to a few in a row if it writes
 //! them one after the other. Before it can write elsewhere, its changes there are sent, and it can only read
@@ -30,7 +31,7 @@ use std::sync::{Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
-use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SMALL};
+use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SHORT};
 use crate::memory::managed::changes::{changes, rows, send};
 use crate::memory::managed::{ALL, STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
@@ -42,10 +43,8 @@ use client::{lock, log};
 
 /// Minimum time that the host keeps a block that is not watched.
 pub(crate) const WHILE: Duration = Duration::from_micros(100);
-/// The same for a run that is longer than [`READ_AGAIN`].
+/// The same for a run that is longer than [`SHORT`].
 const WHILE_LONG: Duration = Duration::from_millis(1);
-/// Maximum size of a run that is read again when another one is given. Longer ones are taken away.
-pub(super) const READ_AGAIN: u64 = 2 * SMALL;
 
 /// A run that the host was given while the device worked.
 pub(crate) struct Together {
@@ -68,7 +67,7 @@ pub(crate) struct Together {
 impl Together {
     /// Whether it is as short as what a program polls.
     pub fn is_short(&self) -> bool {
-        self.run.len <= READ_AGAIN
+        self.run.len <= SHORT
     }
 
     /// Whether it is pinned memory of a context's server.
@@ -77,7 +76,7 @@ impl Together {
     }
 
     pub fn range(&self) -> Range<u64> {
-        self.run.address..self.run.address + self.run.len
+        self.run.range()
     }
 
     /// The bytes of a part of it when the host was given them, or when they were last sent.
@@ -87,7 +86,21 @@ impl Together {
     }
 
     pub fn touches(&self, range: &Range<u64>) -> bool {
-        self.run.address < range.end && range.start < self.run.address + self.run.len
+        self.run.meets(range)
+    }
+}
+
+/// Bytes of a run that the host is about to get.
+pub(super) struct Fetched {
+    /// First address of the piece.
+    pub base: u64,
+    pub run: Run,
+    pub bytes: Vec<u8>,
+}
+
+impl Fetched {
+    pub fn nothing_yet(base: u64, run: Run) -> Fetched {
+        Fetched { base, run, bytes: vec![0; run.len as usize] }
     }
 }
 
@@ -193,12 +206,16 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 
 #[cold]
 fn take_all(driver: &'static Driver) {
-    told(lock(&STATE).part(driver, |_| true));
+    let mut state = lock(&STATE);
+    state.sets.taken();
+    told(state.part(driver, |_| true));
 }
 
 fn take_pinned(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
-        told(lock(&STATE).part(driver, |together| together.pinned));
+        let mut state = lock(&STATE);
+        state.sets.taken();
+        told(state.part(driver, |together| together.pinned));
     }
 }
 
@@ -320,7 +337,7 @@ impl State {
             Answer::Nothing => {}
             Answer::Allow(run) => self.allow_writes(pages, base, run)?,
             Answer::Zeroes(run) | Answer::Fetch(run) => {
-                self.fetch(base, run, buffer)?;
+                self.fetch(base, run, buffer, &mut [])?;
                 self.given(base, run, fault.write);
                 pages.fill(run.address as usize, buffer, fault.write).map_err(page_faults::failed)?;
                 let Some((_, piece)) = self.pieces.get(&base) else { return Ok(true) };
@@ -364,30 +381,41 @@ impl State {
                 let Some(context) = self.pieces.get(&base).map(|(_, piece)| piece.context) else {
                     return Ok(false);
                 };
-                let mut before = vec![0; run.len as usize];
+                let mut accessed = Fetched::nothing_yet(base, run);
+                let mut more = self.what_comes_with(base, run);
                 let mut remembered = false;
                 // Until the device has changed no compared words: it may have changed them before it wrote
                 // these bytes, or after it wrote what these bytes lack.
                 for _ in 0..MOST_READINGS {
-                    remembered = self.fetch_beside_others(driver, context, run, &mut before)?;
+                    remembered = self.fetch_beside_others(driver, context, &mut more, &mut accessed)?;
                     if !remembered {
-                        self.fetch_after_others(driver, context, run, &mut before)?;
+                        self.fetch_after_others(driver, context, run, &mut accessed.bytes)?;
                     }
                     if !self.compare_beside()? {
                         break;
                     }
+                    // As all that the program has.
+                    more.clear();
                 }
                 let took = begun.elapsed();
-                self.given(base, run, false);
-                pages.fill(run.address as usize, &before, false).map_err(page_faults::failed)?;
                 // The program has a run for longer than moving it takes.
-                let keeps =
-                    if run.len <= READ_AGAIN { WHILE.max(took * 2) } else { WHILE_LONG.max(took * 4) };
+                let keeps = if run.len <= SHORT { WHILE.max(took * 2) } else { WHILE_LONG.max(took * 4) };
                 let until = (!remembered).then(|| Instant::now() + keeps);
-                let number = new_number();
-                let together =
-                    Together { base, pinned: true, context, run, before, number, remembered, until };
-                self.together.push(together);
+                self.given(base, run, false);
+                more.iter().for_each(|fetched| self.came_along(fetched));
+                for Fetched { base, run, bytes } in more.into_iter().chain([accessed]) {
+                    pages.fill(run.address as usize, &bytes, false).map_err(page_faults::failed)?;
+                    self.together.push(Together {
+                        base,
+                        pinned: true,
+                        context,
+                        run,
+                        before: bytes,
+                        number: new_number(),
+                        remembered,
+                        until,
+                    });
+                }
                 if fault.write {
                     self.let_write(pages, base, run, fault.address as u64)?;
                 }

@@ -3,7 +3,7 @@
 
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{MOST_READINGS, Run, SMALL};
-use crate::memory::managed::shared_blocks::{READ_AGAIN, Together};
+use crate::memory::managed::shared_blocks::{Fetched, Together};
 use crate::memory::managed::{State, mirror, pages, watch};
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -16,27 +16,44 @@ const MOST_BYTES: u64 = 4 << 20;
 impl State {
     /// Reads the device's bytes of a run, which the server remembers, and takes away those runs that the host
     /// was given before and that have changed by then. Returns false if that is not possible now.
+    ///
+    /// Before it, reads `more` in the same exchange, as if the host were given one after the other. What has
+    /// changed by then is removed from `more`, and so is what there is no room for.
     pub(super) fn fetch_beside_others(
         &mut self,
         driver: &'static Driver,
         context: &'static Context,
-        run: Run,
-        bytes: &mut [u8],
+        more: &mut Vec<Fetched>,
+        accessed: &mut Fetched,
     ) -> Result<bool> {
         if !watch::is_possible(context) {
+            more.clear();
             return Ok(false);
         }
-        let old = self.surplus(context, run.len);
+        let old = self.surplus(context, accessed.run.len);
         self.part(driver, |together| old.contains(&together.number))?;
+        // No other run has to go for these.
+        let here = self.together.iter().filter(|together| together.is_in(context)).count();
+        more.truncate(MOST.saturating_sub(here + 1));
         let has = self.remembered(context);
-        let settled = run.len <= SMALL;
-        let Some(changed) = mirror::read_remembered(context, run.address, bytes, settled, has)? else {
+        let mut read = |more: &mut Vec<Fetched>| {
+            let parts = more.iter_mut().chain([&mut *accessed]);
+            let parts = parts.map(|fetched| (context, fetched.run.address, &mut fetched.bytes[..]));
+            mirror::read_remembered(parts.collect(), has.clone())
+        };
+        let mut changed = read(more)?;
+        if changed.is_none() && !more.is_empty() {
+            more.clear();
+            changed = read(more)?;
+        }
+        let Some(changed) = changed else {
             return Ok(false);
         };
         self.part(driver, |together| {
             let unknown = !together.remembered || changed.contains(&together.run.address);
             together.is_in(context) && unknown
         })?;
+        more.retain(|fetched| !changed.contains(&fetched.run.address));
         Ok(true)
     }
 
@@ -96,7 +113,7 @@ impl State {
         let mut gone: Vec<Together> = Vec::new();
         let mut others: Vec<(Together, Vec<u8>)> = Vec::new();
         for (i, together) in pinned.into_iter().enumerate() {
-            if i >= oldest && together.run.len <= READ_AGAIN {
+            if i >= oldest && together.is_short() {
                 let now = vec![0; together.run.len as usize];
                 others.push((together, now));
             } else {

@@ -106,7 +106,10 @@ impl State {
                 counters::add(&COUNTERS.mirror_bytes, size_of_val(&words[..]) as u64);
                 self.take_changes(driver, context, &words, &changed)
             }
-            _ => self.part(driver, |together| together.is_in(context)),
+            _ => {
+                self.sets.taken();
+                self.part(driver, |together| together.is_in(context))
+            }
         };
         self.watch();
         // Later, the words would be older than what the server remembers.
