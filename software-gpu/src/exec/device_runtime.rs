@@ -302,7 +302,8 @@ fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<(Vec<u8>,
         }
         if text.get(i) == Some(&b'.') {
             i += 1;
-            spec.precision = Some(number(&mut i, w)?.unwrap_or(0).max(0) as usize);
+            // A negative one counts as none.
+            spec.precision = usize::try_from(number(&mut i, w)?.unwrap_or(0)).ok().map(|p| p.min(4096));
         }
         let mut long = false;
         let mut short = 0;

@@ -417,7 +417,7 @@ impl<'a> Lowering<'a, '_> {
             return Ok((*at, None));
         }
         let bits = size * 8;
-        let at = self.allocate_local(size, size.clamp(1, 16));
+        let at = self.allocate_local(size, size.next_power_of_two().min(16))?;
         if !store {
             return Ok((at, Some(bits)));
         }
@@ -455,7 +455,7 @@ impl<'a> Lowering<'a, '_> {
         };
         let (argument_sizes, result_sizes) = match prototype {
             Some(Symbol::Prototype { params, returns }) => (params, returns),
-            _ => (Vec::new(), Vec::new()),
+            _ => Default::default(),
         };
         let mut list = vec![arguments.len() as u32, results.len() as u32];
         for (n, op) in arguments.iter().enumerate() {
@@ -483,10 +483,10 @@ impl<'a> Lowering<'a, '_> {
             }
         }
         for (op, at, bits) in loads {
-            let to = self.destination(op, bits)?;
             let Some(handler) = memory::frame_load_handler(bits, 1) else {
                 return self.unsupported("this kind of result");
             };
+            let to = self.destination(op, bits)?;
             self.emit(handler, [to, NONE, NONE, NONE, NONE, NONE], i64::from(at));
         }
         Ok(())

@@ -103,11 +103,12 @@ pub(crate) struct Clusters {
 
 #[derive(Debug)]
 pub(crate) enum Stmt<'a> {
-    Label(&'a str),
+    /// With its line.
+    Label(&'a str, u32),
     Var(Var<'a>),
     Inst(Inst<'a>),
     Block(Vec<Stmt<'a>>),
-    /// `.branchtargets` and `.calltargets`.
+    /// `.branchtargets`.
     Targets(&'a str, Vec<&'a str>),
     Prototype {
         name: &'a str,

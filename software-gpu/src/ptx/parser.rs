@@ -484,11 +484,6 @@ impl<'a> Parser<'a> {
                 }
                 Token::Dot("noreturn" | "unified") => {
                     self.next();
-                    if self.eat(b'(') {
-                        while !self.eat(b')') {
-                            self.next();
-                        }
-                    }
                 }
                 Token::Dot("reqnctapercluster") => {
                     self.next();
@@ -569,10 +564,13 @@ impl<'a> Parser<'a> {
                 self.variables(Linkage::Local, &mut |var| out.push(Stmt::Var(var)))?;
             }
             Token::Ident(name) if self.peek2() == Token::Punct(b':') => {
+                let line = self.line();
                 self.next();
                 self.next();
                 match self.peek() {
-                    Token::Dot("branchtargets" | "calltargets") => {
+                    // The functions that a call may reach are no matter.
+                    Token::Dot("calltargets") => self.skip_to_semicolon()?,
+                    Token::Dot("branchtargets") => {
                         self.next();
                         let mut names = vec![self.ident()?];
                         while self.eat(b',') {
@@ -591,7 +589,7 @@ impl<'a> Parser<'a> {
                         self.skip_to_semicolon()?;
                         out.push(Stmt::Prototype { name, returns, params });
                     }
-                    _ => out.push(Stmt::Label(name)),
+                    _ => out.push(Stmt::Label(name, line)),
                 }
             }
             Token::Punct(b'@') | Token::Ident(_) => out.push(Stmt::Inst(self.instruction()?)),
