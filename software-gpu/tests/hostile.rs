@@ -160,3 +160,35 @@ fn printf_takes_any_precision_and_width() {
     let printed = String::from_utf8(bench.printed.lock().unwrap().clone()).unwrap();
     assert_eq!(printed, format!("1.5{}|1.500000|7{}", "0".repeat(4095), " ".repeat(4095)));
 }
+
+#[test]
+fn what_is_not_known_of_constants_is_refused() {
+    assert!(refused_body(".reg .pred %p; isspacep.const %p, %rd0;").contains("isspacep.const"));
+    assert!(refused_body("cvt.rn.satfinite.tf32.f32 %r0, %r1;").contains("cvt.rn.satfinite.tf32.f32"));
+}
+
+/// All threads of a launch share the parameters.
+#[test]
+fn parameters_cannot_be_written() {
+    for work in [
+        "st.u32 [%rd], 5;",
+        "atom.add.u32 %r, [%rd], 5;",
+        "red.add.u32 [%rd], 5;",
+        "st.v2.u32 [%rd], {%r, %r};",
+    ] {
+        let text = format!(
+            "{HEAD}.visible .entry k(.param .align 8 .b8 p[8]) {{ .reg .b64 %rd; .reg .b32 %r; mov.u64 %rd, p; cvta.param.u64 %rd, %rd;\n\
+             ld.u32 %r, [%rd]; {work} ret; }}"
+        );
+        let bench = Bench::new();
+        let module = bench.gpu.load_module(text.as_bytes()).unwrap();
+        let error = bench.run(&module, "k", LaunchConfig::linear(1, 1), &[1; 8]).unwrap_err();
+        assert_eq!(error.cuda_code(), 700, "{work}: {error}");
+    }
+}
+
+#[test]
+fn a_result_without_size_is_refused() {
+    let call = "p: .callprototype (.param .b8 _[]) _ (); call (_), %rd0, (), p;";
+    assert!(refused_body(call).contains("this kind of result"));
+}

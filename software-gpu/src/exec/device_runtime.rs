@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::Fault;
-use crate::exec::memory::{Generic, Place};
+use crate::exec::memory::{Generic, Place, Writable};
 use crate::machine::launcher::{INVALID_VALUE, LaunchConfig, MEMORY_ALLOCATION, Source, Transfer};
 use crate::machine::memory::Plane;
 use crate::machine::program::Builtin;
@@ -213,7 +213,7 @@ fn transfer(w: &mut Warp, which: Builtin, v: [u64; 8]) -> Result<(), u32> {
 
 /// The host address of an output of `size` bytes, if the kernel can write there and it is aligned to `size`.
 fn target(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
-    let found = Generic::find(w, lane, address, size).filter(|_| address.is_multiple_of(size.into()));
+    let found = Writable::find(w, lane, address, size).filter(|_| address.is_multiple_of(size.into()));
     if found.is_none() {
         w.set_fault(Fault::IllegalAddress { access: "write", space: "generic", address, size }, lane);
     }

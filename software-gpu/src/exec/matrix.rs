@@ -9,7 +9,7 @@
 
 use crate::exec::float::{flag, pass_nan};
 use crate::exec::half::{from_bf16, from_f16};
-use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
+use crate::exec::memory::{Generic, Global, Place, Shared, Writable, addresses, locate};
 use crate::exec::tensor_core::{self, Term};
 use crate::exec::{exact_f64, rows};
 use crate::machine::program::{Handler, Inst};
@@ -395,7 +395,7 @@ pub(crate) fn wmma_access(space: Space, store: bool) -> Option<Handler> {
         (Space::Shared, false) => handler!(|w, i, m| move_fragment::<Shared, false>(w, i, m)),
         (Space::Shared, true) => handler!(|w, i, m| move_fragment::<Shared, true>(w, i, m)),
         (Space::Generic, false) => handler!(|w, i, m| move_fragment::<Generic, false>(w, i, m)),
-        (Space::Generic, true) => handler!(|w, i, m| move_fragment::<Generic, true>(w, i, m)),
+        (Space::Generic, true) => handler!(|w, i, m| move_fragment::<Writable, true>(w, i, m)),
         _ => return None,
     })
 }

@@ -105,6 +105,14 @@ impl<'a> Lowering<'a, '_> {
             number = found;
         }
         let hinted = mods.has("L2::cache_hint");
+        if mods.has("prefetch") {
+            let known = mods.has("L2") && mods.has("global") && mods.done() && !reduces;
+            if !known || inst.operands.len() != 2 + usize::from(hinted) {
+                return self.unknown(inst);
+            }
+            self.emit(special_register::NOTHING, [0; 6], 0);
+            return Ok(());
+        }
         let barrier = mods.has("mbarrier::complete_tx::bytes");
         let group = mods.has("bulk_group");
         let multicast = mods.has("multicast::cluster");

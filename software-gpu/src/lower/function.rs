@@ -50,8 +50,27 @@ pub(crate) struct Context<'a> {
 #[derive(Default)]
 struct Scope<'a> {
     symbols: HashMap<&'a str, Symbol>,
+    /// Whether it declares numbered registers.
+    families: bool,
     /// Each label's index in [`Lowering::positions`].
     labels: HashMap<&'a str, usize>,
+}
+
+impl Scope<'_> {
+    /// The width in bits of a numbered register that it declares.
+    fn member(&self, name: &str) -> Option<u32> {
+        let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
+        let splits = if self.families { prefix.len()..name.len() } else { 0..0 };
+        splits.into_iter().find_map(|split| {
+            let (prefix, number) = name.split_at(split);
+            match self.symbols.get(prefix) {
+                Some(&Symbol::Family(count, bits)) if number == "0" || !number.starts_with('0') => {
+                    number.parse::<u32>().is_ok_and(|number| number < count).then_some(bits)
+                }
+                _ => None,
+            }
+        })
+    }
 }
 
 /// Where functions' own shared variables lie.
@@ -220,7 +239,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
             }
             self.positions.push(0);
         }
-        self.scopes.push(Scope { symbols: HashMap::new(), labels });
+        self.scopes.push(Scope { labels, ..Scope::default() });
         Ok(())
     }
 
@@ -278,7 +297,11 @@ impl<'a, 'b> Lowering<'a, 'b> {
                     return self.unsupported("vector registers");
                 }
                 let symbol = match var.family {
-                    Some(count) => Symbol::Family(count, bits),
+                    Some(count) => {
+                        let last = self.scopes.len() - 1;
+                        self.scopes[last].families = true;
+                        Symbol::Family(count, bits)
+                    }
                     None => Symbol::Register(self.allocate_row(bits), bits),
                 };
                 self.scope().insert(var.name, symbol);
@@ -290,6 +313,9 @@ impl<'a, 'b> Lowering<'a, 'b> {
             Space::Shared => {
                 let symbol = match self.own_shared.get(&std::ptr::from_ref(var)) {
                     _ if is_dynamic_shared(var) => Symbol::DynamicShared(layout(var)?.1),
+                    _ if var.linkage == Linkage::Extern => {
+                        return self.error(format!("external variable {} is not defined", var.name));
+                    }
                     Some(&at) => Symbol::Shared(at),
                     None => return self.error(format!("shared variable {} was not placed", var.name)),
                 };
@@ -320,20 +346,16 @@ impl<'a, 'b> Lowering<'a, 'b> {
 
     /// Row and width in bits of a register, if the name is one.
     fn find_register(&mut self, name: &'a str) -> Option<(u32, u32)> {
-        if let Some(Symbol::Register(row, bits)) = self.lookup(name) {
-            return Some((*row, *bits));
-        }
-        let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
-        for split in prefix.len()..name.len() {
-            let number: u32 = name[split..].parse().ok()?;
-            for i in (0..self.scopes.len()).rev() {
-                if let Some(&Symbol::Family(count, bits)) = self.scopes[i].symbols.get(&name[..split])
-                    && number < count
-                {
-                    let row = self.allocate_row(bits);
-                    self.scopes[i].symbols.insert(name, Symbol::Register(row, bits));
-                    return Some((row, bits));
-                }
+        for i in (0..self.scopes.len()).rev() {
+            match self.scopes[i].symbols.get(name) {
+                Some(&Symbol::Register(row, bits)) => return Some((row, bits)),
+                Some(_) => return None,
+                None => {}
+            }
+            if let Some(bits) = self.scopes[i].member(name) {
+                let row = self.allocate_row(bits);
+                self.scopes[i].symbols.insert(name, Symbol::Register(row, bits));
+                return Some((row, bits));
             }
         }
         None

@@ -334,8 +334,8 @@ impl<'a, 'b> Linker<'a, 'b> {
         }
         let mut images = Vec::new();
         for placed in self.placed.iter().filter(|placed| !placed.variable.init.is_empty()) {
-            let bytes = initial_bytes(placed.variable, placed.size, &self.contexts[placed.file])?;
-            images.push((placed.address, bytes));
+            let runs = initial_bytes(placed.variable, placed.size, &self.contexts[placed.file])?;
+            images.extend(runs.into_iter().map(|(at, bytes)| (placed.address + at, bytes)));
         }
         let program = Program { functions: codes, addresses: self.addresses };
         Ok(LinkedModule { program, kernels, globals: self.globals, images })
@@ -511,41 +511,62 @@ fn registers(frame_bytes: u32, threads: u32, most: Option<u32>) -> u32 {
     (frame_bytes / 128).clamp(16, 255).min(together).min(most.unwrap_or(255).max(16))
 }
 
-/// The bytes of an initialized variable.
-fn initial_bytes(var: &Var<'_>, size: u64, context: &Context<'_>) -> Result<Vec<u8>> {
+/// The most zeros between initial values that are written as if they were values.
+const GAP: usize = 64;
+
+/// The bytes of a variable's initial values, in runs that begin at an offset each.
+fn initial_bytes(var: &Var<'_>, size: u64, context: &Context<'_>) -> Result<Vec<(u64, Vec<u8>)>> {
     let width = type_bits(var.ty).unwrap_or(8) as usize / 8;
-    let mut out = Vec::new();
-    for init in &var.init {
-        let value = match init {
-            Init::Int(n) if var.ty == "f32" => u64::from((*n as i64 as f32).to_bits()),
-            Init::Int(n) if var.ty == "f64" => (*n as i64 as f64).to_bits(),
-            Init::Int(n) => *n,
-            Init::F32(bits) if var.ty == "f64" => f64::from(f32::from_bits(*bits)).to_bits(),
-            Init::F32(bits) => u64::from(*bits),
-            Init::F64(bits) if var.ty == "f32" => u64::from((f64::from_bits(*bits) as f32).to_bits()),
-            Init::F64(bits) => *bits,
-            Init::Symbol { name, addend, mask, .. } => {
-                let base = match context.symbols.get(name) {
-                    Some(Symbol::Global(address, _)) => *address,
-                    Some(Symbol::Function(index)) => context.functions.of(*index),
-                    _ => {
-                        let message = format!("{name}, in the initializer of {}, has no address", var.name);
-                        return Err(Error::InvalidPtx { line: var.line, message });
-                    }
-                };
-                let value = base.wrapping_add(*addend as u64);
-                match mask {
-                    Some(mask) if *mask != 0 => (value & mask) >> mask.trailing_zeros(),
-                    _ => value,
-                }
+    let mut runs: Vec<(u64, Vec<u8>)> = Vec::new();
+    for (number, init) in &var.init {
+        let at = number.saturating_mul(width as u64);
+        if at.saturating_add(width as u64) > size {
+            let message = format!("{} has more initial values than elements", var.name);
+            return Err(Error::InvalidPtx { line: var.line, message });
+        }
+        let bytes = initial_value(var, init, context)?.to_le_bytes();
+        let out = match runs.last_mut() {
+            // The values come in order.
+            Some((start, out)) if at - *start <= (out.len() + GAP) as u64 => {
+                out.resize((at - *start) as usize, 0);
+                out
+            }
+            _ => {
+                runs.push((at, Vec::new()));
+                let last = runs.len() - 1;
+                &mut runs[last].1
             }
         };
-        out.extend_from_slice(&value.to_le_bytes()[..width.min(8)]);
+        out.extend_from_slice(&bytes[..width.min(8)]);
         out.resize(out.len() + width.saturating_sub(8), 0);
     }
-    if out.len() as u64 > size {
-        let message = format!("{} has more initial values than elements", var.name);
-        return Err(Error::InvalidPtx { line: var.line, message });
-    }
-    Ok(out)
+    Ok(runs)
+}
+
+/// A scalar's initial value in its lowest bits.
+fn initial_value(var: &Var<'_>, init: &Init<'_>, context: &Context<'_>) -> Result<u64> {
+    Ok(match init {
+        Init::Int(n) if var.ty == "f32" => u64::from((*n as i64 as f32).to_bits()),
+        Init::Int(n) if var.ty == "f64" => (*n as i64 as f64).to_bits(),
+        Init::Int(n) => *n,
+        Init::F32(bits) if var.ty == "f64" => f64::from(f32::from_bits(*bits)).to_bits(),
+        Init::F32(bits) => u64::from(*bits),
+        Init::F64(bits) if var.ty == "f32" => u64::from((f64::from_bits(*bits) as f32).to_bits()),
+        Init::F64(bits) => *bits,
+        Init::Symbol { name, addend, mask, .. } => {
+            let base = match context.symbols.get(name) {
+                Some(Symbol::Global(address, _)) => *address,
+                Some(Symbol::Function(index)) => context.functions.of(*index),
+                _ => {
+                    let message = format!("{name}, in the initializer of {}, has no address", var.name);
+                    return Err(Error::InvalidPtx { line: var.line, message });
+                }
+            };
+            let value = base.wrapping_add(*addend as u64);
+            match mask {
+                Some(mask) if *mask != 0 => (value & mask) >> mask.trailing_zeros(),
+                _ => value,
+            }
+        }
+    })
 }

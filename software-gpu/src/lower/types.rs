@@ -1,7 +1,7 @@
 //! The sizes of types and variables, and where variables lie in memory that has a limit.
 
 use crate::error::{Error, Result};
-use crate::ptx::ast::Var;
+use crate::ptx::ast::{Linkage, Space, Var};
 
 /// The width in bits of a value of type `ty`, or `None` if no value can have that type.
 pub(crate) fn type_bits(ty: &str) -> Option<u32> {
@@ -26,6 +26,10 @@ pub(crate) fn layout(var: &Var<'_>) -> Result<(u64, u32)> {
         message: format!("a variable of type .{}", var.ty),
     })?;
     let element = u64::from(bits / 8 * var.vector);
+    if var.space == Space::Shared && var.linkage != Linkage::Extern && var.elements == Some(0) {
+        let message = format!("{} has no size; dynamic shared memory is .extern", var.name);
+        return Err(Error::InvalidPtx { line: var.line, message });
+    }
     let size = element.checked_mul(var.elements.unwrap_or(1)).filter(|&s| s < 1 << 40);
     let size = size
         .ok_or_else(|| Error::InvalidPtx { line: var.line, message: format!("{} is too large", var.name) })?;

@@ -8,6 +8,8 @@ use crate::error::Error;
 pub(crate) const BLOCK_REGISTERS: u32 = 1 << 16;
 /// The most blocks in a cluster.
 pub(crate) const MAX_CLUSTER: u32 = 16;
+/// The most shared memory of a block in bytes.
+pub(crate) const MAX_SHARED: u32 = 227 << 10;
 /// The most local memory of a thread in bytes.
 pub(crate) const MAX_LOCAL: u32 = 512 << 10;
 /// The most parameters of a kernel in bytes.
@@ -120,7 +122,7 @@ impl Properties {
             max_block: [1024, 1024, 64],
             max_grid: [0x7fff_ffff, 65535, 65535],
             shared_per_block: 48 << 10,
-            shared_per_block_optin: 227 << 10,
+            shared_per_block_optin: MAX_SHARED,
             shared_per_multiprocessor: 228 << 10,
             shared_reserved_per_block: 1 << 10,
             registers_per_block: BLOCK_REGISTERS,

@@ -50,9 +50,11 @@ pub(crate) struct Var<'a> {
     pub name: &'a str,
     /// `%r<5>` declares `%r0` to `%r4`.
     pub family: Option<u32>,
-    /// Product of the array dimensions; `None` for a scalar, `Some(0)` for an open array.
+    /// Product of the array dimensions; `None` for a scalar, `Some(0)` for an open array without initial
+    /// values.
     pub elements: Option<u64>,
-    pub init: Vec<Init<'a>>,
+    /// The initial values, each with the number of the scalar that has it. Others are zero.
+    pub init: Vec<(u64, Init<'a>)>,
     pub linkage: Linkage,
     pub managed: bool,
     pub line: u32,

@@ -59,6 +59,7 @@ impl Interpreter {
             frame = parent;
         }
         self.warp.block().exit(mask.count_ones());
+        self.leave_counted_barriers();
         self.leave_cluster(mask);
     }
 

@@ -22,6 +22,7 @@ use crate::machine::program::{Code, Inst, Kind, NONE, Program};
 use crate::machine::row::{LANES, Line};
 use crate::machine::warp::{Flow, Warp};
 use cluster_barrier::Arrivals;
+use converge::Counted;
 
 /// Backward jumps (see [`Group`]) after which a group yields to the warp's other groups.
 const PATIENCE: u32 = 4096;
@@ -103,6 +104,8 @@ pub(crate) struct Interpreter {
     frame_bytes: u32,
     current: usize,
     arrivals: Arrivals,
+    /// The lanes that have arrived at each of the block's barriers that count threads.
+    counted: [Counted; 16],
     /// The next instruction at which another group of the current frame waits.
     stop: u32,
 }
@@ -142,6 +145,7 @@ impl Interpreter {
             frame_bytes: kernel.frame_bytes,
             current: 0,
             arrivals: Arrivals::default(),
+            counted: [Counted::default(); 16],
             stop: NONE,
         }
     }
