@@ -196,6 +196,18 @@ fn hints_about_the_cache_have_no_effect() {
 }
 
 #[test]
+fn an_asynchronous_copy_may_ignore_its_source() {
+    let copy = |ignore: &str| {
+        let work = format!(
+            ".shared .align 16 .b8 s[16]; .reg .pred %p; .reg .b32 %s; mov.u32 %s, s; setp.eq.u32 %p, 0, 0;
+             cp.async.ca.shared.global [%s], [%o], 8, {ignore}; cp.async.wait_all; ld.shared.u32 %r0, [s+4]; st.global.u32 [%o], %r0;"
+        );
+        changed(&[5u32, 6], &work)[0]
+    };
+    assert_eq!([copy("%p"), copy("!%p")], [0, 6]);
+}
+
+#[test]
 fn a_mask_of_needed_bytes_may_be_hexadecimal_and_of_a_single_number() {
     let work = ".pragma \"used_bytes_mask 0xfff\"; ld.global.v4.f32 {%f4, %f5, %f6, %f7}, [%o]; add.f32 %f4, %f4, %f6; st.global.f32 [%o], %f4;";
     assert_eq!(changed(&[1f32, 2.0, 3.0], work), [4.0, 2.0, 3.0]);

@@ -192,3 +192,10 @@ fn a_result_without_size_is_refused() {
     let call = "p: .callprototype (.param .b8 _[]) _ (); call (_), %rd0, (), p;";
     assert!(refused_body(call).contains("this kind of result"));
 }
+
+/// Looking for the family of such a register must not look at each of its digits.
+#[test]
+fn a_register_with_a_very_long_number_does_not_exist() {
+    let name = format!("%r{}", "1".repeat(1 << 20));
+    assert!(refused_body(&format!("mov.u32 {name}, 1;")).contains("no register"));
+}

@@ -60,7 +60,9 @@ impl Scope<'_> {
     /// The width in bits of a numbered register that it declares.
     fn member(&self, name: &str) -> Option<u32> {
         let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
-        let splits = if self.families { prefix.len()..name.len() } else { 0..0 };
+        // A number has at most ten digits.
+        let first = prefix.len().max(name.len().saturating_sub(10));
+        let splits = if self.families { first..name.len() } else { 0..0 };
         splits.into_iter().find_map(|split| {
             let (prefix, number) = name.split_at(split);
             match self.symbols.get(prefix) {

@@ -362,7 +362,7 @@ impl<'a> Parser<'a> {
                 _ if next - at > size => self.error("more initial values than elements"),
                 // The outermost list may say how many elements there are.
                 _ if size == u64::MAX => Ok(next),
-                _ if size == 0 || at % size == 0 => Ok(at.saturating_add(size)),
+                _ if size == 0 || at.is_multiple_of(size) => Ok(at.saturating_add(size)),
                 _ => self.error("braces inside an element of an array"),
             };
         }
