@@ -76,8 +76,10 @@ pub enum Fault {
         "deadlock: every thread of the block waits at a barrier or a warp-wide instruction that cannot complete"
     )]
     Deadlock,
-    /// The call depth or the local memory exceeds its limit.
-    #[error("stack overflow: {bytes} bytes of local memory are needed, {limit} are allowed per thread")]
+    /// The call depth, the local memory or the registers of all calls exceed their limit.
+    #[error(
+        "stack overflow: {bytes} bytes of local memory or registers are needed, {limit} are allowed per thread"
+    )]
     StackOverflow {
         /// Bytes needed.
         bytes: u64,

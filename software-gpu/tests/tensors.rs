@@ -132,6 +132,18 @@ fn a_tensor_that_is_not_allocated_is_an_illegal_address() {
     assert!(matches!(wrong, Err(Error::Kernel { fault: Fault::IllegalAddress { .. }, .. })), "{wrong:?}");
 }
 
+/// Outside its tensor, such a store would touch no memory, but take minutes.
+#[test]
+fn a_tile_larger_than_shared_memory_is_a_fault() {
+    for work in [LOAD, &store("cp.async.bulk.tensor.2d.global.shared::cta.tile")] {
+        let b = Bench::new();
+        let at = b.upload(&[0u32; 800]);
+        let large = TensorMap { tile: [256, 256, 1, 1, 1], ..map(at, 0, 2) };
+        let wrong = run(&b, work, &large.encode().unwrap(), at, [1000, 1000], 0);
+        assert!(matches!(wrong, Err(Error::Kernel { fault: Fault::IllegalInstruction(_), .. })), "{wrong:?}");
+    }
+}
+
 #[test]
 fn tiles_begin_at_multiples_of_sixteen_bytes_and_stores_inside_the_tensor() {
     let tensor = [0u32; 800];

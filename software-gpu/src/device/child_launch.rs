@@ -11,7 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::device::launch::KernelRun;
 use crate::device::module::{Function, Module};
 use crate::error::Error;
-use crate::machine::address::FUNCTION_WINDOW;
 use crate::machine::hardware::{Allocation, Hardware};
 use crate::machine::launcher::{INVALID_VALUE, LaunchConfig, Launcher, MEMORY_ALLOCATION, Transfer};
 
@@ -91,8 +90,7 @@ impl Children {
 
 impl Launcher for Children {
     fn draft(&self, function: u64, config: LaunchConfig) -> Result<u64, u32> {
-        let index = function.wrapping_sub(FUNCTION_WINDOW) / 16;
-        let function = self.module.kernel_at(index as usize).ok_or(INVALID_FUNCTION)?;
+        let function = self.module.kernel_at(function).ok_or(INVALID_FUNCTION)?;
         let mut pending = self.pending();
         if pending.count() >= MOST {
             return Err(PENDING_COUNT_EXCEEDED);

@@ -117,8 +117,8 @@ impl KernelRun {
             config,
             params: lines,
             param_bytes: wanted as u32,
-            // Dynamic shared memory begins at a multiple of 16.
-            shared_bytes: info.shared_bytes.next_multiple_of(16) + config.dynamic_shared,
+            shared_bytes: info.shared_bytes.next_multiple_of(info.dynamic_shared_alignment)
+                + config.dynamic_shared,
             cluster,
             explicit_cluster: config.cluster.is_some() || info.required_cluster != [0; 3],
             grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),

@@ -100,9 +100,10 @@ impl Module {
         }
     }
 
-    /// The kernel that is function `index` of the program.
-    pub(crate) fn kernel_at(&self, index: usize) -> Option<Function> {
-        let code = self.inner.program.functions.get(index)?;
+    /// The kernel whose "address" this is in the program.
+    pub(crate) fn kernel_at(&self, address: u64) -> Option<Function> {
+        let program = &self.inner.program;
+        let code = program.functions.get(program.addresses.index(address)?)?;
         let index = self.inner.codes.iter().position(|kernel| Arc::ptr_eq(kernel, code))?;
         Some(Function { inner: Arc::clone(&self.inner), index })
     }

@@ -6,7 +6,7 @@
 //! bytes still to come (23 bits, signed), and in the highest bit the parity of its phase.
 
 use crate::error::Fault;
-use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
+use crate::exec::memory::{Generic, Global, Place, Shared, Writable, addresses, locate};
 use crate::exec::{reduction, rows};
 use crate::machine::address::{RANK, WINDOW_SIZE};
 use crate::machine::program::{Handler, Inst, NONE};
@@ -80,7 +80,9 @@ impl Barrier {
 
 /// Adds to the bytes still to come of the barrier at an address.
 pub(crate) fn bytes_arrive(w: &mut Warp, lane: usize, address: u64, bytes: i64) -> Flow {
-    let Some(p) = locate::<Generic>(w, lane, shared_address(address), 8, "write") else { return Flow::Fault };
+    let Some(p) = locate::<Writable>(w, lane, shared_address(address), 8, "write") else {
+        return Flow::Fault;
+    };
     // SAFETY: `locate` has checked eight aligned bytes.
     unsafe {
         let p = p.cast::<u64>();
@@ -113,7 +115,7 @@ unsafe fn act(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
         let mut states = [0u64; LANES];
         for lane in (0..LANES).filter(|l| mask >> l & 1 != 0) {
             let address = shared_address(addresses[lane]);
-            let Some(p) = locate::<Generic>(w, lane, address, 8, "write") else { return Flow::Fault };
+            let Some(p) = locate::<Writable>(w, lane, address, 8, "write") else { return Flow::Fault };
             let p = p.cast::<u64>();
             let count = u64::from(counts[lane]);
             let mut b = Barrier::decode(p.read());

@@ -10,7 +10,7 @@ use std::sync::atomic::{
 
 use crate::exec::float::{flush, pass_nan};
 use crate::exec::half::{Bf16, F16, Half};
-use crate::exec::memory::{Element, Generic, Global, Place, Shared, addresses, locate, refresh};
+use crate::exec::memory::{Element, Global, Place, Shared, Writable, addresses, locate, refresh};
 use crate::exec::rows;
 use crate::machine::program::{Handler, Inst, NONE};
 use crate::machine::row::LANES;
@@ -252,7 +252,7 @@ pub(crate) fn handler(op: &str, ty: &str, space: Space) -> Option<Handler> {
     match space {
         Space::Global => place!(op, ty, Global),
         Space::Shared => place!(op, ty, Shared),
-        Space::Generic => place!(op, ty, Generic),
+        Space::Generic => place!(op, ty, Writable),
         _ => None,
     }
 }

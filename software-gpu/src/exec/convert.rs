@@ -13,6 +13,8 @@ pub(crate) mod integer {
     pub const MASK: i64 = 448;
     /// Negative results become zero.
     pub const RELU: i64 = 512;
+    /// Results beyond the largest finite number become that (tf32 only).
+    pub const FINITE: i64 = 1024;
 }
 
 const SAT: i64 = flag::SAT;
@@ -304,9 +306,16 @@ pub(crate) fn cvt(dst: &str, src: &str, special: bool) -> Option<Handler> {
     }
 }
 
-/// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away", which keeps a NaN's digits)
-/// and RELU.
+/// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away", which keeps a NaN's digits),
+/// RELU and FINITE. NVIDIA's assembler makes the latter of instructions that also lower a NaN by one digit.
 pub(crate) const TF32: Handler = lanewise!(imm, |a: f32| {
+    let bits = to_tf32(a, imm);
+    let exceeds = bits & 0x7f80_0000 == 0x7f80_0000;
+    if imm & integer::FINITE != 0 && exceeds { bits - 0x2000 } else { bits }
+});
+
+#[inline(always)]
+fn to_tf32(a: f32, imm: i64) -> u32 {
     let bits = a.to_bits();
     if a.is_nan() {
         return if imm & flag::ROUND == flag::RP { bits & 0xffff_e000 } else { 0x7fff_e000 };
@@ -320,7 +329,33 @@ pub(crate) const TF32: Handler = lanewise!(imm, |a: f32| {
         _ => 0xfff + (bits >> 13 & 1),
     };
     if a.is_infinite() { bits } else { (bits + lost) & 0xffff_e000 }
-});
+}
+
+/// Replaces infinities of a 16-bit format, or of a pair, by the largest finite number: `.satfinite`.
+pub(crate) fn finite(ty: &str) -> Option<Handler> {
+    #[inline(always)]
+    fn largest<const INFINITY: u16>(bits: u16) -> u16 {
+        bits - u16::from(bits & 0x7fff == INFINITY)
+    }
+    macro_rules! finite {
+        ($infinity:literal) => {
+            lanewise!(|a: u16| largest::<$infinity>(a))
+        };
+        ($infinity:literal, pair) => {
+            lanewise!(|a: u32| {
+                let both = [a as u16, (a >> 16) as u16].map(|half| u32::from(largest::<$infinity>(half)));
+                both[0] | both[1] << 16
+            })
+        };
+    }
+    Some(match ty {
+        "f16" => finite!(0x7c00),
+        "bf16" => finite!(0x7f80),
+        "f16x2" => finite!(0x7c00, pair),
+        "bf16x2" => finite!(0x7f80, pair),
+        _ => return None,
+    })
+}
 
 /// `cvt.pack.sat`: two integers; with `three`, the third source's lower part is shifted up above them.
 pub(crate) fn pack(ty: &str, three: bool) -> Option<Handler> {

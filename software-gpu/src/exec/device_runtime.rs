@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::Fault;
-use crate::exec::memory::{Generic, Place};
+use crate::exec::memory::{Generic, Place, Writable};
 use crate::machine::launcher::{INVALID_VALUE, LaunchConfig, MEMORY_ALLOCATION, Source, Transfer};
 use crate::machine::memory::Plane;
 use crate::machine::program::Builtin;
@@ -213,7 +213,7 @@ fn transfer(w: &mut Warp, which: Builtin, v: [u64; 8]) -> Result<(), u32> {
 
 /// The host address of an output of `size` bytes, if the kernel can write there and it is aligned to `size`.
 fn target(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
-    let found = Generic::find(w, lane, address, size).filter(|_| address.is_multiple_of(size.into()));
+    let found = Writable::find(w, lane, address, size).filter(|_| address.is_multiple_of(size.into()));
     if found.is_none() {
         w.set_fault(Fault::IllegalAddress { access: "write", space: "generic", address, size }, lane);
     }
@@ -302,7 +302,8 @@ fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<(Vec<u8>,
         }
         if text.get(i) == Some(&b'.') {
             i += 1;
-            spec.precision = Some(number(&mut i, w)?.unwrap_or(0).max(0) as usize);
+            // A negative one counts as none.
+            spec.precision = usize::try_from(number(&mut i, w)?.unwrap_or(0)).ok().map(|p| p.min(4096));
         }
         let mut long = false;
         let mut short = 0;

@@ -9,7 +9,7 @@
 
 use crate::exec::float::{flag, pass_nan};
 use crate::exec::half::{from_bf16, from_f16};
-use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
+use crate::exec::memory::{Generic, Global, Place, Shared, Writable, addresses, locate};
 use crate::exec::tensor_core::{self, Term};
 use crate::exec::{exact_f64, rows};
 use crate::machine::program::{Handler, Inst};
@@ -64,6 +64,44 @@ impl Element {
 
     fn from_code(code: u32) -> Element {
         Self::ALL[code as usize % Self::ALL.len()]
+    }
+
+    /// The shapes that exist of products of such elements: m, n and k.
+    pub fn shapes(self, wmma: bool) -> &'static [(u8, u8, u16)] {
+        use Element::*;
+        match (self, wmma) {
+            (F16 | Bf16, false) => &[(16, 8, 8), (16, 8, 16)],
+            (Tf32, false) => &[(16, 8, 4), (16, 8, 8)],
+            (F64, false) => &[(8, 8, 4), (16, 8, 4), (16, 8, 8), (16, 8, 16)],
+            (E4m3 | E5m2, false) => &[(16, 8, 16), (16, 8, 32)],
+            (S8 | U8, false) => &[(8, 8, 16), (16, 8, 16), (16, 8, 32)],
+            (S4 | U4, false) => &[(8, 8, 32), (16, 8, 32), (16, 8, 64)],
+            (B1, false) => &[(8, 8, 128), (16, 8, 128), (16, 8, 256)],
+            (F16 | Bf16 | S8 | U8, true) => &[(16, 16, 16), (8, 32, 16), (32, 8, 16)],
+            (Tf32, true) => &[(16, 16, 8)],
+            (F64, true) => &[(8, 8, 4)],
+            (S4 | U4, true) => &[(8, 8, 32)],
+            (B1, true) => &[(8, 8, 128)],
+            // Only sums have these types.
+            (F32 | S32, _) | (E4m3 | E5m2, true) => &[],
+        }
+    }
+
+    /// The types that sums of products of such elements have.
+    pub fn sums(self) -> &'static [Element] {
+        use Element::*;
+        match self {
+            F16 | E4m3 | E5m2 => &[F16, F32],
+            Bf16 | Tf32 => &[F32],
+            F64 => &[F64],
+            S8 | U8 | S4 | U4 | B1 => &[S32],
+            F32 | S32 => &[],
+        }
+    }
+
+    /// Whether `wmma` has sums of this type and shape.
+    pub fn is_sum(self, shape: (u8, u8, u16)) -> bool {
+        Self::ALL.iter().any(|of| of.sums().contains(&self) && of.shapes(true).contains(&shape))
     }
 
     /// Bits per element.
@@ -164,9 +202,9 @@ impl Operand {
 /// two), flags.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
-    pub m: usize,
-    pub n: usize,
-    pub k: usize,
+    pub m: u8,
+    pub n: u8,
+    pub k: u16,
     /// The element types of D, A, B and C.
     pub elements: [Element; 4],
     /// Whether sums that overflow saturate.
@@ -182,9 +220,9 @@ pub(crate) struct Shape {
 impl Shape {
     pub fn encode(self) -> i64 {
         let e = self.elements.map(|e| i64::from(e as u8));
-        self.m as i64
-            | (self.n as i64) << 8
-            | (self.k as i64) << 16
+        i64::from(self.m)
+            | i64::from(self.n) << 8
+            | i64::from(self.k) << 16
             | e[0] << 32
             | e[1] << 36
             | e[2] << 40
@@ -198,15 +236,21 @@ impl Shape {
     fn decode(v: i64) -> Shape {
         let element = |at: u32| Element::from_code((v >> at & 15) as u32);
         Shape {
-            m: (v & 255) as usize,
-            n: (v >> 8 & 255) as usize,
-            k: (v >> 16 & 0xffff) as usize,
+            m: v as u8,
+            n: (v >> 8) as u8,
+            k: (v >> 16) as u16,
             elements: [element(32), element(36), element(40), element(44)],
             saturate: v >> 48 & 1 != 0,
             xor: v >> 49 & 1 != 0,
             wmma: v >> 50 & 1 != 0,
             rounding: v >> ROUNDING & flag::ROUND,
         }
+    }
+
+    /// The height and width of A, B, and C and D.
+    pub fn dimensions(self) -> [(usize, usize); 3] {
+        let (m, n, k) = (self.m.into(), self.n.into(), self.k.into());
+        [(m, k), (k, n), (m, n)]
     }
 }
 
@@ -233,11 +277,7 @@ fn place(
 ) -> (usize, usize) {
     let per = op.per();
     if shape.wmma {
-        let (height, width) = match part {
-            Part::A => (shape.m, shape.k),
-            Part::B => (shape.k, shape.n),
-            Part::C => (shape.m, shape.n),
-        };
+        let (height, width) = shape.dimensions()[part as usize];
         let each = (height * width / LANES).max(1);
         let index = lane * each + (register * per + piece) % each;
         return if part == Part::B {
@@ -265,7 +305,7 @@ pub(crate) const MMA: Handler = handler!(|w, i, m| multiply(w, i));
 
 unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
     let shape = Shape::decode(i.imm);
-    let (m, n, k) = (shape.m, shape.n, shape.k);
+    let [(m, k), (_, n), _] = shape.dimensions();
     let at = i.r[0] as usize;
     let counts: Vec<usize> = w.ext()[at..at + 4].iter().map(|&n| n as usize).collect();
     let mut next = at + 4;
@@ -355,7 +395,7 @@ pub(crate) fn wmma_access(space: Space, store: bool) -> Option<Handler> {
         (Space::Shared, false) => handler!(|w, i, m| move_fragment::<Shared, false>(w, i, m)),
         (Space::Shared, true) => handler!(|w, i, m| move_fragment::<Shared, true>(w, i, m)),
         (Space::Generic, false) => handler!(|w, i, m| move_fragment::<Generic, false>(w, i, m)),
-        (Space::Generic, true) => handler!(|w, i, m| move_fragment::<Generic, true>(w, i, m)),
+        (Space::Generic, true) => handler!(|w, i, m| move_fragment::<Writable, true>(w, i, m)),
         _ => return None,
     })
 }

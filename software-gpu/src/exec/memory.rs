@@ -93,6 +93,9 @@ pub(crate) struct Shared;
 pub(crate) struct Local;
 pub(crate) struct Param;
 pub(crate) struct Generic;
+/// The generic addresses that kernels may write to: all but their parameters, which all threads of a launch
+/// share.
+pub(crate) struct Writable;
 
 impl Place for Global {
     const SPACE: Space = Space::Global;
@@ -201,8 +204,8 @@ impl Place for Param {
         if address > bytes || address + u64::from(size) > bytes {
             return None;
         }
-        // SAFETY: the offset is inside the parameters. The lowering refuses stores there, so constant memory
-        // is only read.
+        // SAFETY: the offset is inside the parameters. The lowering refuses stores there, and `Writable` does
+        // not find them, so constant memory is only read.
         Some(unsafe { run.params.as_ptr().cast::<u8>().add(address as usize).cast_mut() })
     }
 }
@@ -227,6 +230,26 @@ impl Place for Generic {
             return Global::find(w, lane, address, size);
         }
         window(w, lane, address, size)
+    }
+}
+
+impl Place for Writable {
+    const SPACE: Space = Space::Generic;
+    #[inline(always)]
+    fn is_shared(address: u64) -> bool {
+        Generic::is_shared(address)
+    }
+    #[inline(always)]
+    fn find_for_all(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
+        // Does not find parameters.
+        Generic::find_for_all(w, address, size)
+    }
+    #[inline(always)]
+    fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+        if address >= MODULE_BASE {
+            return Global::find(w, lane, address, size);
+        }
+        if space_of(address) == Space::Param { None } else { window(w, lane, address, size) }
     }
 }
 
@@ -538,7 +561,7 @@ pub(crate) fn store_handler(space: Space, bits: u32, n: usize) -> Option<Handler
         Space::Global => by_shape!(bits, n, store, Global),
         Space::Shared => by_shape!(bits, n, store, Shared),
         Space::Local => by_shape!(bits, n, store, Local),
-        Space::Generic => by_shape!(bits, n, store, Generic),
+        Space::Generic => by_shape!(bits, n, store, Writable),
         Space::Const | Space::Param | Space::Reg => None,
     }
 }

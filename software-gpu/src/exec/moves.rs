@@ -39,6 +39,7 @@ pub(crate) fn insert(part: u32, whole: u32) -> Option<Handler> {
     Some(match (part, whole) {
         (8, 16) => insert!(u8, u16),
         (8, 32) => insert!(u8, u32),
+        (8, 64) => insert!(u8, u64),
         (16, 32) => insert!(u16, u32),
         (16, 64) => insert!(u16, u64),
         (32, 64) => insert!(u32, u64),

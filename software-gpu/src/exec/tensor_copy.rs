@@ -12,6 +12,7 @@ use crate::exec::memory::{Generic, Global, Place, Shared};
 use crate::exec::reduction::{self, Reduction};
 use crate::exec::rows;
 use crate::machine::program::{Handler, Inst, NONE};
+use crate::machine::properties::MAX_SHARED;
 use crate::machine::row::LANES;
 use crate::machine::tensor_map::{MAX_RANK, TensorMap};
 use crate::machine::warp::{Flow, Warp};
@@ -69,6 +70,10 @@ unsafe fn each(w: &mut Warp, i: &Inst, mask: u32, action: Action) -> Flow {
                 let what = format!("no valid tensor map of {rank} dimensions at {:#x}", maps[lane]);
                 return w.set_fault(Fault::IllegalInstruction(what), lane);
             };
+            if map.tile_bytes() > MAX_SHARED.into() {
+                let what = format!("a tensor's tile of {} bytes, more than shared memory", map.tile_bytes());
+                return w.set_fault(Fault::IllegalInstruction(what), lane);
+            }
             if !addresses[lane].is_multiple_of(ALIGNMENT) {
                 let what = format!("a tensor's tile at the unaligned shared address {:#x}", addresses[lane]);
                 return w.set_fault(Fault::IllegalInstruction(what), lane);

@@ -5,7 +5,7 @@ use super::inst::Modifiers;
 use super::types::type_bits;
 use crate::error::Result;
 use crate::exec::memory::{self, ADDRESS_32, SPIN};
-use crate::exec::moves::{IS_SPACE, OFFSET, mapa, rank};
+use crate::exec::moves::{IS_SPACE, OFFSET, insert, mapa, rank};
 use crate::exec::{atomic, int, special_register};
 use crate::machine::address::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
 use crate::machine::program::{Kind, NONE};
@@ -67,7 +67,9 @@ impl<'a> Lowering<'a, '_> {
             "isspacep" => {
                 let mut mods = Modifiers::new(inst);
                 let own = !mods.left.contains(&"shared::cluster");
-                let Some(window) = space(&mut mods).and_then(window).filter(|_| mods.done()) else {
+                // Constants lie among the global variables.
+                let named = space(&mut mods).filter(|space| *space != Space::Const);
+                let Some(window) = named.and_then(window).filter(|_| mods.done()) else {
                     return self.unknown(inst);
                 };
                 let a = self.source(self.operand(inst, 1)?, "u64")?;
@@ -78,11 +80,12 @@ impl<'a> Lowering<'a, '_> {
             "createpolicy" => {
                 // A cache policy is a hint, so its operand is ignored.
                 let mut mods = Modifiers::new(inst);
+                let converts = mods.has("cvt") && mods.has("L2");
                 mods.one_of(&["fractional", "range"]);
                 mods.has("global");
                 const POLICIES: [&str; 4] =
                     ["L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"];
-                let primary = mods.one_of(&POLICIES).is_some();
+                let primary = mods.one_of(&POLICIES).is_some() != converts;
                 mods.one_of(&POLICIES);
                 if !primary || !mods.has("b64") || !mods.done() {
                     return self.unknown(inst);
@@ -222,26 +225,30 @@ impl<'a> Lowering<'a, '_> {
         Ok(Access { ty, bits, registers, address, space, fence, spin })
     }
 
-    /// Loads each element that has needed bytes by itself, if a load says that others have none. NVIDIA's
-    /// compiler widens loads to whole vectors like that, beyond the end of an array: memory of hardware GPUs
-    /// goes on until the vector's end.
+    /// Loads each element that has needed bytes by itself, if a load says that others have none, and an
+    /// element of which only some are needed byte by byte. NVIDIA's compiler widens loads to whole vectors
+    /// like that, beyond the end of an array: memory of hardware GPUs goes on until the vector's end.
     fn lower_needed_elements(&mut self, inst: &Inst<'a>) -> Result<bool> {
-        let (Some(used), Some(Operand::Vector(registers)), Some(Operand::Address(Some(base), offset))) =
+        let (Some(used), Some(to), Some(Operand::Address(Some(base), offset))) =
             (inst.used_bytes, inst.operands.first(), inst.operands.get(1))
         else {
             return Ok(false);
         };
+        let registers = to.elements();
         let bytes = inst.modifiers.last().and_then(|ty| type_bits(ty)).unwrap_or(0) / 8;
-        if bytes == 0 || registers.len() as u32 * bytes > u32::BITS {
+        if bytes == 0 || registers.len() as u32 > u32::BITS / bytes {
             return Ok(false);
         }
         let element = u32::MAX >> (u32::BITS - bytes);
-        let needed = |k: usize| used >> (k as u32 * bytes) & element != 0;
-        if (0..registers.len()).all(needed) {
+        let needed = |k: usize| used >> (k as u32 * bytes) & element;
+        if (0..registers.len()).all(|k| needed(k) == element) {
             return Ok(false);
         }
+        if let [_] = registers {
+            return self.lower_needed_bytes(inst, needed(0), bytes);
+        }
         let is_base = |register: &Operand<'a>| matches!(register, Operand::Name(name, 0) if name == base);
-        let mut order: Vec<usize> = (0..registers.len()).filter(|&k| needed(k)).collect();
+        let mut order: Vec<usize> = (0..registers.len()).filter(|&k| needed(k) != 0).collect();
         // The address must be there until the last load.
         order.sort_by_key(|&k| is_base(&registers[k]));
         for k in order {
@@ -256,10 +263,31 @@ impl<'a> Lowering<'a, '_> {
                     .filter(|m| !matches!(*m, "v2" | "v4" | "v8"))
                     .collect(),
                 operands: vec![registers[k].clone(), Operand::Address(Some(base), at)],
-                used_bytes: None,
+                used_bytes: Some(needed(k)),
                 line: inst.line,
             })?;
         }
+        Ok(true)
+    }
+
+    /// Loads those bytes of a number that are needed; the others become zero.
+    fn lower_needed_bytes(&mut self, inst: &Inst<'a>, needed: u32, bytes: u32) -> Result<bool> {
+        let Access { ty, bits, registers, space, fence, spin, .. } = self.access(inst, 0, 1)?;
+        let (row, narrow, offset, _) = self.address_row(self.operand(inst, 1)?)?;
+        let parts = (memory::load_handler(space, 8, 1), insert(8, bits), int::bits("mov", bits));
+        let ((Some(load), Some(insert), Some(copy)), false) = (parts, fence || spin) else {
+            return Ok(false);
+        };
+        let (sum, zero) = (self.allocate_row(bits), self.constant(bits, 0));
+        self.emit(copy, [sum, zero, 0, 0, 0, 0], 0);
+        for n in (0..bytes).filter(|n| needed >> n & 1 != 0) {
+            let byte = self.allocate_row(8);
+            let flags = if narrow { ADDRESS_32 } else { 0 };
+            let at = offset.wrapping_add(n.into());
+            self.emit_flags(load, [byte, NONE, NONE, NONE, row, 0], at, flags);
+            self.emit(insert, [sum, byte, sum, 0, 0, 0], i64::from(8 * n));
+        }
+        self.write_wider_from(&registers[0], sum, bits, ty.starts_with('s'))?;
         Ok(true)
     }
 
@@ -342,7 +370,8 @@ impl<'a> Lowering<'a, '_> {
 
     fn lower_atomic(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
-        let ty = mods.last();
+        // Vectors have their type before the operation, though NVIDIA's compiler writes it at the end.
+        let ty = mods.ty();
         Self::take_order(&mut mods);
         Self::take_hints(&mut mods);
         let named = space(&mut mods);
@@ -372,9 +401,19 @@ impl<'a> Lowering<'a, '_> {
                     *slot = if *dst == Operand::Sink { NONE } else { self.destination(dst, bits)? };
                 }
             }
+            // The results wait in rows of their own if one would change what a later element reads.
+            let own = (1..count).any(|n| to[..n].contains(&rows[n]) || to[..n].contains(&row));
+            let results: Vec<u32> = match own {
+                true => to.iter().map(|_| self.allocate_row(bits)).collect(),
+                false => to.clone(),
+            };
             for n in 0..count {
-                let offset = offset + (n as u32 * bits / 8) as i64;
-                self.emit_flags(handler, [to[n], rows[n], rows[n], 0, row, 0], offset, flags);
+                let offset = offset.wrapping_add(i64::from(n as u32 * bits / 8));
+                self.emit_flags(handler, [results[n], rows[n], rows[n], 0, row, 0], offset, flags);
+            }
+            for (to, result) in to.into_iter().zip(results).filter(|(to, _)| own && *to != NONE) {
+                let Some(copy) = int::bits("mov", bits) else { return self.unknown(inst) };
+                self.emit(copy, [to, result, 0, 0, 0, 0], 0);
             }
             return Ok(());
         }
@@ -417,7 +456,7 @@ impl<'a> Lowering<'a, '_> {
             return Ok((*at, None));
         }
         let bits = size * 8;
-        let at = self.allocate_local(size, size.clamp(1, 16));
+        let at = self.allocate_local(size, size.next_power_of_two().min(16))?;
         if !store {
             return Ok((at, Some(bits)));
         }
@@ -455,7 +494,7 @@ impl<'a> Lowering<'a, '_> {
         };
         let (argument_sizes, result_sizes) = match prototype {
             Some(Symbol::Prototype { params, returns }) => (params, returns),
-            _ => (Vec::new(), Vec::new()),
+            _ => Default::default(),
         };
         let mut list = vec![arguments.len() as u32, results.len() as u32];
         for (n, op) in arguments.iter().enumerate() {
@@ -483,10 +522,10 @@ impl<'a> Lowering<'a, '_> {
             }
         }
         for (op, at, bits) in loads {
-            let to = self.destination(op, bits)?;
             let Some(handler) = memory::frame_load_handler(bits, 1) else {
                 return self.unsupported("this kind of result");
             };
+            let to = self.destination(op, bits)?;
             self.emit(handler, [to, NONE, NONE, NONE, NONE, NONE], i64::from(at));
         }
         Ok(())

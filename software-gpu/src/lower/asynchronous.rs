@@ -6,7 +6,7 @@ use super::types::type_bits;
 use crate::error::Result;
 use crate::exec::asynchronous::{ACT, Action, COPY, PENDING, TEST, bulk};
 use crate::exec::memory::{self, ADDRESS_32};
-use crate::exec::{atomic, moves, reduction, special_register, tensor_copy};
+use crate::exec::{atomic, int, moves, reduction, special_register, tensor_copy};
 use crate::machine::program::NONE;
 use crate::ptx::ast::{Inst, Operand, Space};
 
@@ -83,13 +83,19 @@ impl<'a> Lowering<'a, '_> {
         let size = *size as i64;
         let to = self.wide_address(self.operand(inst, 0)?)?;
         let from = self.wide_address(self.operand(inst, 1)?)?;
-        let count = if there {
-            if self.is_predicate(self.operand(inst, 3)?) {
-                return self.unsupported("cp.async with ignore-src");
+        let count = match inst.operands.get(3).filter(|_| there).cloned() {
+            // Whether to ignore the source.
+            Some(op) if self.is_predicate(&op) => {
+                let handler = self.found(inst, int::bits("selp", 32), &mods)?;
+                let (p, negated) = self.predicate(&op)?;
+                let (none, all) = (self.constant(32, 0), self.constant(32, size as u128));
+                let (if_true, if_false) = if negated { (all, none) } else { (none, all) };
+                let count = self.allocate_row(32);
+                self.emit(handler, [count, if_true, if_false, p, 0, 0], 0);
+                count
             }
-            self.source(self.operand(inst, 3)?, "u32")?
-        } else {
-            NONE
+            Some(op) => self.source(&op, "u32")?,
+            None => NONE,
         };
         self.emit(COPY, [0, from, count, 0, to, 0], size);
         Ok(())
@@ -105,6 +111,14 @@ impl<'a> Lowering<'a, '_> {
             number = found;
         }
         let hinted = mods.has("L2::cache_hint");
+        if mods.has("prefetch") {
+            let known = mods.has("L2") && mods.has("global") && mods.done() && !reduces;
+            if !known || inst.operands.len() != 2 + usize::from(hinted) {
+                return self.unknown(inst);
+            }
+            self.emit(special_register::NOTHING, [0; 6], 0);
+            return Ok(());
+        }
         let barrier = mods.has("mbarrier::complete_tx::bytes");
         let group = mods.has("bulk_group");
         let multicast = mods.has("multicast::cluster");

@@ -1,8 +1,9 @@
 //! The device runtime's functions, which PTX declares without a body.
 
 use crate::error::Result;
-use crate::lower::types::layout;
+use crate::lower::types::Placement;
 use crate::machine::program::{Builtin, Code};
+use crate::machine::properties::MAX_LOCAL;
 use crate::ptx::ast::{Function, Var};
 
 /// The function of the device runtime with this name.
@@ -44,17 +45,9 @@ pub(super) fn builtin(name: &str) -> Option<Builtin> {
 
 /// The code of a function without a body, which is one of the device runtime's.
 pub(super) fn code_without_body(f: &Function<'_>) -> Result<Code> {
-    let mut at = 0u32;
+    let mut local = Placement::new("local memory", f.name, MAX_LOCAL);
     let mut place = |vars: &[Var<'_>]| -> Result<Vec<(u32, u32)>> {
-        vars.iter()
-            .map(|v| {
-                let (size, align) = layout(v)?;
-                at = at.next_multiple_of(align);
-                let start = at;
-                at += size as u32;
-                Ok((start, size as u32))
-            })
-            .collect()
+        vars.iter().map(|v| local.place_variable(v)).collect()
     };
     let params = place(&f.params)?;
     let returns = place(&f.returns)?;
@@ -64,7 +57,8 @@ pub(super) fn code_without_body(f: &Function<'_>) -> Result<Code> {
         ext: Vec::new(),
         frame_bytes: 64,
         consts: Vec::new(),
-        local_bytes: at.next_multiple_of(16),
+        local_bytes: local.size.next_multiple_of(16),
+        local_align: local.align,
         params,
         returns,
         builtin: builtin(f.name),

@@ -82,17 +82,16 @@ impl<'a> Lowering<'a, '_> {
             "bra" => {
                 mods.has("uni");
                 let Operand::Name(label, 0) = self.operand(inst, 0)? else { return self.unknown(inst) };
-                self.branch(label);
+                self.branch(label)?;
             }
             "brx" => {
                 mods.has("uni");
                 mods.has("idx");
                 let Operand::Name(list, 0) = self.operand(inst, 1)? else { return self.unknown(inst) };
-                let Some(Symbol::Targets(targets)) = self.lookup(list).cloned() else {
+                let Some(&Symbol::Targets(at)) = self.lookup(list) else {
                     return self.error(format!("no target list {list}"));
                 };
                 let index = self.source(self.operand(inst, 0)?, "u32")?;
-                let at = self.target_list(&targets);
                 self.control(Kind::BranchIndexed, [at, index, 0, 0, 0, 0]);
             }
             "call" => return self.lower_call(inst),

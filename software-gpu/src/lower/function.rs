@@ -1,44 +1,82 @@
 //! Lowers one function: its registers, symbols, constants and labels.
 
 use std::collections::HashMap;
+use std::rc::Rc;
 
 use crate::error::{Error, Result};
 use crate::exec;
 use crate::exec::memory::ADDRESS_32;
 use crate::lower::info::ParamInfo;
-use crate::lower::types::{layout, type_bits};
-use crate::machine::address::FUNCTION_WINDOW;
+use crate::lower::types::{Placement, layout, type_bits};
+use crate::machine::address::FunctionAddresses;
 use crate::machine::program::{CONST, Code, ExecFn, Handler, Inst, Kind, NONE};
+use crate::machine::properties::{MAX_FRAMES, MAX_LOCAL, MAX_PARAMETERS};
 use crate::machine::row::Line;
-use crate::ptx::ast::{self, Function, Operand, Space, Stmt, Var};
+use crate::ptx::ast::{self, Function, Linkage, Operand, Space, Stmt, Var};
 
 /// What a name refers to.
 #[derive(Debug, Clone)]
-pub(crate) enum Symbol<'a> {
+pub(crate) enum Symbol {
     /// Row, and width in bits (1 for a predicate).
     Register(u32, u32),
     /// Numbered registers, allocated on first use.
     Family(u32, u32),
     Global(u64, bool),
     Shared(u32),
-    DynamicShared,
+    /// With its alignment.
+    DynamicShared(u32),
     /// Offset in the call's local memory.
     Local(u32),
     /// Offset in the kernel's parameters.
     Param(u32),
     Function(usize),
-    Targets(Vec<&'a str>),
+    /// Branch targets: an index into the extension.
+    Targets(u32),
     Prototype {
-        returns: Vec<u32>,
-        params: Vec<u32>,
+        returns: Rc<[u32]>,
+        params: Rc<[u32]>,
     },
 }
 
 /// The symbols that all functions of a file see.
 #[derive(Default)]
 pub(crate) struct Context<'a> {
-    pub symbols: HashMap<&'a str, Symbol<'a>>,
+    pub symbols: HashMap<&'a str, Symbol>,
+    /// The addresses of the module's functions.
+    pub functions: FunctionAddresses,
 }
+
+/// The names of a block in braces.
+#[derive(Default)]
+struct Scope<'a> {
+    symbols: HashMap<&'a str, Symbol>,
+    /// Whether it declares numbered registers.
+    families: bool,
+    /// Each label's index in [`Lowering::positions`].
+    labels: HashMap<&'a str, usize>,
+}
+
+impl Scope<'_> {
+    /// The width in bits of a numbered register that it declares.
+    fn member(&self, name: &str) -> Option<u32> {
+        let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
+        // A number has at most ten digits.
+        let first = prefix.len().max(name.len().saturating_sub(10));
+        let splits = if self.families { first..name.len() } else { 0..0 };
+        splits.into_iter().find_map(|split| {
+            let (prefix, number) = name.split_at(split);
+            match self.symbols.get(prefix) {
+                Some(&Symbol::Family(count, bits)) if number == "0" || !number.starts_with('0') => {
+                    number.parse::<u32>().is_ok_and(|number| number < count).then_some(bits)
+                }
+                _ => None,
+            }
+        })
+    }
+}
+
+/// Where functions' own shared variables lie.
+pub(crate) type OwnShared<'a> = HashMap<*const Var<'a>, u32>;
 
 /// The target of an address operand.
 pub(crate) enum Address {
@@ -52,20 +90,26 @@ pub(crate) enum Address {
 
 pub(crate) struct Lowering<'a, 'b> {
     context: &'b Context<'a>,
-    index: usize,
+    name: &'a str,
     kernel: bool,
-    own_shared: &'b HashMap<(usize, &'a str), u32>,
-    scopes: Vec<HashMap<&'a str, Symbol<'a>>>,
-    labels: HashMap<&'a str, u32>,
-    /// Slots of `insts` (its `r[0]`) and of `ext` that wait for a label.
-    label_fixups: Vec<(usize, &'a str, u32)>,
-    ext_fixups: Vec<(usize, &'a str, u32)>,
+    own_shared: &'b OwnShared<'a>,
+    /// The enclosing blocks, the innermost last.
+    scopes: Vec<Scope<'a>>,
+    /// The instruction that each label precedes.
+    positions: Vec<u32>,
+    /// Slots of `insts` (its `r[0]`) and of `ext` that wait for a label's position.
+    label_fixups: Vec<(usize, usize)>,
+    ext_fixups: Vec<(usize, usize)>,
     pub insts: Vec<Inst>,
     pub ext: Vec<u32>,
+    /// Bytes of the registers' rows, at most [`MAX_FRAMES`].
     frame: u32,
+    /// At most [`MAX_FRAMES`] bytes.
     consts: Vec<Line>,
     const_rows: HashMap<(u32, u128), u32>,
-    local: u32,
+    /// What has exceeded its limit, which ends the lowering after the current instruction.
+    exceeded: Option<&'static str>,
+    local: Placement<'a>,
     carry: Option<u32>,
     /// The guard of the current instruction.
     guard: (u32, bool),
@@ -75,30 +119,20 @@ pub(crate) struct Lowering<'a, 'b> {
 
 /// The layout of a kernel's parameter block.
 pub(crate) fn parameters(f: &Function<'_>) -> Result<Vec<ParamInfo>> {
-    let mut at = 0u32;
-    let place = |var: &Var<'_>| {
-        let (size, align) = layout(var)?;
-        let offset = at.next_multiple_of(align);
-        at = offset + size as u32;
-        Ok(ParamInfo { offset, size: size as u32 })
-    };
+    let mut block = Placement::new("block of parameters", f.name, MAX_PARAMETERS);
+    let place = |var: &Var<'_>| block.place_variable(var).map(|(offset, size)| ParamInfo { offset, size });
     f.params.iter().map(place).collect()
 }
 
 impl<'a, 'b> Lowering<'a, 'b> {
-    pub fn new(
-        context: &'b Context<'a>,
-        f: &Function<'a>,
-        index: usize,
-        own_shared: &'b HashMap<(usize, &'a str), u32>,
-    ) -> Self {
+    pub fn new(context: &'b Context<'a>, f: &Function<'a>, own_shared: &'b OwnShared<'a>) -> Self {
         Lowering {
             context,
-            index,
+            name: f.name,
             kernel: f.kernel,
             own_shared,
-            scopes: vec![HashMap::new()],
-            labels: HashMap::new(),
+            scopes: vec![Scope::default()],
+            positions: Vec::new(),
             label_fixups: Vec::new(),
             ext_fixups: Vec::new(),
             insts: Vec::new(),
@@ -106,7 +140,8 @@ impl<'a, 'b> Lowering<'a, 'b> {
             frame: 0,
             consts: Vec::new(),
             const_rows: HashMap::new(),
-            local: 0,
+            exceeded: None,
+            local: Placement::new("local memory", f.name, MAX_LOCAL),
             carry: None,
             guard: (NONE, false),
             line: f.line,
@@ -124,7 +159,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         for (i, var) in f.params.iter().enumerate() {
             match infos.get(i) {
                 Some(info) => {
-                    self.scopes[0].insert(var.name, Symbol::Param(info.offset));
+                    self.scope().insert(var.name, Symbol::Param(info.offset));
                 }
                 None => params.push(self.place_value(var)?),
             }
@@ -136,11 +171,11 @@ impl<'a, 'b> Lowering<'a, 'b> {
         self.block(body)?;
         self.guard = (NONE, false);
         self.control(Kind::Return, [0; 6]);
-        for (at, label, line) in std::mem::take(&mut self.label_fixups) {
-            self.insts[at].r[0] = self.label(label, line)?;
+        for (at, label) in self.label_fixups {
+            self.insts[at].r[0] = self.positions[label];
         }
-        for (at, label, line) in std::mem::take(&mut self.ext_fixups) {
-            self.ext[at] = self.label(label, line)?;
+        for (at, label) in self.ext_fixups {
+            self.ext[at] = self.positions[label];
         }
         let code = Code {
             name: f.name.into(),
@@ -148,7 +183,8 @@ impl<'a, 'b> Lowering<'a, 'b> {
             ext: self.ext,
             frame_bytes: self.frame.next_multiple_of(64).max(64),
             consts: self.consts,
-            local_bytes: self.local.next_multiple_of(16),
+            local_bytes: self.local.size.next_multiple_of(16),
+            local_align: self.local.align.max(16),
             params,
             returns: self.returns,
             builtin: None,
@@ -162,19 +198,19 @@ impl<'a, 'b> Lowering<'a, 'b> {
         if var.space == Space::Reg {
             return self.unsupported("functions with parameters in registers");
         }
-        let (size, align) = layout(var)?;
-        let at = self.allocate_local(size as u32, align);
+        let (at, size) = self.local.place_variable(var)?;
         if !var.name.is_empty() {
             self.scope().insert(var.name, Symbol::Local(at));
         }
-        Ok((at, size as u32))
+        Ok((at, size))
     }
 
-    fn label(&self, name: &str, line: u32) -> Result<u32> {
-        self.labels
-            .get(name)
-            .copied()
-            .ok_or_else(|| Error::InvalidPtx { line, message: format!("no label {name}") })
+    /// The label of the innermost enclosing block that has one of this name.
+    fn label(&self, name: &str) -> Result<usize> {
+        match self.scopes.iter().rev().find_map(|scope| scope.labels.get(name)) {
+            Some(&label) => Ok(label),
+            None => self.error(format!("no label {name}")),
+        }
     }
 
     pub fn error<T>(&self, message: impl Into<String>) -> Result<T> {
@@ -185,38 +221,54 @@ impl<'a, 'b> Lowering<'a, 'b> {
         Err(Error::UnsupportedPtx { line: self.line, what: what.into() })
     }
 
-    fn scope(&mut self) -> &mut HashMap<&'a str, Symbol<'a>> {
+    fn scope(&mut self) -> &mut HashMap<&'a str, Symbol> {
         let last = self.scopes.len() - 1;
-        &mut self.scopes[last]
+        &mut self.scopes[last].symbols
     }
 
-    pub fn allocate_local(&mut self, size: u32, align: u32) -> u32 {
-        let at = self.local.next_multiple_of(align.max(1));
-        self.local = at + size;
-        at
+    pub fn allocate_local(&mut self, size: u32, align: u32) -> Result<u32> {
+        self.local.place(size.into(), align.max(1), self.line)
     }
 
+    /// Makes the labels of a block known, before the branches to them.
+    fn declare_labels(&mut self, stmts: &[Stmt<'a>]) -> Result<()> {
+        let mut labels = HashMap::new();
+        for stmt in stmts {
+            let Stmt::Label(name, line) = stmt else { continue };
+            if labels.insert(*name, self.positions.len()).is_some() {
+                self.line = *line;
+                return self.error(format!("label {name} is defined twice"));
+            }
+            self.positions.push(0);
+        }
+        self.scopes.push(Scope { labels, ..Scope::default() });
+        Ok(())
+    }
+
+    /// Lowers the statements between two braces. Names mean something only there, and local memory is free
+    /// afterwards.
     fn block(&mut self, stmts: &[Stmt<'a>]) -> Result<()> {
+        let local = self.local.end;
+        self.declare_labels(stmts)?;
         for stmt in stmts {
             match stmt {
-                Stmt::Label(name) => {
-                    self.labels.insert(name, self.insts.len() as u32);
+                Stmt::Label(name, _) => {
+                    let label = self.label(name)?;
+                    self.positions[label] = self.insts.len() as u32;
                 }
                 Stmt::Var(var) => self.declare(var)?,
-                Stmt::Block(inner) => {
-                    self.scopes.push(HashMap::new());
-                    self.block(inner)?;
-                    self.scopes.pop();
-                }
+                Stmt::Block(inner) => self.block(inner)?,
                 Stmt::Targets(name, list) => {
-                    self.scopes[0].insert(name, Symbol::Targets(list.clone()));
+                    let targets = self.target_list(list)?;
+                    self.scope().insert(name, Symbol::Targets(targets));
                 }
                 Stmt::Prototype { name, returns, params } => {
-                    let sizes = |vars: &[Var<'a>]| -> Result<Vec<u32>> {
-                        vars.iter().map(|v| Ok(layout(v)?.0 as u32)).collect()
+                    let sizes = |vars: &[Var<'a>]| -> Result<Rc<[u32]>> {
+                        let mut all = Placement::new("arguments and results", name, MAX_LOCAL);
+                        vars.iter().map(|v| Ok(all.place_variable(v)?.1)).collect()
                     };
                     let symbol = Symbol::Prototype { returns: sizes(returns)?, params: sizes(params)? };
-                    self.scopes[0].insert(name, symbol);
+                    self.scope().insert(name, symbol);
                 }
                 Stmt::Inst(inst) => {
                     self.line = inst.line;
@@ -227,7 +279,12 @@ impl<'a, 'b> Lowering<'a, 'b> {
                     self.instruction(inst)?;
                 }
             }
+            if let Some(what) = self.exceeded {
+                return self.error(format!("the {what} of {} take more than {MAX_FRAMES} bytes", self.name));
+            }
         }
+        self.scopes.pop();
+        self.local.end = local;
         Ok(())
     }
 
@@ -242,19 +299,25 @@ impl<'a, 'b> Lowering<'a, 'b> {
                     return self.unsupported("vector registers");
                 }
                 let symbol = match var.family {
-                    Some(count) => Symbol::Family(count, bits),
+                    Some(count) => {
+                        let last = self.scopes.len() - 1;
+                        self.scopes[last].families = true;
+                        Symbol::Family(count, bits)
+                    }
                     None => Symbol::Register(self.allocate_row(bits), bits),
                 };
                 self.scope().insert(var.name, symbol);
             }
             Space::Local | Space::Param => {
-                let (size, align) = layout(var)?;
-                let at = self.allocate_local(size as u32, align);
+                let (at, _) = self.local.place_variable(var)?;
                 self.scope().insert(var.name, Symbol::Local(at));
             }
             Space::Shared => {
-                let symbol = match self.own_shared.get(&(self.index, var.name)) {
-                    _ if var.elements == Some(0) => Symbol::DynamicShared,
+                let symbol = match self.own_shared.get(&std::ptr::from_ref(var)) {
+                    _ if is_dynamic_shared(var) => Symbol::DynamicShared(layout(var)?.1),
+                    _ if var.linkage == Linkage::Extern => {
+                        return self.error(format!("external variable {} is not defined", var.name));
+                    }
                     Some(&at) => Symbol::Shared(at),
                     None => return self.error(format!("shared variable {} was not placed", var.name)),
                 };
@@ -271,30 +334,30 @@ impl<'a, 'b> Lowering<'a, 'b> {
     pub fn allocate_row(&mut self, bits: u32) -> u32 {
         let bytes = if bits == 1 { 4 } else { bits * 4 };
         let at = self.frame.next_multiple_of(bytes.min(64));
+        if bytes > MAX_FRAMES - at {
+            self.exceeded = Some("registers");
+            return 0;
+        }
         self.frame = at + bytes;
         at
     }
 
-    pub fn lookup(&self, name: &str) -> Option<&Symbol<'a>> {
-        self.scopes.iter().rev().find_map(|s| s.get(name)).or_else(|| self.context.symbols.get(name))
+    pub fn lookup(&self, name: &str) -> Option<&Symbol> {
+        self.scopes.iter().rev().find_map(|s| s.symbols.get(name)).or_else(|| self.context.symbols.get(name))
     }
 
     /// Row and width in bits of a register, if the name is one.
     fn find_register(&mut self, name: &'a str) -> Option<(u32, u32)> {
-        if let Some(Symbol::Register(row, bits)) = self.lookup(name) {
-            return Some((*row, *bits));
-        }
-        let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
-        for split in prefix.len()..name.len() {
-            let number: u32 = name[split..].parse().ok()?;
-            for i in (0..self.scopes.len()).rev() {
-                if let Some(&Symbol::Family(count, bits)) = self.scopes[i].get(&name[..split])
-                    && number < count
-                {
-                    let row = self.allocate_row(bits);
-                    self.scopes[i].insert(name, Symbol::Register(row, bits));
-                    return Some((row, bits));
-                }
+        for i in (0..self.scopes.len()).rev() {
+            match self.scopes[i].symbols.get(name) {
+                Some(&Symbol::Register(row, bits)) => return Some((row, bits)),
+                Some(_) => return None,
+                None => {}
+            }
+            if let Some(bits) = self.scopes[i].member(name) {
+                let row = self.allocate_row(bits);
+                self.scopes[i].symbols.insert(name, Symbol::Register(row, bits));
+                return Some((row, bits));
             }
         }
         None
@@ -323,7 +386,12 @@ impl<'a, 'b> Lowering<'a, 'b> {
         if let Some(&row) = self.const_rows.get(&(bits, value)) {
             return row;
         }
-        let row = (self.consts.len() * 64) as u32 | CONST;
+        let bytes = size_of_val(self.consts.as_slice());
+        if bytes >= MAX_FRAMES as usize {
+            self.exceeded = Some("constants");
+            return CONST;
+        }
+        let row = bytes as u32 | CONST;
         if bits == 1 {
             let mut line = Line([0; 64]);
             line.0[..4].copy_from_slice(&(if value != 0 { u32::MAX } else { 0 }).to_le_bytes());
@@ -346,11 +414,10 @@ impl<'a, 'b> Lowering<'a, 'b> {
     pub fn carry(&mut self) -> u32 {
         match self.carry {
             Some(row) => row,
-            None => *self.carry.insert({
-                let at = self.frame.next_multiple_of(4);
-                self.frame = at + 4;
-                at
-            }),
+            None => {
+                let row = self.allocate_row(1);
+                *self.carry.insert(row)
+            }
         }
     }
 
@@ -397,20 +464,21 @@ impl<'a, 'b> Lowering<'a, 'b> {
     }
 
     /// Emits a branch.
-    pub fn branch(&mut self, label: &'a str) {
-        self.label_fixups.push((self.insts.len(), label, self.line));
+    pub fn branch(&mut self, label: &str) -> Result<()> {
+        self.label_fixups.push((self.insts.len(), self.label(label)?));
         self.control(Kind::Branch, [0; 6]);
+        Ok(())
     }
 
     /// Adds a list of branch targets to the extension and returns its index.
-    pub fn target_list(&mut self, targets: &[&'a str]) -> u32 {
+    fn target_list(&mut self, targets: &[&str]) -> Result<u32> {
         let at = self.ext.len();
         self.ext.push(targets.len() as u32);
-        for &target in targets {
-            self.ext_fixups.push((self.ext.len(), target, self.line));
+        for target in targets {
+            self.ext_fixups.push((self.ext.len(), self.label(target)?));
             self.ext.push(0);
         }
-        at as u32
+        Ok(at as u32)
     }
 
     /// Emits operations that run regardless of the guard.
@@ -517,8 +585,8 @@ impl<'a, 'b> Lowering<'a, 'b> {
             Symbol::Global(address, _) => address.wrapping_add(addend as u64),
             Symbol::Shared(at) => u64::from(at).wrapping_add(addend as u64),
             Symbol::Param(at) => u64::from(at).wrapping_add(addend as u64),
-            Symbol::Function(index) => FUNCTION_WINDOW + index as u64 * 16,
-            Symbol::DynamicShared => {
+            Symbol::Function(index) => self.context.functions.of(index),
+            Symbol::DynamicShared(_) => {
                 let row = self.allocate_row(bits);
                 let handler = if bits == 32 {
                     exec::special_register::DYNAMIC_SHARED_32
@@ -574,7 +642,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
                 let space = if *constant { Space::Const } else { Space::Global };
                 Ok((Address::Row(self.address_of(name, offset, 64)?, false, 0), Some(space)))
             }
-            Some(Symbol::Shared(_) | Symbol::DynamicShared) => {
+            Some(Symbol::Shared(_) | Symbol::DynamicShared(_)) => {
                 Ok((Address::Row(self.address_of(name, offset, 64)?, false, 0), Some(Space::Shared)))
             }
             _ => self.error(format!("{name} is not an address")),
@@ -672,6 +740,11 @@ impl<'a, 'b> Lowering<'a, 'b> {
     fn instruction(&mut self, inst: &ast::Inst<'a>) -> Result<()> {
         self.lower(inst)
     }
+}
+
+/// Whether a variable is dynamic shared memory: `.extern .shared .b8 name[]`.
+pub(crate) fn is_dynamic_shared(var: &Var<'_>) -> bool {
+    var.space == Space::Shared && var.linkage == Linkage::Extern && var.elements == Some(0)
 }
 
 /// The unsigned type of a width in bits.

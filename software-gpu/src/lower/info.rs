@@ -22,6 +22,8 @@ pub struct FunctionInfo {
     pub param_bytes: u32,
     /// Static shared memory per block in bytes.
     pub shared_bytes: u32,
+    /// Alignment of dynamic shared memory in bytes.
+    pub dynamic_shared_alignment: u32,
     /// Local memory per thread in bytes, excluding called functions.
     pub local_bytes: u32,
     /// Bytes of constants in the module.

@@ -46,6 +46,14 @@ impl<'a> Modifiers<'a> {
         }
     }
 
+    /// Takes the type, wherever it is.
+    pub fn ty(&mut self) -> &'a str {
+        match self.left.iter().rposition(|m| type_bits(m).is_some()) {
+            Some(i) => self.left.remove(i),
+            None => "",
+        }
+    }
+
     /// Takes the first modifier.
     pub fn take_first(&mut self) -> &'a str {
         self.left.remove(0)

@@ -1,15 +1,16 @@
 //! Links the files of a module: finds the definition of each name, places the variables, and lowers the
 //! functions.
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::builtin::{builtin, code_without_body};
-use super::function::{self, Context, Lowering, Symbol};
+use super::function::{self, Context, Lowering, OwnShared, Symbol, is_dynamic_shared};
 use super::info::{FunctionInfo, GlobalInfo, ParamInfo};
-use super::types::{layout, type_bits};
+use super::types::{Placement, layout, type_bits};
 use crate::error::{Error, Result, Unsupported};
-use crate::machine::address::FUNCTION_WINDOW;
+use crate::machine::address::{FunctionAddresses, RANK};
 use crate::machine::program::{Code, Kind, Program};
 use crate::machine::properties::{BLOCK_REGISTERS, MAX_CLUSTER};
 use crate::ptx::ast::{File, Function, Init, Linkage, Operand, Space, Stmt, Var};
@@ -40,12 +41,19 @@ pub(crate) fn link(
         globals: Vec::new(),
         placed: Vec::new(),
         constant_bytes: 0,
-        shared: SharedLayout::default(),
+        shared: SharedLayout {
+            module: Placement::new("shared memory", "the module", RANK as u32),
+            variable_ends: HashMap::new(),
+            own: HashMap::new(),
+            of_kernels: HashMap::new(),
+        },
+        addresses: FunctionAddresses::default(),
     };
     let defined = linker.place_variables(allocate)?;
     linker.bind_variables(&defined)?;
     linker.bind_functions()?;
     linker.bind_aliases();
+    linker.number_functions();
     linker.place_function_variables()?;
     linker.finish()
 }
@@ -67,18 +75,16 @@ struct Placed<'a, 'b> {
 }
 
 /// Where shared variables lie in a block's shared memory.
-#[derive(Default)]
 struct SharedLayout<'a> {
-    /// The end of the variables placed so far, kernels' own excepted.
-    end: u64,
+    /// Where variables are placed that are not kernels' own.
+    module: Placement<'static>,
     /// The end of each module variable, by its offset.
-    variable_ends: HashMap<u32, u64>,
-    /// The end of each function's own variables, by the function's index. Kernels are not listed.
-    function_ends: HashMap<usize, u64>,
-    /// The offsets of functions' own variables, by the function's index and the variable's name.
-    own: HashMap<(usize, &'a str), u32>,
-    /// The static shared memory of each kernel in bytes, by its index.
-    kernel_bytes: HashMap<usize, u32>,
+    variable_ends: HashMap<u32, u32>,
+    /// The offsets of functions' own variables.
+    own: OwnShared<'a>,
+    /// For each kernel by its index, the size of its static shared memory in bytes and the alignment of its
+    /// dynamic shared memory.
+    of_kernels: HashMap<usize, (u32, u32)>,
 }
 
 struct Linker<'a, 'b> {
@@ -93,15 +99,11 @@ struct Linker<'a, 'b> {
     placed: Vec<Placed<'a, 'b>>,
     constant_bytes: u64,
     shared: SharedLayout<'a>,
+    addresses: FunctionAddresses,
 }
 
 fn has_linkage(linkage: Linkage) -> bool {
     matches!(linkage, Linkage::Visible | Linkage::Weak)
-}
-
-/// Whether a variable is dynamic shared memory: `.extern .shared .b8 name[]`.
-fn is_dynamic_shared(var: &Var<'_>) -> bool {
-    var.space == Space::Shared && var.elements == Some(0)
 }
 
 impl<'a, 'b> Linker<'a, 'b> {
@@ -117,7 +119,7 @@ impl<'a, 'b> Linker<'a, 'b> {
     fn place_variables(
         &mut self,
         allocate: &mut dyn FnMut(u64) -> Result<u64>,
-    ) -> Result<HashMap<&'a str, Symbol<'a>>> {
+    ) -> Result<HashMap<&'a str, Symbol>> {
         let chosen = resolve(
             self.variables()
                 .filter(|(_, v)| has_linkage(v.linkage) && !is_dynamic_shared(v))
@@ -127,7 +129,7 @@ impl<'a, 'b> Linker<'a, 'b> {
         for (file, var) in self.variables() {
             let (size, align) = layout(var)?;
             if is_dynamic_shared(var) {
-                self.contexts[file].symbols.insert(var.name, Symbol::DynamicShared);
+                self.contexts[file].symbols.insert(var.name, Symbol::DynamicShared(align));
                 continue;
             }
             let local = var.linkage == Linkage::Local;
@@ -151,13 +153,12 @@ impl<'a, 'b> Linker<'a, 'b> {
         size: u64,
         align: u32,
         allocate: &mut dyn FnMut(u64) -> Result<u64>,
-    ) -> Result<Symbol<'a>> {
+    ) -> Result<Symbol> {
         match var.space {
             Space::Shared => {
-                let at = self.shared.end.next_multiple_of(u64::from(align));
-                self.shared.end = at + size;
-                self.shared.variable_ends.insert(at as u32, self.shared.end);
-                Ok(Symbol::Shared(at as u32))
+                let at = self.shared.module.place(size, align, var.line)?;
+                self.shared.variable_ends.insert(at, self.shared.module.end);
+                Ok(Symbol::Shared(at))
             }
             Space::Global | Space::Const => {
                 if align > 512 {
@@ -184,7 +185,7 @@ impl<'a, 'b> Linker<'a, 'b> {
     }
 
     /// Binds each file's external variables to the definitions in other files.
-    fn bind_variables(&mut self, defined: &HashMap<&'a str, Symbol<'a>>) -> Result<()> {
+    fn bind_variables(&mut self, defined: &HashMap<&'a str, Symbol>) -> Result<()> {
         for (file, var) in self.variables() {
             if self.contexts[file].symbols.contains_key(var.name) {
                 continue;
@@ -253,69 +254,64 @@ impl<'a, 'b> Linker<'a, 'b> {
         }
     }
 
+    /// Gives the functions their addresses, once they are known.
+    fn number_functions(&mut self) {
+        self.addresses = FunctionAddresses::new(self.functions.len());
+        for context in &mut self.contexts {
+            context.functions = self.addresses;
+        }
+    }
+
     /// Places functions' own shared variables. Those of functions follow the module's variables. Those of a
     /// kernel follow whatever the kernel can reach.
     fn place_function_variables(&mut self) -> Result<()> {
-        for i in 0..self.functions.len() {
-            let function = self.functions[i].function;
-            if function.kernel {
-                continue;
+        // A function with an indirect call can call every function: one more "function" calls them all.
+        let all = self.functions.len();
+        let callable: Vec<usize> = (0..all).filter(|&i| !self.functions[i].function.kernel).collect();
+        let mut calls = vec![Vec::new(); all];
+        // For each function, what it needs itself: shared memory up to an end, and an alignment.
+        let (mut ends, mut aligns) = (vec![0; all + 1], vec![1; all + 1]);
+        for (i, linked) in self.functions.iter().enumerate() {
+            for var in variables_in(linked.function).filter(|var| var.space == Space::Shared) {
+                if is_dynamic_shared(var) {
+                    aligns[i] = aligns[i].max(layout(var)?.1);
+                } else if !linked.function.kernel {
+                    let (at, _) = self.shared.module.place_variable(var)?;
+                    self.shared.own.insert(var, at);
+                    ends[i] = self.shared.module.end;
+                }
             }
-            for var in shared_variables(function) {
-                self.shared.end = self.place_own(i, var, self.shared.end)?;
-                self.shared.function_ends.insert(i, self.shared.end);
+            let references = References::of(linked.function);
+            if references.indirect_call {
+                calls[i].push(all);
             }
-        }
-        for i in 0..self.functions.len() {
-            let function = self.functions[i].function;
-            if !function.kernel {
-                continue;
-            }
-            let mut end = self.reachable_end(i);
-            for var in shared_variables(function) {
-                end = self.place_own(i, var, end)?;
-            }
-            self.shared.kernel_bytes.insert(i, end as u32);
-        }
-        Ok(())
-    }
-
-    /// Places a shared variable of function `i` at or after `end`, and returns its own end.
-    fn place_own(&mut self, i: usize, var: &Var<'a>, end: u64) -> Result<u64> {
-        let (size, align) = layout(var)?;
-        let at = end.next_multiple_of(u64::from(align));
-        self.shared.own.insert((i, var.name), at as u32);
-        Ok(at + size)
-    }
-
-    /// The end of the shared memory that kernel `root` refers to, itself or in functions that it can call. A
-    /// kernel with an indirect call can call every function.
-    fn reachable_end(&self, root: usize) -> u64 {
-        let mut seen = HashSet::from([root]);
-        let mut work = vec![root];
-        let mut end = 0;
-        while let Some(index) = work.pop() {
-            let linked = &self.functions[index];
-            let Some(body) = &linked.function.body else { continue };
-            if index != root {
-                end = end.max(self.shared.function_ends.get(&index).copied().unwrap_or(0));
-            }
-            let mut references = References::default();
-            references.collect(body);
-            let mut called: Vec<usize> =
-                if references.indirect_call { (0..self.functions.len()).collect() } else { Vec::new() };
             for name in references.names {
                 match self.contexts[linked.file].symbols.get(name) {
-                    Some(Symbol::Function(i)) => called.push(*i),
-                    Some(Symbol::Shared(at)) => {
-                        end = end.max(self.shared.variable_ends.get(at).copied().unwrap_or(0));
+                    Some(&Symbol::Function(called)) if !self.functions[called].function.kernel => {
+                        calls[i].push(called);
                     }
+                    Some(Symbol::Shared(at)) => {
+                        ends[i] = ends[i].max(self.shared.variable_ends.get(at).copied().unwrap_or(0));
+                    }
+                    Some(&Symbol::DynamicShared(align)) => aligns[i] = aligns[i].max(align),
                     _ => {}
                 }
             }
-            work.extend(called.into_iter().filter(|&i| !self.functions[i].function.kernel && seen.insert(i)));
         }
-        end
+        calls.push(callable);
+        let (ends, aligns) = (reached(&ends, &calls), reached(&aligns, &calls));
+        for (i, linked) in self.functions.iter().enumerate().filter(|(_, linked)| linked.function.kernel) {
+            let mut own = Placement::new("shared memory", linked.function.name, RANK as u32);
+            own.end = ends[i];
+            for var in variables_in(linked.function) {
+                if var.space == Space::Shared && !is_dynamic_shared(var) {
+                    let (at, _) = own.place_variable(var)?;
+                    self.shared.own.insert(var, at);
+                }
+            }
+            self.shared.of_kernels.insert(i, (own.end, aligns[i]));
+        }
+        Ok(())
     }
 
     /// Lowers all functions and puts the module together.
@@ -331,22 +327,24 @@ impl<'a, 'b> Linker<'a, 'b> {
             codes.push(Arc::new(code));
         }
         if codes.iter().any(|code| code.unsupported.is_some()) {
+            let reasons = find_unsupported(&codes);
             for (info, index) in &mut kernels {
-                info.unsupported = find_unsupported(*index, &codes).cloned();
+                info.unsupported = reasons[*index].cloned();
             }
         }
         let mut images = Vec::new();
         for placed in self.placed.iter().filter(|placed| !placed.variable.init.is_empty()) {
-            let bytes = initial_bytes(placed.variable, placed.size, &self.contexts[placed.file])?;
-            images.push((placed.address, bytes));
+            let runs = initial_bytes(placed.variable, placed.size, &self.contexts[placed.file])?;
+            images.extend(runs.into_iter().map(|(at, bytes)| (placed.address + at, bytes)));
         }
-        Ok(LinkedModule { program: Program { functions: codes }, kernels, globals: self.globals, images })
+        let program = Program { functions: codes, addresses: self.addresses };
+        Ok(LinkedModule { program, kernels, globals: self.globals, images })
     }
 
     fn lower_function(&self, i: usize) -> Result<(Code, Vec<ParamInfo>)> {
         let Linked { function, file } = self.functions[i];
         let Some(body) = &function.body else { return Ok((code_without_body(function)?, Vec::new())) };
-        match Lowering::new(&self.contexts[file], function, i, &self.shared.own).run(function, body) {
+        match Lowering::new(&self.contexts[file], function, &self.shared.own).run(function, body) {
             Err(Error::UnsupportedPtx { line, what }) => unsupported(function, line, what),
             lowered => lowered,
         }
@@ -356,12 +354,14 @@ impl<'a, 'b> Linker<'a, 'b> {
         let Linked { function: f, file } = self.functions[i];
         let product = |d: [u32; 3]| d.iter().fold(1, |all: u32, &n| all.saturating_mul(n));
         let limit = f.req_ntid.or(f.max_ntid).map_or(1024, |d| product(d).min(1024));
+        let (shared_bytes, dynamic_alignment) = self.shared.of_kernels.get(&i).copied().unwrap_or((0, 1));
         let target = self.files[file].target.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
         FunctionInfo {
             name: f.name.into(),
             param_bytes: params.iter().map(|p: &ParamInfo| p.offset + p.size).max().unwrap_or(0),
             params,
-            shared_bytes: self.shared.kernel_bytes.get(&i).copied().unwrap_or(0),
+            shared_bytes,
+            dynamic_shared_alignment: dynamic_alignment.max(16),
             local_bytes: code.local_bytes,
             constant_bytes: self.constant_bytes as u32,
             registers: registers(code.frame_bytes, limit, f.max_registers),
@@ -402,6 +402,12 @@ struct References<'a> {
 }
 
 impl<'a> References<'a> {
+    fn of(function: &Function<'a>) -> Self {
+        let mut references = Self::default();
+        references.collect(function.body.as_deref().unwrap_or(&[]));
+        references
+    }
+
     fn collect(&mut self, stmts: &[Stmt<'a>]) {
         for stmt in stmts {
             match stmt {
@@ -437,12 +443,12 @@ impl<'a> References<'a> {
     }
 }
 
-/// The shared variables that a function declares in its body.
-fn shared_variables<'a, 'b>(function: &'b Function<'a>) -> Vec<&'b Var<'a>> {
+/// The variables that a function declares in its body.
+fn variables_in<'a, 'b>(function: &'b Function<'a>) -> impl Iterator<Item = &'b Var<'a>> {
     fn collect<'a, 'b>(stmts: &'b [Stmt<'a>], out: &mut Vec<&'b Var<'a>>) {
         for stmt in stmts {
             match stmt {
-                Stmt::Var(var) if var.space == Space::Shared => out.push(var),
+                Stmt::Var(var) => out.push(var),
                 Stmt::Block(inner) => collect(inner, out),
                 _ => {}
             }
@@ -450,7 +456,32 @@ fn shared_variables<'a, 'b>(function: &'b Function<'a>) -> Vec<&'b Var<'a>> {
     }
     let mut out = Vec::new();
     collect(function.body.as_deref().unwrap_or(&[]), &mut out);
-    out
+    out.into_iter()
+}
+
+/// For each function, the largest of the values of all functions that it can reach, including its own. Each
+/// function is visited once.
+fn reached<T: Copy + Ord>(own: &[T], calls: &[Vec<usize>]) -> Vec<T> {
+    let mut callers = vec![Vec::new(); own.len()];
+    for (caller, called) in calls.iter().enumerate() {
+        for &called in called {
+            callers[called].push(caller);
+        }
+    }
+    let mut order: Vec<usize> = (0..own.len()).collect();
+    order.sort_by_key(|&i| Reverse(own[i]));
+    let mut out: Vec<Option<T>> = vec![None; own.len()];
+    let mut work = Vec::new();
+    for first in order {
+        work.push(first);
+        while let Some(i) = work.pop() {
+            if out[i].is_none() {
+                out[i] = Some(own[first]);
+                work.extend_from_slice(&callers[i]);
+            }
+        }
+    }
+    out.into_iter().zip(own).map(|(found, own)| found.unwrap_or(*own)).collect()
 }
 
 /// The code of a function that uses something unimplemented. It cannot run, but the rest of its module can.
@@ -460,20 +491,17 @@ fn unsupported(f: &Function<'_>, line: u32, what: String) -> Result<(Code, Vec<P
     Ok((Code { unsupported: Some(reason), ..code_without_body(f)? }, params))
 }
 
-/// Why the function at `root` cannot run: it, or a function that it calls by name, directly or indirectly,
-/// uses something unimplemented. Calls through pointers are not followed; they fail when they are made.
-fn find_unsupported(root: usize, codes: &[Arc<Code>]) -> Option<&Unsupported> {
-    let mut seen = HashSet::from([root]);
-    let mut work = vec![root];
-    while let Some(index) = work.pop() {
-        let code = codes.get(index)?;
-        if code.unsupported.is_some() {
-            return code.unsupported.as_ref();
-        }
-        let called = code.insts.iter().filter(|inst| inst.kind == Kind::Call).map(|inst| inst.r[0] as usize);
-        work.extend(called.filter(|&index| seen.insert(index)));
-    }
-    None
+/// Why each function cannot run: it, or a function that it calls by name, directly or indirectly, uses
+/// something unimplemented. Calls through pointers are not followed; they fail when they are made.
+fn find_unsupported(codes: &[Arc<Code>]) -> Vec<Option<&Unsupported>> {
+    let called = |code: &Arc<Code>| {
+        let calls = code.insts.iter().filter(|inst| inst.kind == Kind::Call);
+        calls.map(|inst| inst.r[0] as usize).collect()
+    };
+    let calls: Vec<Vec<usize>> = codes.iter().map(called).collect();
+    let own: Vec<Option<usize>> =
+        codes.iter().enumerate().map(|(i, code)| code.unsupported.as_ref().map(|_| i)).collect();
+    reached(&own, &calls).into_iter().map(|found| codes[found?].unsupported.as_ref()).collect()
 }
 
 /// An estimate of the registers per thread that a compiler would use: the registers of the frame, limited so
@@ -483,41 +511,62 @@ fn registers(frame_bytes: u32, threads: u32, most: Option<u32>) -> u32 {
     (frame_bytes / 128).clamp(16, 255).min(together).min(most.unwrap_or(255).max(16))
 }
 
-/// The bytes of an initialized variable.
-fn initial_bytes(var: &Var<'_>, size: u64, context: &Context<'_>) -> Result<Vec<u8>> {
+/// The most zeros between initial values that are written as if they were values.
+const GAP: usize = 64;
+
+/// The bytes of a variable's initial values, in runs that begin at an offset each.
+fn initial_bytes(var: &Var<'_>, size: u64, context: &Context<'_>) -> Result<Vec<(u64, Vec<u8>)>> {
     let width = type_bits(var.ty).unwrap_or(8) as usize / 8;
-    let mut out = Vec::with_capacity(size as usize);
-    for init in &var.init {
-        let value = match init {
-            Init::Int(n) if var.ty == "f32" => u64::from((*n as i64 as f32).to_bits()),
-            Init::Int(n) if var.ty == "f64" => (*n as i64 as f64).to_bits(),
-            Init::Int(n) => *n,
-            Init::F32(bits) if var.ty == "f64" => f64::from(f32::from_bits(*bits)).to_bits(),
-            Init::F32(bits) => u64::from(*bits),
-            Init::F64(bits) if var.ty == "f32" => u64::from((f64::from_bits(*bits) as f32).to_bits()),
-            Init::F64(bits) => *bits,
-            Init::Symbol { name, addend, mask, .. } => {
-                let base = match context.symbols.get(name) {
-                    Some(Symbol::Global(address, _)) => *address,
-                    Some(Symbol::Function(index)) => FUNCTION_WINDOW + *index as u64 * 16,
-                    _ => {
-                        let message = format!("{name}, in the initializer of {}, has no address", var.name);
-                        return Err(Error::InvalidPtx { line: var.line, message });
-                    }
-                };
-                let value = base.wrapping_add(*addend as u64);
-                match mask {
-                    Some(mask) if *mask != 0 => (value & mask) >> mask.trailing_zeros(),
-                    _ => value,
-                }
+    let mut runs: Vec<(u64, Vec<u8>)> = Vec::new();
+    for (number, init) in &var.init {
+        let at = number.saturating_mul(width as u64);
+        if at.saturating_add(width as u64) > size {
+            let message = format!("{} has more initial values than elements", var.name);
+            return Err(Error::InvalidPtx { line: var.line, message });
+        }
+        let bytes = initial_value(var, init, context)?.to_le_bytes();
+        let out = match runs.last_mut() {
+            // The values come in order.
+            Some((start, out)) if at - *start <= (out.len() + GAP) as u64 => {
+                out.resize((at - *start) as usize, 0);
+                out
+            }
+            _ => {
+                runs.push((at, Vec::new()));
+                let last = runs.len() - 1;
+                &mut runs[last].1
             }
         };
-        out.extend_from_slice(&value.to_le_bytes()[..width.min(8)]);
+        out.extend_from_slice(&bytes[..width.min(8)]);
         out.resize(out.len() + width.saturating_sub(8), 0);
     }
-    if out.len() as u64 > size {
-        let message = format!("{} has more initial values than elements", var.name);
-        return Err(Error::InvalidPtx { line: var.line, message });
-    }
-    Ok(out)
+    Ok(runs)
+}
+
+/// A scalar's initial value in its lowest bits.
+fn initial_value(var: &Var<'_>, init: &Init<'_>, context: &Context<'_>) -> Result<u64> {
+    Ok(match init {
+        Init::Int(n) if var.ty == "f32" => u64::from((*n as i64 as f32).to_bits()),
+        Init::Int(n) if var.ty == "f64" => (*n as i64 as f64).to_bits(),
+        Init::Int(n) => *n,
+        Init::F32(bits) if var.ty == "f64" => f64::from(f32::from_bits(*bits)).to_bits(),
+        Init::F32(bits) => u64::from(*bits),
+        Init::F64(bits) if var.ty == "f32" => u64::from((f64::from_bits(*bits) as f32).to_bits()),
+        Init::F64(bits) => *bits,
+        Init::Symbol { name, addend, mask, .. } => {
+            let base = match context.symbols.get(name) {
+                Some(Symbol::Global(address, _)) => *address,
+                Some(Symbol::Function(index)) => context.functions.of(*index),
+                _ => {
+                    let message = format!("{name}, in the initializer of {}, has no address", var.name);
+                    return Err(Error::InvalidPtx { line: var.line, message });
+                }
+            };
+            let value = base.wrapping_add(*addend as u64);
+            match mask {
+                Some(mask) if *mask != 0 => (value & mask) >> mask.trailing_zeros(),
+                _ => value,
+            }
+        }
+    })
 }

@@ -10,7 +10,7 @@ use crate::machine::program::{Handler, NONE};
 use crate::ptx::ast::{Inst, Operand, Space};
 
 /// The dimensions in a name such as `m16n8k16`.
-fn dimensions(name: &str) -> Option<(usize, usize, usize)> {
+fn dimensions(name: &str) -> Option<(u8, u8, u16)> {
     let (m, rest) = name.strip_prefix('m')?.split_once('n')?;
     let (n, k) = rest.split_once('k')?;
     Some((m.parse().ok()?, n.parse().ok()?, k.parse().ok()?))
@@ -58,7 +58,7 @@ impl<'a> Lowering<'a, '_> {
                 _ => return self.unknown(inst),
             }
         }
-        let Some((m, n, k)) = shape else { return self.unknown(inst) };
+        let Some(dimensions @ (m, n, k)) = shape else { return self.unknown(inst) };
         let elements: [Element; 4] = match types.as_slice() {
             [d, a, b, c] => [*d, *a, *b, *c],
             // `wmma` on f16 names only the types of D and C.
@@ -66,13 +66,10 @@ impl<'a> Lowering<'a, '_> {
             _ => return self.unknown(inst),
         };
         let [d, a, b, c] = elements;
-        let families = a.whole() == b.whole() && a.whole() == d.whole() && c.whole() == d.whole();
-        let sums = matches!(d, Element::F16 | Element::F32 | Element::F64 | Element::S32)
-            && matches!(c, Element::F16 | Element::F32 | Element::F64 | Element::S32)
-            && (a == Element::F64) == (d == Element::F64)
-            && (c == Element::F64) == (d == Element::F64);
-        let halves_of_volta = !wmma && a == Element::F16 && m == 8;
-        if !families || !sums || halves_of_volta || (a == Element::B1) != popc {
+        // Only narrow elements of two types have products.
+        let pair = a == b || a.bits() == b.bits() && a.bits() <= 8 && a.whole() == b.whole();
+        let sums = a.sums().contains(&c) && a.sums().contains(&d);
+        if !pair || !sums || !a.shapes(wmma).contains(&dimensions) || (a == Element::B1) != popc {
             return self.unknown(inst);
         }
         // Only `wmma` on f64 has a rounding mode; none has `.ftz` or `.sat`.
@@ -82,11 +79,12 @@ impl<'a> Lowering<'a, '_> {
         let shape = Shape { m, n, k, elements, saturate, xor, wmma, rounding };
         let mut list = vec![0u32; 4];
         let mut rows = Vec::new();
-        for (at, (element, size)) in elements.iter().zip([m * n, m * k, k * n, m * n]).enumerate() {
+        let [of_a, of_b, of_c] = shape.dimensions().map(|(height, width)| height * width);
+        for (at, (element, size)) in elements.iter().zip([of_c, of_a, of_b, of_c]).enumerate() {
             let found = self.fragment(self.operand(inst, at)?, *element, at == 0)?;
             let held = found.len() * 32 * (32 / element.bits().min(32)) as usize;
             // A `wmma` fragment may hold an element several times.
-            if held != size && !(wmma && held.is_multiple_of(size)) {
+            if held != size && !(wmma && held > size && held.is_multiple_of(size)) {
                 return self.error(format!("{} registers for {size} elements", found.len()));
             }
             list[at] = found.len() as u32;
@@ -119,15 +117,18 @@ impl<'a> Lowering<'a, '_> {
             None => Space::Generic,
         };
         let Some(element) = Element::parse(mods.last()) else { return self.unknown(inst) };
-        let Some((m, n, k)) = dimensions(mods.last()) else { return self.unknown(inst) };
-        if !mods.done() {
+        let Some(dimensions @ (m, n, k)) = dimensions(mods.last()) else { return self.unknown(inst) };
+        let (part, exists) = match part {
+            Some("a") => (0, element.shapes(true).contains(&dimensions)),
+            Some("b") => (1, element.shapes(true).contains(&dimensions)),
+            _ => (2, element.is_sum(dimensions)),
+        };
+        if !mods.done() || !exists {
             return self.unknown(inst);
         }
-        let (size, part) = match part {
-            Some("a") => (m * k, 0),
-            Some("b") => (k * n, 1),
-            _ => (m * n, 2),
-        };
+        let shape =
+            Shape { m, n, k, elements: [element; 4], saturate: false, xor: false, wmma: true, rounding: 0 };
+        let (height, width) = shape.dimensions()[part];
         // Elements smaller than a byte must lie along the dimension that is summed.
         if element.bits() < 8 && columns != (part == 1) {
             return self.unknown(inst);
@@ -146,18 +147,14 @@ impl<'a> Lowering<'a, '_> {
         };
         let stride = match inst.operands.get(2) {
             Some(op) => self.source(op, "u32")?,
-            None => {
-                let (height, width) = [(m, k), (k, n), (m, n)][part];
-                self.constant(32, if columns { height } else { width } as u128)
-            }
+            None => self.constant(32, if columns { height } else { width } as u128),
         };
         let found = self.fragment(self.operand(inst, fragment)?, element, !store)?;
         let held = found.len() * 32 * (32 / element.bits().min(32)) as usize;
-        if !held.is_multiple_of(size) {
+        let size = height * width;
+        if held < size || !held.is_multiple_of(size) {
             return self.error(format!("{} registers for {size} elements", found.len()));
         }
-        let shape =
-            Shape { m, n, k, elements: [element; 4], saturate: false, xor: false, wmma: true, rounding: 0 };
         let at = self.ext.len() as u32;
         self.ext.push(found.len() as u32);
         self.ext.extend(found);

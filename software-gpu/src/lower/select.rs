@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::exec::float::flag;
 use crate::exec::int::combine;
 use crate::exec::{convert, float, half, int, moves};
-use crate::machine::program::NONE;
+use crate::machine::program::{Handler, NONE};
 use crate::ptx::ast::{Inst, Operand};
 
 impl<'a> Lowering<'a, '_> {
@@ -143,10 +143,15 @@ impl<'a> Lowering<'a, '_> {
             } | if negated { combine::NOT } else { 0 };
         }
         match upper {
-            // Each half of a pair has its own predicate.
+            // Each half of a pair has its own predicate. The first must not change what the second reads.
             Some((ha, hb)) => {
-                self.emit(handler, [p, NONE, ra, rb, other, 0], imm);
-                self.emit(handler, [q, NONE, ha, hb, other, 0], imm);
+                let mut halves = [(p, ra, rb), (q, ha, hb)];
+                if join.is_some() && other == p {
+                    halves.reverse();
+                }
+                for (to, a, b) in halves.into_iter().filter(|half| half.0 != NONE) {
+                    self.emit(handler, [to, NONE, a, b, other, 0], imm);
+                }
             }
             None => self.emit(handler, [p, q, ra, rb, other, 0], imm),
         }
@@ -168,6 +173,9 @@ impl<'a> Lowering<'a, '_> {
             _ => 0,
         };
         flags |= if relu { convert::integer::RELU } else { 0 };
+        if let Some(finite) = convert::finite(dst).filter(|_| src == "f32" && mods.has("satfinite")) {
+            return self.lower_finite_cvt(inst, dst, flags, finite);
+        }
         if matches!(dst, "f16x2" | "bf16x2") && src == "f32" {
             if !mods.done() || flags & !(flag::RZ | convert::integer::RELU) != 0 {
                 return self.unknown(inst);
@@ -193,6 +201,30 @@ impl<'a> Lowering<'a, '_> {
         })
     }
 
+    /// `cvt.satfinite` from f32 to a 16-bit format or a pair: the conversion without it, then `finite`.
+    fn lower_finite_cvt(&mut self, inst: &Inst<'a>, dst: &'a str, flags: i64, finite: Handler) -> Result<()> {
+        const KNOWN: [&str; 6] = ["rn", "rz", "relu", "satfinite", "f32", "ftz"];
+        let known = inst.modifiers.iter().all(|m| KNOWN.contains(m) || *m == dst);
+        let pair = dst.ends_with("x2");
+        let handler = if pair {
+            Some(moves::pack_halves(dst == "bf16x2"))
+        } else {
+            convert::cvt(dst, "f32", flags != 0)
+        };
+        let (Some(handler), true, Some(bits)) = (handler, known && flags & flag::FTZ == 0, type_bits(dst))
+        else {
+            return self.unknown(inst);
+        };
+        if inst.operands.len() != 2 + usize::from(pair) {
+            return self.error(format!("{} has {} operands", Self::spelled(inst), inst.operands.len()));
+        }
+        let a = self.source(&inst.operands[1], "f32")?;
+        let b = if pair { self.source(&inst.operands[2], "f32")? } else { a };
+        let converted = self.allocate_row(bits);
+        self.emit(handler, [converted, a, b, 0, 0, 0], flags);
+        self.write_wider(inst, bits, false, |s, to| s.emit(finite, [to, converted, 0, 0, 0, 0], 0))
+    }
+
     /// Conversions of formats without registers of their own: tf32, pairs of 8-bit floats, `cvt.pack`.
     pub(super) fn lower_special_cvt(
         &mut self,
@@ -215,12 +247,14 @@ impl<'a> Lowering<'a, '_> {
             return Some(self.simple(inst, handler, 32, &sources[..if packed { 3 } else { 2 }], 0));
         }
         if dst == "tf32" && src == "f32" {
-            let mode = if mods.has("rna") { flag::RP } else { flags & flag::ROUND };
-            mods.has("satfinite");
+            let away = mods.has("rna");
+            let mode = if away { flag::RP } else { flags & flag::ROUND };
+            // Other roundings have it on newer GPUs only.
+            let finite = if away && mods.has("satfinite") { convert::integer::FINITE } else { 0 };
             if !mods.done() {
                 return Some(self.unknown(inst));
             }
-            return Some(self.simple(inst, convert::TF32, 32, &["f32"], mode | relu));
+            return Some(self.simple(inst, convert::TF32, 32, &["f32"], mode | relu | finite));
         }
         let eight = |name: &str| matches!(name, "e4m3x2" | "e5m2x2");
         if eight(dst) || eight(src) {

@@ -10,6 +10,8 @@ use crate::machine::row::Line;
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Barrier {
     arrived: u32,
+    /// Arrivals of threads that do not exist or have exited: a warp counts as a whole.
+    absent: u32,
     /// Threads that complete it; 0 for all threads of the block that have not exited.
     expected: u32,
     set: u32,
@@ -106,14 +108,21 @@ impl BlockContext {
         self.complete(id as usize);
     }
 
+    /// Counts threads that a warp lacks, once its others have arrived at a barrier of so many threads.
+    pub fn arrive_absent(&mut self, id: u32, threads: u32) {
+        self.barriers[id as usize].absent += threads;
+        self.complete(id as usize);
+    }
+
     fn complete(&mut self, id: usize) {
         let live = self.live;
         let barrier = &mut self.barriers[id];
         let expected = if barrier.expected == 0 { live } else { barrier.expected };
-        if barrier.arrived > 0 && barrier.arrived >= expected {
+        if barrier.arrived > 0 && barrier.arrived + barrier.absent >= expected {
             barrier.popc = barrier.set;
             barrier.all = barrier.set == barrier.arrived;
             barrier.arrived = 0;
+            barrier.absent = 0;
             barrier.set = 0;
             barrier.phase += 1;
         }

@@ -30,7 +30,7 @@ impl LocalMemory {
     /// The host address of byte `offset` of a thread, if there are `size` bytes.
     #[inline(always)]
     pub fn at(&mut self, lane: usize, offset: u64, size: u32) -> Option<*mut u8> {
-        if offset + u64::from(size) > u64::from(self.stride) || offset > u64::from(u32::MAX) {
+        if offset > u64::from(u32::MAX) || offset + u64::from(size) > u64::from(self.stride) {
             return None;
         }
         let index = lane * self.stride as usize + offset as usize;

@@ -10,6 +10,7 @@
 use std::sync::Arc;
 
 use crate::error::Unsupported;
+use crate::machine::address::FunctionAddresses;
 use crate::machine::row::Line;
 use crate::machine::warp::{Flow, Warp};
 
@@ -149,6 +150,8 @@ pub(crate) struct Code {
     pub consts: Vec<Line>,
     /// Local memory of a call in bytes, including its parameters; a multiple of 16.
     pub local_bytes: u32,
+    /// Alignment of a call's local memory.
+    pub local_align: u32,
     /// Offset and size of each parameter and each result in local memory. Empty for kernels.
     pub params: Vec<(u32, u32)>,
     pub returns: Vec<(u32, u32)>,
@@ -197,4 +200,6 @@ pub(crate) enum Builtin {
 /// A lowered module.
 pub(crate) struct Program {
     pub functions: Vec<Arc<Code>>,
+    /// The "addresses" of its functions.
+    pub addresses: FunctionAddresses,
 }

@@ -8,6 +8,15 @@ use crate::error::Error;
 pub(crate) const BLOCK_REGISTERS: u32 = 1 << 16;
 /// The most blocks in a cluster.
 pub(crate) const MAX_CLUSTER: u32 = 16;
+/// The most shared memory of a block in bytes.
+pub(crate) const MAX_SHARED: u32 = 227 << 10;
+/// The most local memory of a thread in bytes.
+pub(crate) const MAX_LOCAL: u32 = 512 << 10;
+/// The most parameters of a kernel in bytes.
+pub(crate) const MAX_PARAMETERS: u32 = 32764;
+/// The most memory in bytes for the registers of a warp's calls, and for a function's constants: for the
+/// registers of PTX, of which any number may be declared. Large kernels take some megabytes.
+pub(crate) const MAX_FRAMES: u32 = 64 << 20;
 
 /// Receives the output of each `printf` call in a kernel.
 pub type PrintfSink = Arc<dyn Fn(&[u8]) + Send + Sync>;
@@ -113,14 +122,14 @@ impl Properties {
             max_block: [1024, 1024, 64],
             max_grid: [0x7fff_ffff, 65535, 65535],
             shared_per_block: 48 << 10,
-            shared_per_block_optin: 227 << 10,
+            shared_per_block_optin: MAX_SHARED,
             shared_per_multiprocessor: 228 << 10,
             shared_reserved_per_block: 1 << 10,
             registers_per_block: BLOCK_REGISTERS,
             constant_memory: 64 << 10,
             clock_khz: 1_000_000,
-            max_local_per_thread: 512 << 10,
-            max_parameter_bytes: 32764,
+            max_local_per_thread: MAX_LOCAL,
+            max_parameter_bytes: MAX_PARAMETERS,
         }
     }
 }

@@ -50,9 +50,11 @@ pub(crate) struct Var<'a> {
     pub name: &'a str,
     /// `%r<5>` declares `%r0` to `%r4`.
     pub family: Option<u32>,
-    /// Product of the array dimensions; `None` for a scalar, `Some(0)` for an open array.
+    /// Product of the array dimensions; `None` for a scalar, `Some(0)` for an open array without initial
+    /// values.
     pub elements: Option<u64>,
-    pub init: Vec<Init<'a>>,
+    /// The initial values, each with the number of the scalar that has it. Others are zero.
+    pub init: Vec<(u64, Init<'a>)>,
     pub linkage: Linkage,
     pub managed: bool,
     pub line: u32,
@@ -103,11 +105,12 @@ pub(crate) struct Clusters {
 
 #[derive(Debug)]
 pub(crate) enum Stmt<'a> {
-    Label(&'a str),
+    /// With its line.
+    Label(&'a str, u32),
     Var(Var<'a>),
     Inst(Inst<'a>),
     Block(Vec<Stmt<'a>>),
-    /// `.branchtargets` and `.calltargets`.
+    /// `.branchtargets`.
     Targets(&'a str, Vec<&'a str>),
     Prototype {
         name: &'a str,

@@ -107,7 +107,7 @@ fn up_to(text: &str, most: usize) -> Result<Vec<(Token<'_>, u32)>> {
                 out.push((Token::Ident(&text[start..i]), line));
             }
             b'{' | b'}' | b'(' | b')' | b'[' | b']' | b'<' | b'>' | b',' | b';' | b':' | b'+' | b'-'
-            | b'!' | b'|' | b'@' | b'=' | b'*' | b'~' | b'&' => {
+            | b'!' | b'|' | b'@' | b'=' | b'*' | b'~' | b'&' | b'/' | b'^' | b'?' => {
                 out.push((Token::Punct(c), line));
                 i += 1;
             }

@@ -6,8 +6,11 @@ use super::ast::{Clusters, File, Function, Init, Inst, Linkage, Operand, Space, 
 use super::lexer::{Token, tokens};
 use crate::error::{Error, Result};
 
-/// The deepest nesting of blocks. Compilers do not come near it.
+/// The deepest nesting of blocks, lists and expressions. Compilers do not come near it.
 const MAX_DEPTH: u32 = 200;
+
+/// How strongly multiplication and division bind; see [`Parser::operator`].
+const FACTOR: u8 = 10;
 
 struct Parser<'a> {
     tokens: Vec<(Token<'a>, u32)>,
@@ -15,6 +18,8 @@ struct Parser<'a> {
     depth: u32,
     /// `.pragma "used_bytes_mask …"`, which is about the next instruction.
     used_bytes: Option<u32>,
+    /// Whether the instruction is a call, whose operands in parentheses are lists.
+    calling: bool,
     /// The type of each variable's elements and the length of their vectors, and what names of enclosing
     /// scopes meant.
     arrays: HashMap<&'a str, (&'a str, u32)>,
@@ -28,6 +33,7 @@ pub(crate) fn parse(text: &str) -> Result<File<'_>> {
         at: 0,
         depth: 0,
         used_bytes: None,
+        calling: false,
         arrays: HashMap::new(),
         hidden: Vec::new(),
     };
@@ -98,12 +104,6 @@ impl<'a> Parser<'a> {
             }
             _ => self.unexpected("an integer"),
         }
-    }
-
-    fn signed(&mut self) -> Result<i64> {
-        let negative = self.eat(b'-');
-        let value = self.int()? as i64;
-        Ok(if negative { value.wrapping_neg() } else { value })
     }
 
     fn top_level(&mut self, file: &mut File<'a>) -> Result<()> {
@@ -271,16 +271,7 @@ impl<'a> Parser<'a> {
                 "v2" => var.vector = 2,
                 "v4" => var.vector = 4,
                 "v8" => var.vector = 8,
-                "attribute" => {
-                    self.expect(b'(')?;
-                    while !self.eat(b')') {
-                        match self.next() {
-                            Token::Dot("managed") => var.managed = true,
-                            Token::End => return self.error("unterminated attribute"),
-                            _ => {}
-                        }
-                    }
-                }
+                "attribute" => var.managed |= self.attribute()?,
                 "ptr" => {
                     // A hint about the target of a pointer parameter.
                     while let Token::Dot(hint) = self.peek() {
@@ -316,36 +307,64 @@ impl<'a> Parser<'a> {
             var.family = Some(self.int()? as u32);
             self.expect(b'>')?;
         }
+        let mut dimensions = Vec::new();
         while self.eat(b'[') {
-            let n = if self.peek() == Token::Punct(b']') { 0 } else { self.int()? };
+            // Only the first may be left to the initial values.
+            let open = dimensions.is_empty() && self.peek() == Token::Punct(b']');
+            dimensions.push(if open { 0 } else { self.expression(0)? });
             self.expect(b']')?;
-            var.elements = Some(var.elements.unwrap_or(1).saturating_mul(n));
+        }
+        if !dimensions.is_empty() {
+            var.elements = Some(dimensions.iter().fold(1, |all: u64, &n| all.saturating_mul(n)));
         }
         if var.space != Space::Reg {
             let before = self.arrays.insert(var.name, (var.ty, var.vector));
             self.hidden.push((var.name, before));
         }
         if self.eat(b'=') {
-            self.initialiser(&mut var.init)?;
+            // The number of scalars within each pair of braces, from the outermost one in.
+            let mut sizes = vec![u64::from(var.vector.max(1))];
+            for &n in dimensions.iter().skip(1).rev() {
+                sizes.push(sizes[sizes.len() - 1].saturating_mul(n));
+            }
+            let row = sizes[sizes.len() - 1];
+            let open = dimensions.first() == Some(&0);
+            match dimensions.first() {
+                None => {}
+                Some(0) => sizes.push(u64::MAX),
+                Some(&n) => sizes.push(row.saturating_mul(n)),
+            }
+            sizes.reverse();
+            let end = self.initialiser(&sizes, 0, &mut var.init)?;
+            if open && row > 0 {
+                var.elements = Some(end.div_ceil(row).saturating_mul(row / u64::from(var.vector.max(1))));
+            }
         }
         Ok(())
     }
 
-    fn initialiser(&mut self, out: &mut Vec<Init<'a>>) -> Result<()> {
+    /// Initial values from scalar `at` on. Like in C, those that a list in braces leaves out are zero.
+    /// Returns the number of the scalar after them.
+    fn initialiser(&mut self, sizes: &[u64], at: u64, out: &mut Vec<(u64, Init<'a>)>) -> Result<u64> {
         if self.peek() == Token::Punct(b'{') {
-            self.depth += 1;
-            if self.depth > MAX_DEPTH {
-                return self.error("initialiser nested too deeply");
-            }
+            let size = sizes.first().copied().unwrap_or(1);
+            self.deeper("initial values")?;
             self.next();
+            let mut next = at;
             while !self.eat(b'}') {
-                self.initialiser(out)?;
+                next = self.initialiser(sizes.get(1..).unwrap_or(&[]), next, out)?;
                 if !self.eat(b',') && self.peek() != Token::Punct(b'}') {
                     return self.unexpected("',' or '}'");
                 }
             }
             self.depth -= 1;
-            return Ok(());
+            return match () {
+                _ if next - at > size => self.error("more initial values than elements"),
+                // The outermost list may say how many elements there are.
+                _ if size == u64::MAX => Ok(next),
+                _ if size == 0 || at.is_multiple_of(size) => Ok(at.saturating_add(size)),
+                _ => self.error("braces inside an element of an array"),
+            };
         }
         let value = match self.peek() {
             Token::F32(bits) => {
@@ -363,20 +382,24 @@ impl<'a> Parser<'a> {
                 self.expect(b')')?;
                 init
             }
-            Token::Int(_) | Token::Punct(b'-') => {
-                let negative = self.eat(b'-');
-                match self.next() {
-                    Token::Int(n) => Init::Int(if negative { n.wrapping_neg() } else { n }),
-                    Token::F64(bits) => Init::F64(if negative { bits ^ (1 << 63) } else { bits }),
-                    _ => return self.error("expected a number"),
-                }
+            Token::Punct(b'-') if let Token::F32(bits) = self.peek2() => {
+                self.next();
+                self.next();
+                Init::F32(bits ^ (1 << 31))
             }
+            Token::Punct(b'-') if let Token::F64(bits) = self.peek2() => {
+                self.next();
+                self.next();
+                Init::F64(bits ^ (1 << 63))
+            }
+            Token::Int(_) | Token::Punct(b'-' | b'+' | b'~' | b'!' | b'(') => Init::Int(self.expression(0)?),
+            Token::Ident("WARP_SZ") => Init::Int(self.expression(0)?),
             Token::Ident(_) => self.symbol_init(None)?,
             // For example `.reg .texref t = { addr_mode_0 = wrap, ... }`.
             _ => return self.unexpected("an initial value"),
         };
-        out.push(value);
-        Ok(())
+        out.push((at, value));
+        Ok(at.saturating_add(1))
     }
 
     fn symbol_init(&mut self, mask: Option<u64>) -> Result<Init<'a>> {
@@ -389,13 +412,145 @@ impl<'a> Parser<'a> {
         let mut addend = self.addend()?;
         if generic {
             self.expect(b')')?;
-            addend += self.addend()?;
+            addend = addend.wrapping_add(self.addend()?);
         }
         Ok(Init::Symbol { name, addend, mask })
     }
 
+    /// What is added to a name.
     fn addend(&mut self) -> Result<i64> {
-        if self.eat(b'+') || self.peek() == Token::Punct(b'-') { self.signed() } else { Ok(0) }
+        let mut sum = 0i64;
+        loop {
+            if self.eat(b'+') {
+                sum = sum.wrapping_add(self.expression(FACTOR)? as i64);
+            } else if self.eat(b'-') {
+                sum = sum.wrapping_sub(self.expression(FACTOR)? as i64);
+            } else {
+                return Ok(sum);
+            }
+        }
+    }
+
+    /// Enters something that contains more of its kind.
+    fn deeper(&mut self, what: &str) -> Result<()> {
+        self.depth += 1;
+        if self.depth > MAX_DEPTH { self.error(format!("{what} nested too deeply")) } else { Ok(()) }
+    }
+
+    /// A constant expression of operators that bind at least this strongly (PTX manual, 4.6).
+    fn expression(&mut self, least: u8) -> Result<u64> {
+        self.deeper("expression")?;
+        let mut value = self.factor()?;
+        while let Some((operator, strength)) = self.operator().filter(|(_, strength)| *strength >= least) {
+            for _ in 0..operator.len() {
+                self.next();
+            }
+            let other = self.expression(strength + 1)?;
+            value = self.apply(operator, value, other)?;
+        }
+        if least == 0 && self.eat(b'?') {
+            let yes = self.expression(0)?;
+            self.expect(b':')?;
+            let no = self.expression(0)?;
+            value = if value != 0 { yes } else { no };
+        }
+        self.depth -= 1;
+        Ok(value)
+    }
+
+    /// The operator that comes next, and how strongly it binds.
+    fn operator(&self) -> Option<(&'static str, u8)> {
+        let (Token::Punct(first), second) = (self.peek(), self.peek2()) else { return None };
+        let second = if let Token::Punct(c) = second { c } else { 0 };
+        Some(match (first, second) {
+            (b'<', b'<') => ("<<", 8),
+            (b'>', b'>') => (">>", 8),
+            (b'<', b'=') => ("<=", 7),
+            (b'>', b'=') => (">=", 7),
+            (b'=', b'=') => ("==", 6),
+            (b'!', b'=') => ("!=", 6),
+            (b'&', b'&') => ("&&", 2),
+            (b'|', b'|') => ("||", 1),
+            (b'*', _) => ("*", FACTOR),
+            (b'/', _) => ("/", FACTOR),
+            (b'+', _) => ("+", 9),
+            (b'-', _) => ("-", 9),
+            (b'<', _) => ("<", 7),
+            (b'>', _) => (">", 7),
+            (b'&', _) => ("&", 5),
+            (b'^', _) => ("^", 4),
+            (b'|', _) => ("|", 3),
+            _ => return None,
+        })
+    }
+
+    fn apply(&self, operator: &str, a: u64, b: u64) -> Result<u64> {
+        // The result of these depends on the operands' signs, which are not known here.
+        let signed = matches!(operator, "/" | ">>" | "<" | ">" | "<=" | ">=") && (a | b) >> 63 != 0;
+        if signed || operator == "/" && b == 0 || matches!(operator, "<<" | ">>") && b > 63 {
+            return self.error(format!("cannot evaluate {a:#x} {operator} {b:#x}"));
+        }
+        Ok(match operator {
+            "*" => a.wrapping_mul(b),
+            "/" => a / b,
+            "+" => a.wrapping_add(b),
+            "-" => a.wrapping_sub(b),
+            "<<" => a << b,
+            ">>" => a >> b,
+            "<" => (a < b).into(),
+            ">" => (a > b).into(),
+            "<=" => (a <= b).into(),
+            ">=" => (a >= b).into(),
+            "==" => (a == b).into(),
+            "!=" => (a != b).into(),
+            "&" => a & b,
+            "^" => a ^ b,
+            "|" => a | b,
+            "&&" => (a != 0 && b != 0).into(),
+            _ => (a != 0 || b != 0).into(),
+        })
+    }
+
+    /// A number, or an expression with a sign or in parentheses.
+    fn factor(&mut self) -> Result<u64> {
+        self.deeper("expression")?;
+        let value = match self.next() {
+            Token::Int(n) => n,
+            Token::Ident("WARP_SZ") => 32,
+            Token::Punct(b'+') => self.factor()?,
+            Token::Punct(b'-') => self.factor()?.wrapping_neg(),
+            Token::Punct(b'~') => !self.factor()?,
+            Token::Punct(b'!') => (self.factor()? == 0).into(),
+            Token::Punct(b'(') if matches!(self.peek(), Token::Dot("s64" | "u64")) => {
+                self.next();
+                self.expect(b')')?;
+                self.factor()?
+            }
+            Token::Punct(b'(') => {
+                let value = self.expression(0)?;
+                self.expect(b')')?;
+                value
+            }
+            _ => return self.error("expected an integer"),
+        };
+        self.depth -= 1;
+        Ok(value)
+    }
+
+    /// What is in parentheses after `.attribute`. Returns whether it contains `.managed`.
+    fn attribute(&mut self) -> Result<bool> {
+        self.expect(b'(')?;
+        let (mut open, mut managed) = (1, false);
+        while open > 0 {
+            match self.next() {
+                Token::Punct(b'(') => open += 1,
+                Token::Punct(b')') => open -= 1,
+                Token::Dot("managed") => managed = true,
+                Token::End => return self.error("unterminated attribute"),
+                _ => {}
+            }
+        }
+        Ok(managed)
     }
 
     fn parameters(&mut self) -> Result<Vec<Var<'a>>> {
@@ -431,12 +586,7 @@ impl<'a> Parser<'a> {
         // `.func .attribute(...)`.
         if self.peek() == Token::Dot("attribute") {
             self.next();
-            self.expect(b'(')?;
-            while !self.eat(b')') {
-                if self.next() == Token::End {
-                    return self.error("unterminated attribute");
-                }
-            }
+            self.attribute()?;
         }
         let returns =
             if !kernel && self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
@@ -484,11 +634,6 @@ impl<'a> Parser<'a> {
                 }
                 Token::Dot("noreturn" | "unified") => {
                     self.next();
-                    if self.eat(b'(') {
-                        while !self.eat(b')') {
-                            self.next();
-                        }
-                    }
                 }
                 Token::Dot("reqnctapercluster") => {
                     self.next();
@@ -527,10 +672,7 @@ impl<'a> Parser<'a> {
 
     fn block(&mut self) -> Result<Vec<Stmt<'a>>> {
         let hidden = self.hidden.len();
-        self.depth += 1;
-        if self.depth > MAX_DEPTH {
-            return self.error("blocks nested too deeply");
-        }
+        self.deeper("blocks")?;
         let mut out = Vec::new();
         while !self.eat(b'}') {
             self.statement(&mut out)?;
@@ -560,7 +702,11 @@ impl<'a> Parser<'a> {
                 if let Token::Str(text) = self.peek()
                     && let Some(mask) = text.strip_prefix("used_bytes_mask ")
                 {
-                    self.used_bytes = mask.trim().parse().ok();
+                    // NVIDIA's compiler writes it in decimal, the manual in hexadecimal.
+                    self.used_bytes = match mask.trim().strip_prefix("0x") {
+                        Some(digits) => u32::from_str_radix(digits, 16).ok(),
+                        None => mask.trim().parse().ok(),
+                    };
                 }
                 self.skip_to_semicolon()?;
             }
@@ -568,11 +714,18 @@ impl<'a> Parser<'a> {
             Token::Dot("reg" | "local" | "shared" | "param" | "global" | "const") => {
                 self.variables(Linkage::Local, &mut |var| out.push(Stmt::Var(var)))?;
             }
+            Token::Dot("extern") if self.peek2() == Token::Dot("shared") => {
+                self.next();
+                self.variables(Linkage::Extern, &mut |var| out.push(Stmt::Var(var)))?;
+            }
             Token::Ident(name) if self.peek2() == Token::Punct(b':') => {
+                let line = self.line();
                 self.next();
                 self.next();
                 match self.peek() {
-                    Token::Dot("branchtargets" | "calltargets") => {
+                    // The functions that a call may reach are no matter.
+                    Token::Dot("calltargets") => self.skip_to_semicolon()?,
+                    Token::Dot("branchtargets") => {
                         self.next();
                         let mut names = vec![self.ident()?];
                         while self.eat(b',') {
@@ -591,7 +744,7 @@ impl<'a> Parser<'a> {
                         self.skip_to_semicolon()?;
                         out.push(Stmt::Prototype { name, returns, params });
                     }
-                    _ => out.push(Stmt::Label(name)),
+                    _ => out.push(Stmt::Label(name, line)),
                 }
             }
             Token::Punct(b'@') | Token::Ident(_) => out.push(Stmt::Inst(self.instruction()?)),
@@ -614,6 +767,7 @@ impl<'a> Parser<'a> {
             modifiers.push(word);
         }
         let mut operands = Vec::new();
+        self.calling = name == "call";
         if self.peek() != Token::Punct(b';') {
             loop {
                 operands.push(self.operand()?);
@@ -648,10 +802,7 @@ impl<'a> Parser<'a> {
     }
 
     fn list(&mut self, close: u8) -> Result<Vec<Operand<'a>>> {
-        self.depth += 1;
-        if self.depth > MAX_DEPTH {
-            return self.error("operands nested too deeply");
-        }
+        self.deeper("operands")?;
         let mut out = Vec::new();
         while !self.eat(close) {
             out.push(self.operand()?);
@@ -670,7 +821,7 @@ impl<'a> Parser<'a> {
                 self.next();
                 Ok(Operand::Name(name, self.addend()?))
             }
-            _ => Ok(Operand::Int(self.int()?)),
+            _ => Ok(Operand::Int(self.expression(0)?)),
         }
     }
 
@@ -680,10 +831,7 @@ impl<'a> Parser<'a> {
                 self.next();
                 Ok(Operand::Sink)
             }
-            Token::Ident("WARP_SZ") => {
-                self.next();
-                Ok(Operand::Int(32))
-            }
+            Token::Ident("WARP_SZ") | Token::Int(_) => Ok(Operand::Int(self.expression(0)?)),
             Token::Ident(name) => {
                 self.next();
                 if let Token::Dot(part) = self.peek()
@@ -706,10 +854,6 @@ impl<'a> Parser<'a> {
                 let addend = self.addend()?;
                 Ok(Operand::Name(name, addend))
             }
-            Token::Int(n) => {
-                self.next();
-                Ok(Operand::Int(n))
-            }
             Token::F32(n) => {
                 self.next();
                 Ok(Operand::F32(n))
@@ -718,22 +862,28 @@ impl<'a> Parser<'a> {
                 self.next();
                 Ok(Operand::F64(n))
             }
-            Token::Punct(b'-') => {
-                self.next();
-                if let Token::Ident(_) = self.peek() {
-                    return Ok(Operand::Minus(Box::new(self.simple_operand()?)));
+            Token::Punct(b'-') => match self.peek2() {
+                Token::Ident(name) if name != "WARP_SZ" => {
+                    self.next();
+                    Ok(Operand::Minus(Box::new(self.simple_operand()?)))
                 }
-                match self.next() {
-                    Token::Int(n) => Ok(Operand::Int(n.wrapping_neg())),
-                    Token::F32(n) => Ok(Operand::F32(n ^ (1 << 31))),
-                    Token::F64(n) => Ok(Operand::F64(n ^ (1 << 63))),
-                    _ => self.error("expected a number after '-'"),
+                Token::F32(n) => {
+                    self.next();
+                    self.next();
+                    Ok(Operand::F32(n ^ (1 << 31)))
                 }
+                Token::F64(n) => {
+                    self.next();
+                    self.next();
+                    Ok(Operand::F64(n ^ (1 << 63)))
+                }
+                _ => Ok(Operand::Int(self.expression(0)?)),
+            },
+            Token::Punct(b'~' | b'+') => Ok(Operand::Int(self.expression(0)?)),
+            Token::Punct(b'!') if !matches!(self.peek2(), Token::Ident(_)) => {
+                Ok(Operand::Int(self.expression(0)?))
             }
-            Token::Punct(b'~') => {
-                self.next();
-                Ok(Operand::Int(!self.int()?))
-            }
+            Token::Punct(b'(') if !self.calling => Ok(Operand::Int(self.expression(0)?)),
             Token::Punct(b'!') => {
                 self.next();
                 Ok(Operand::Not(self.ident()?))

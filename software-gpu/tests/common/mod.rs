@@ -76,3 +76,16 @@ impl Params {
 pub fn shape(grid: [u32; 3], block: [u32; 3]) -> LaunchConfig {
     LaunchConfig { grid, block, dynamic_shared: 0, cooperative: false, cluster: None }
 }
+
+/// The value of `%d` after `work` for these `%a`, `%b` and `%c`.
+pub fn answer(work: &str, [a, b, c]: [u32; 3]) -> u32 {
+    let text = format!(
+        ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k(.param .u64 o)\n{{\n .reg .b64 %o;\n .reg .b32 %a, %b, %c, %d;\n \
+         mov.b32 %a, {a};\n mov.b32 %b, {b};\n mov.b32 %c, {c};\n {work}\n ld.param.u64 %o, [o];\n st.global.b32 [%o], %d;\n ret;\n}}\n"
+    );
+    let bench = Bench::new();
+    let module = bench.gpu.load_module(text.as_bytes()).unwrap();
+    let out = bench.upload(&[0u32]);
+    bench.run(&module, "k", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
+    bench.download::<u32>(out, 1)[0]
+}

@@ -6,6 +6,7 @@ use super::{Frame, Group, Interpreter, MAX_DEPTH, State, Step};
 use crate::error::Fault;
 use crate::exec::{device_runtime, rows};
 use crate::machine::program::{Inst, NONE};
+use crate::machine::properties::MAX_FRAMES;
 use crate::machine::row::{LANES, Line};
 use crate::machine::warp::Flow;
 
@@ -53,13 +54,20 @@ impl Interpreter {
             self.frames[frame as usize].lanes &= !mask;
             let parent = self.frames[frame as usize].parent;
             if self.frames[frame as usize].lanes == 0 && parent != NONE {
-                self.frames[frame as usize].rows = Vec::new();
-                self.free_frames.push(frame);
+                self.free_frame(frame);
             }
             frame = parent;
         }
         self.warp.block().exit(mask.count_ones());
+        self.leave_counted_barriers();
         self.leave_cluster(mask);
+    }
+
+    /// Releases a frame in which no lane is left.
+    fn free_frame(&mut self, id: u32) {
+        let rows = std::mem::take(&mut self.frames[id as usize].rows);
+        self.frame_bytes -= size_of_val(rows.as_slice()) as u32;
+        self.free_frames.push(id);
     }
 
     /// Starts a call for the lanes in `mask` of the current group, which stays at the instruction after the
@@ -75,11 +83,19 @@ impl Interpreter {
         let lane = mask.trailing_zeros() as usize;
         let depth = self.frames[caller.frame as usize].depth + 1;
         let parent = &self.frames[caller.frame as usize];
-        let local_base = parent.local_base + code.local_bytes + parent.extra;
+        // Both are at most the limit, and an alignment is far from the end of the numbers.
+        let local_base =
+            (parent.local_base + code.local_bytes + parent.extra).next_multiple_of(callee.local_align);
         let needed = u64::from(local_base) + u64::from(callee.local_bytes);
         let limit = u64::from(self.warp.block().local_limit);
         if needed > limit || depth > MAX_DEPTH {
             return self.fault(Fault::StackOverflow { bytes: needed, limit }, lane);
+        }
+        let rows = u64::from(self.frame_bytes) + u64::from(callee.frame_bytes);
+        if rows > MAX_FRAMES.into() {
+            let each = LANES as u64;
+            let fault = Fault::StackOverflow { bytes: rows / each, limit: u64::from(MAX_FRAMES) / each };
+            return self.fault(fault, lane);
         }
         if let Some(reason) = &callee.unsupported {
             return self.fault(Fault::IllegalInstruction(reason.to_string()), lane);
@@ -120,6 +136,7 @@ impl Interpreter {
             extra: 0,
             lanes: mask,
         };
+        self.frame_bytes = rows as u32;
         let id = match self.free_frames.pop() {
             Some(id) => {
                 self.frames[id as usize] = frame;
@@ -152,8 +169,7 @@ impl Interpreter {
         let frame = &mut self.frames[id as usize];
         frame.lanes &= !mask;
         if frame.lanes == 0 {
-            frame.rows = Vec::new();
-            self.free_frames.push(id);
+            self.free_frame(id);
         }
         let group = &mut self.groups[self.current];
         group.frame = parent;

@@ -7,6 +7,14 @@ use crate::exec::rows;
 use crate::machine::program::{Inst, Kind, NONE, barrier, joint};
 use crate::machine::row::{LANES, Line};
 
+/// The lanes of a warp that have arrived at a barrier in one of its phases. All are set once the warp counts
+/// as a whole.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Counted {
+    phase: u64,
+    lanes: u32,
+}
+
 impl Interpreter {
     /// Executes the warp-wide instruction at which group `first` waits, once all its members wait at such an
     /// instruction. They may be at different instructions of the program.
@@ -157,6 +165,14 @@ impl Interpreter {
         let phase = self.warp.block().barriers[id as usize].phase;
         let set = bits & mask;
         self.warp.block().arrive(id, count, mask.count_ones(), set.count_ones());
+        if count != 0 {
+            let seen = &mut self.counted[id as usize];
+            if seen.phase != phase || seen.lanes & mask != 0 {
+                *seen = Counted { phase, lanes: 0 };
+            }
+            seen.lanes |= mask;
+            self.count_whole_warp(id);
+        }
         if inst.r[2] == barrier::ARRIVE {
             return Step::Continue;
         }
@@ -165,6 +181,24 @@ impl Interpreter {
         }
         self.groups[self.current].state = State::Barrier { id, phase };
         Step::Schedule
+    }
+
+    /// Counts the lanes that have exited or never existed at a barrier that counts threads, once all others
+    /// have arrived: such a barrier counts whole warps.
+    fn count_whole_warp(&mut self, id: u32) {
+        let Counted { phase, lanes } = self.counted[id as usize];
+        let waits = self.warp.block().barriers[id as usize].phase == phase;
+        if waits && lanes != 0 && lanes != u32::MAX && self.warp.live & !lanes == 0 {
+            self.counted[id as usize].lanes = u32::MAX;
+            self.warp.block().arrive_absent(id, lanes.count_zeros());
+        }
+    }
+
+    /// Counts this warp at the barriers that have waited for lanes that have now exited.
+    pub(super) fn leave_counted_barriers(&mut self) {
+        for id in 0..self.counted.len() as u32 {
+            self.count_whole_warp(id);
+        }
     }
 
     /// Wakes a group whose barrier has completed.

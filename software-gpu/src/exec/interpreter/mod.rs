@@ -17,12 +17,12 @@ use std::sync::Arc;
 
 use crate::error::{Error, Fault, Location};
 use crate::exec::rows;
-use crate::machine::address::FUNCTION_WINDOW;
 use crate::machine::block::BlockContext;
 use crate::machine::program::{Code, Inst, Kind, NONE, Program};
 use crate::machine::row::{LANES, Line};
 use crate::machine::warp::{Flow, Warp};
 use cluster_barrier::Arrivals;
+use converge::Counted;
 
 /// Backward jumps (see [`Group`]) after which a group yields to the warp's other groups.
 const PATIENCE: u32 = 4096;
@@ -100,8 +100,12 @@ pub(crate) struct Interpreter {
     /// The first is the kernel's.
     frames: Vec<Frame>,
     free_frames: Vec<u32>,
+    /// The size of the rows of all frames in bytes, at most [`MAX_FRAMES`].
+    frame_bytes: u32,
     current: usize,
     arrivals: Arrivals,
+    /// The lanes that have arrived at each of the block's barriers that count threads.
+    counted: [Counted; 16],
     /// The next instruction at which another group of the current frame waits.
     stop: u32,
 }
@@ -138,8 +142,10 @@ impl Interpreter {
             groups: vec![Group { pc: 0, mask: live, frame: 0, state: State::Ready, turns: 0 }],
             frames: vec![frame],
             free_frames: Vec::new(),
+            frame_bytes: kernel.frame_bytes,
             current: 0,
             arrivals: Arrivals::default(),
+            counted: [Counted::default(); 16],
             stop: NONE,
         }
     }
@@ -450,15 +456,13 @@ impl Interpreter {
                 while rest != 0 {
                     let lane = rest.trailing_zeros() as usize;
                     let same = lanes_equal(&address, address[lane], rest);
-                    let count = self.program().functions.len() as u64;
-                    let index = address[lane].wrapping_sub(FUNCTION_WINDOW) / 16;
-                    if index >= count || !address[lane].is_multiple_of(16) {
+                    let Some(index) = self.program().addresses.index(address[lane]) else {
                         let what = format!("call of {:#x}, which is not a function", address[lane]);
                         return self.fault(Fault::InvalidPc(what), lane);
-                    }
+                    };
                     self.current = caller;
                     self.enter();
-                    if self.call(index as usize, inst.r[1], same) == Step::Fault {
+                    if self.call(index, inst.r[1], same) == Step::Fault {
                         return Step::Fault;
                     }
                     rest &= !same;
