@@ -5,6 +5,8 @@
 
 mod support;
 
+use std::sync::Mutex;
+
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use protocol::Status;
@@ -137,6 +139,39 @@ fn four_sessions_of_more_than_half_a_device_work_in_turn() {
     until("all of them have ended", || server.sessions() == 0);
     until("nothing is kept", || (swap(&server, "away"), swap(&server, "memory_kept")) == (0, 0));
     assert!(swap(&server, "bytes_left") >= 11 * SIZE, "counters do not fall");
+}
+
+/// Works until both sessions have returned several times, and then checks its memory.
+fn work_in_turns<S: Session>(server: &Server, s: &mut S, number: u64, alone: &Mutex<()>) {
+    const TURNS: u64 = 3;
+    let mut at = 0;
+    while swap(server, "bytes_returned") < 2 * TURNS * SIZE {
+        check_part(s, window(0) + at, number, 0, at, 2 * MIB);
+        at = (at + 2 * MIB) % SIZE;
+    }
+    // Otherwise there would be a turn for every few mebibytes.
+    let _alone = alone.lock().unwrap();
+    check(s, number, 0, SIZE);
+}
+
+/// As on a machine with many processors, where a session waits for the next command without sleeping.
+#[test]
+fn two_sessions_that_never_rest_take_turns() {
+    let server = Server::start(&[SWAP[0], "--swap-residency-ms=1", "--poll-us=1000000"]);
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    fill(&mut first, 1, 0, SIZE);
+    until("it has rested once", || first.channel().header().host_sleep.is_asleep());
+    let alone = Mutex::new(());
+    std::thread::scope(|scope| {
+        let (server, alone) = (&server, &alone);
+        scope.spawn(move || work_in_turns(server, &mut first, 1, alone));
+        let mut second = LocalBridge::connect(&server.socket());
+        take(&mut second, SIZE).unwrap();
+        fill(&mut second, 2, 0, SIZE);
+        work_in_turns(server, &mut second, 2, alone);
+    });
+    assert!(swap(&server, "held_back") > 0, "each keeps its memory for a moment");
 }
 
 /// Each of them has a part of its memory while it waits for the rest.
