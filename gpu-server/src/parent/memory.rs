@@ -104,9 +104,8 @@ impl State {
                 of(pid).inspect(|bytes| session.account.measured(device as usize, *bytes));
             }
         }
-        let principals: BTreeSet<&str> =
-            self.sessions.values().map(|session| session.limits.principal.as_str()).collect();
-        principals.into_iter().for_each(|principal| self.publish(principal));
+        let clients: BTreeSet<&str> = self.sessions.values().map(|session| session.limits.owner()).collect();
+        clients.into_iter().for_each(|client| self.publish(client));
     }
 
     /// A worker's session has begun: its earlier memory use is already known.

@@ -398,8 +398,11 @@ mod tests {
         assert!(matches!(state.charge(1, 2, DEVICE, 1, None), Reply::Refused(Refusal::Crowded)));
         assert_eq!((state.away(0), state.kept_for_swap()), (60, u64::MAX));
         let mut residency = Residency::default();
-        let views: Vec<View> =
-            state.sessions.iter().map(|(worker, one)| view(*worker, one, &budget(), Instant::now())).collect();
+        let views: Vec<View> = state
+            .sessions
+            .iter()
+            .map(|(worker, one)| view(*worker, one, &budget(), Instant::now()))
+            .collect();
         assert!(residency.step(1, &Bytes::from([(0, 100)]), &views).orders.is_empty());
     }
 
