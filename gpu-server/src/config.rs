@@ -218,7 +218,8 @@ pub struct Share {
     /// Maximum memory of one session on each device, in bytes or with a unit (K, M, G, T). 0 means no limit
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub memory_limit: u64,
-    /// Maximum memory of all sessions of one client together on each device. 0 means no limit
+    /// Maximum memory of all sessions of one client together on each device, under leases and outside. 0 means
+    /// no limit
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub client_memory_limit: u64,
     /// Maximum page-locked memory on this machine that the programs of one session may have for kernels. By
@@ -234,7 +235,8 @@ pub struct Share {
     /// so that one client leaves room for others
     #[arg(long, value_name = "N")]
     pub client_sessions: Option<u32>,
-    /// Number of devices that a session gets: the least used ones. 0 means all
+    /// Number of devices of a client: each session gets the least used ones, or those that its others have. 0
+    /// means all
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub session_devices: u32,
     /// Maximum run time in seconds of a kernel, or of a graph launched as a whole, including time in which

@@ -5,8 +5,8 @@
 //!           ◀────────── token ─────────────        └── what + descriptor ──▶
 //! ```
 //!
-//! A session may open what sessions of the same *origin* have shared: the same virtual machine, or the native
-//! clients of the same host, over the same link ([`origin`]). A token is valid until its owner revokes it or
+//! A session may open what sessions of the same *origin* have shared: those of one client that come from the
+//! same virtual machine, or from the native programs of the same host, over the same link ([`origin`]). A token is valid until its owner revokes it or
 //! ends. Objects that other sessions have opened by then stay valid, because those sessions hold their own
 //! descriptors.
 
@@ -207,24 +207,37 @@ impl Broker {
     }
 }
 
-/// A session's origin. Sessions of different origins cannot open each other's objects. `peer` is the other
-/// end of the link as the daemon saw it; `client` is the name that the bridge gave.
-pub fn origin(peer: &str, client: &str) -> String {
+/// A session's origin. Sessions of different origins cannot open each other's objects. `principal` is the
+/// verified client; `peer` is the other end of the link as the daemon saw it; `client` is the name that the
+/// bridge gave.
+pub fn origin(principal: &str, peer: &str, client: &str) -> String {
     let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
-    format!("{host}/{client}")
+    format!("{principal} {host}/{client}")
 }
 
 /// The daemon's table of shared objects.
 #[derive(Default)]
 pub struct Shares {
     all: HashMap<Token, Share>,
-    /// How many of them each session and each origin has. Nobody may have to count them all.
+    /// How many of them each session and each client has. Nobody may have to count them all.
     of_owners: HashMap<u32, usize>,
-    of_origins: HashMap<String, usize>,
+    of_accounts: HashMap<String, usize>,
+}
+
+/// A session that shares something.
+#[derive(Clone)]
+pub struct Sharer {
+    /// The process ID of its worker.
+    pub worker: u32,
+    /// Its client's account ([`Limits::owner`](crate::limits::Limits::owner)).
+    pub account: String,
+    /// Its [`origin`].
+    pub origin: String,
 }
 
 struct Share {
     owner: u32,
+    account: String,
     origin: String,
     what: Shared,
     fd: Option<Arc<OwnedFd>>,
@@ -236,15 +249,14 @@ impl Shares {
     /// Adds an object and returns its token.
     pub fn add(
         &mut self,
-        owner: u32,
-        origin: String,
+        sharer: Sharer,
         what: Shared,
         fd: Option<OwnedFd>,
     ) -> io::Result<Result<Token, Refusal>> {
-        let of_owner = self.of_owners.get(&owner).copied().unwrap_or(0);
-        let of_origin = self.of_origins.get(&origin).copied().unwrap_or(0);
-        // No origin can take all of them from the others.
-        if of_owner >= MAX_OF_SESSION || of_origin >= max_total() / 4 || self.all.len() >= max_total() {
+        let of_owner = self.of_owners.get(&sharer.worker).copied().unwrap_or(0);
+        let of_account = self.of_accounts.get(&sharer.account).copied().unwrap_or(0);
+        // No client can take all of them from the others, whatever its bridges call themselves.
+        if of_owner >= MAX_OF_SESSION || of_account >= max_total() / 4 || self.all.len() >= max_total() {
             return Ok(Err(Refusal::Full));
         }
         // An event that will be settled later must really be one.
@@ -254,32 +266,34 @@ impl Shares {
             return Ok(Err(Refusal::Unknown));
         }
         let token = random_token()?;
-        self.insert(token, Share { owner, origin, what, fd: fd.map(Arc::new), slots: vec![owner] });
+        let slots = vec![sharer.worker];
+        self.insert(token, sharer, what, fd, slots);
         Ok(Ok(token))
     }
 
-    fn insert(&mut self, token: Token, share: Share) {
-        *self.of_owners.entry(share.owner).or_default() += 1;
-        *self.of_origins.entry(share.origin.clone()).or_default() += 1;
-        self.all.insert(token, share);
+    fn insert(&mut self, token: Token, sharer: Sharer, what: Shared, fd: Option<OwnedFd>, slots: Vec<u32>) {
+        let Sharer { worker: owner, account, origin } = sharer;
+        *self.of_owners.entry(owner).or_default() += 1;
+        *self.of_accounts.entry(account.clone()).or_default() += 1;
+        self.all.insert(token, Share { owner, account, origin, what, fd: fd.map(Arc::new), slots });
     }
 
     fn take(&mut self, token: &Token) -> Option<Share> {
         let share = self.all.remove(token)?;
         fewer(&mut self.of_owners, &share.owner);
-        fewer(&mut self.of_origins, &share.origin);
+        fewer(&mut self.of_accounts, &share.account);
         Some(share)
     }
 
     /// An object of the previous daemon.
-    pub fn restore(&mut self, token: Token, owner: u32, origin: String, what: Shared, fd: OwnedFd) {
-        let mut slots = vec![owner];
+    pub fn restore(&mut self, token: Token, sharer: Sharer, what: Shared, fd: OwnedFd) {
+        let mut slots = vec![sharer.worker];
         if let Shared::Event { .. } = what {
             // Sessions that have ended had slots, too. These are settled, so that whoever got one would seem
             // to have finished everything. Slots of sessions that go on are noted by `restore_slot`.
             slots.resize(shared_event::used(&fd).unwrap_or_default().max(1), 0);
         }
-        self.insert(token, Share { owner, origin, what, fd: Some(Arc::new(fd)), slots });
+        self.insert(token, sharer, what, Some(fd), slots);
     }
 
     /// A slot of an event that another session had opened before this daemon started.
@@ -404,13 +418,30 @@ mod tests {
 
     const WHAT: Shared = Shared::Memory { device: 1, size: 2 << 20 };
 
+    /// A session of a client, with an origin of the same name.
+    fn of(worker: u32, client: &str) -> Sharer {
+        Sharer { worker, account: client.into(), origin: client.into() }
+    }
+
     #[test]
     fn only_the_same_origin_opens_a_token() {
         let mut shares = Shares::default();
-        let token = shares.add(7, origin("10.0.0.1:4000", "vm1"), WHAT, None).unwrap().unwrap();
-        assert!(shares.open(&token, 8, "10.0.0.1/vm1").is_ok_and(|(what, _, own)| what == WHAT && !own));
-        assert!(shares.open(&token, 7, &origin("10.0.0.1:5000", "vm1")).is_ok_and(|(_, _, own)| own));
-        for other in [origin("10.0.0.1:4000", "vm2"), origin("10.0.0.2:4000", "vm1"), String::new()] {
+        let token = shares
+            .add(Sharer { origin: origin("a", "10.0.0.1:4000", "vm1"), ..of(7, "a") }, WHAT, None)
+            .unwrap()
+            .unwrap();
+        assert!(
+            shares
+                .open(&token, 8, &origin("a", "10.0.0.1:1", "vm1"))
+                .is_ok_and(|(what, _, own)| what == WHAT && !own)
+        );
+        assert!(shares.open(&token, 7, &origin("a", "10.0.0.1:5000", "vm1")).is_ok_and(|(_, _, own)| own));
+        for other in [
+            origin("a", "10.0.0.1:4000", "vm2"),
+            origin("a", "10.0.0.2:4000", "vm1"),
+            origin("b", "10.0.0.1:4000", "vm1"),
+            String::new(),
+        ] {
             assert!(shares.open(&token, 8, &other).is_err(), "{other}");
         }
         let mut guess = token;
@@ -421,8 +452,8 @@ mod tests {
     #[test]
     fn only_its_owner_revokes_a_token() {
         let mut shares = Shares::default();
-        let first = shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
-        let second = shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
+        let first = shares.add(of(7, "a"), WHAT, None).unwrap().unwrap();
+        let second = shares.add(of(7, "a"), WHAT, None).unwrap().unwrap();
         assert_ne!(first, second);
         shares.remove(&first, 8);
         assert!(shares.open(&first, 8, "a").is_ok());
@@ -438,8 +469,8 @@ mod tests {
         let mut shares = Shares::default();
         let file = || Some(event.file().try_clone().unwrap());
         let what = Shared::Event { slot: 0 };
-        let token = shares.add(7, "a".into(), what.clone(), file()).unwrap().unwrap();
-        assert_eq!(shares.add(7, "a".into(), what.clone(), None).unwrap(), Err(Refusal::Unknown));
+        let token = shares.add(of(7, "a"), what.clone(), file()).unwrap().unwrap();
+        assert_eq!(shares.add(of(7, "a"), what.clone(), None).unwrap(), Err(Refusal::Unknown));
         assert!(shares.open(&token, 7, "a").is_ok_and(|(opened, _, own)| own && opened == what));
         let mut opened = |session| {
             let (Shared::Event { slot }, Some(file), false) = shares.open(&token, session, "a").unwrap()
@@ -469,12 +500,12 @@ mod tests {
         let file = || event.file().try_clone().unwrap();
         let what = Shared::Event { slot: 0 };
         let mut shares = Shares::default();
-        let token = shares.add(7, "a".into(), what.clone(), Some(file())).unwrap().unwrap();
+        let token = shares.add(of(7, "a"), what.clone(), Some(file())).unwrap().unwrap();
         assert!(shares.open(&token, 8, "a").is_ok_and(|(opened, ..)| opened == Shared::Event { slot: 1 }));
         shares.remove_all_of(8);
         // The next daemon knows only of sessions that go on.
         let mut shares = Shares::default();
-        shares.restore(token, 7, "a".into(), what, file());
+        shares.restore(token, of(7, "a"), what, file());
         let Ok((Shared::Event { slot }, Some(opened), false)) = shares.open(&token, 9, "a") else {
             panic!("not another session's event");
         };
@@ -490,7 +521,7 @@ mod tests {
         let event = SharedEvent::new().unwrap();
         let mut shares = Shares::default();
         let file = event.file().try_clone().unwrap();
-        let token = shares.add(7, "a".into(), Shared::Event { slot: 0 }, Some(file)).unwrap().unwrap();
+        let token = shares.add(of(7, "a"), Shared::Event { slot: 0 }, Some(file)).unwrap().unwrap();
         (1..SLOTS).for_each(|_| assert!(shares.open(&token, 8, "a").is_ok()));
         assert_eq!(shares.open(&token, 8, "a").map(drop), Err(Refusal::Full));
     }
@@ -499,17 +530,17 @@ mod tests {
     fn refused_beyond_the_maximum_of_a_session() {
         let mut shares = Shares::default();
         let most = MAX_OF_SESSION.min(max_total() / 4);
-        let add = |shares: &mut Shares| shares.add(7, "a".into(), WHAT, None).unwrap();
+        let add = |shares: &mut Shares| shares.add(of(7, "a"), WHAT, None).unwrap();
         let tokens: Vec<Token> = (0..most).map(|_| add(&mut shares).unwrap()).collect();
         assert_eq!(add(&mut shares), Err(Refusal::Full));
         // Other clients still have their share.
-        let other = shares.add(8, "b".into(), WHAT, None).unwrap().unwrap();
+        let other = shares.add(of(8, "b"), WHAT, None).unwrap().unwrap();
         // There is as much room again as becomes free.
         assert!(shares.remove(&tokens[0], 8).is_none() && shares.remove(&tokens[0], 7).is_some());
         assert!(add(&mut shares).is_ok() && add(&mut shares).is_err());
         shares.remove_all_of(7);
         shares.remove(&other, 8);
-        assert!(shares.of_owners.is_empty() && shares.of_origins.is_empty() && shares.all.is_empty());
+        assert!(shares.of_owners.is_empty() && shares.of_accounts.is_empty() && shares.all.is_empty());
     }
 
     #[test]

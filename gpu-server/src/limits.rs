@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Who opened the session, for accounting only: sessions with the same text share
-    /// [`total`](Limits::total), [`sessions`](Limits::sessions) and their turns on a GPU.
+    /// [`total`](Limits::total) and their turns on a GPU.
     pub principal: String,
-    /// Under a lease: the account of the client's sessions without one, which says what counts for the client
-    /// as a whole. `None`: the principal itself.
+    /// Under a lease: the account of the client's sessions without one, for which everything counts that the
+    /// client has. `None`: the principal itself.
     #[serde(default)]
     pub owner: Option<String>,
     /// Numbers of the devices that it may use, as counted by `--devices`. Empty: all that the server shares.
@@ -26,8 +26,11 @@ pub struct Limits {
     pub session: Amounts,
     /// What all sessions of the principal together may hold.
     pub total: Amounts,
-    /// How many sessions of each kind the principal may have, including waiting ones. 0: no limit. `None`:
-    /// all but an eighth of the server's.
+    /// Bytes that all sessions of the client may hold on each device, with all of its leases. 0: no limit.
+    #[serde(default)]
+    pub client_memory: u64,
+    /// How many sessions of each kind the client may have with all of its leases, including waiting ones.
+    /// 0: no limit. `None`: all but an eighth of the server's.
     pub sessions: Option<u32>,
     /// Its share of a GPU's time while others want it, too, in proportion to the weights. At least 1; the
     /// default is 100.
@@ -51,6 +54,14 @@ impl Limits {
     pub fn owner(&self) -> &str {
         self.owner.as_deref().unwrap_or(&self.principal)
     }
+
+    /// How many devices the client may have at a time, with all of its leases. 0: no limit.
+    pub fn most_devices(&self) -> usize {
+        match self.device_count {
+            0 if self.exclusive => self.devices.len().max(1),
+            count => count as usize,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -72,6 +83,7 @@ impl Default for Limits {
             exclusive: false,
             session: Amounts::default(),
             total: Amounts::default(),
+            client_memory: 0,
             sessions: None,
             weight: Limits::WEIGHT,
             priority: 0,

@@ -28,8 +28,9 @@ pub const SIZE: usize = 4096;
 #[repr(C)]
 #[derive(Debug)]
 pub struct Terms {
-    /// Bytes that all sessions of the principal hold on each device, by its number, including what their
-    /// processes use besides according to NVML.
+    /// Bytes that count against the limit of the principal's sessions on each device, by its number,
+    /// including what their processes use besides according to NVML. Under a lease, also what its client
+    /// holds elsewhere, if that leaves less.
     pub total_held: [AtomicU64; MOST_DEVICES],
     /// Bytes that this session's process uses on each device beyond what it has charged, according to NVML:
     /// contexts, code, local memory.
@@ -123,7 +124,7 @@ pub struct Whereabouts {
     pub away: [AtomicU64; MOST_DEVICES],
     /// Bytes of new memory on each device that it waits for.
     pub needs: [AtomicU64; MOST_DEVICES],
-    /// ns of `CLOCK_MONOTONIC` when it last had no command. 0: never so far.
+    /// ns of `CLOCK_MONOTONIC` since when it has had no command. 0: it has one, or work on a device.
     pub rested: AtomicU64,
     /// 1 while it waits for its memory to return to the devices.
     pub returns: AtomicU32,

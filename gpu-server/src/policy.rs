@@ -41,7 +41,8 @@ struct Rule {
     /// Ordinals of the devices that they may use
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     devices: Vec<u32>,
-    /// Number of devices that a session gets: the least used ones. 0 means all
+    /// Number of devices of a client: each session gets the least used ones, or those that its others have. 0
+    /// means all
     #[arg(long, value_name = "N")]
     session_devices: Option<u32>,
     /// Whether a client's devices also serve others while it has a session
@@ -50,7 +51,8 @@ struct Rule {
     /// Maximum memory of one session on each device, in bytes or with a unit (K, M, G, T). 0 means no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     memory_limit: Option<u64>,
-    /// Maximum memory of all sessions of one client together on each device. 0 means no limit
+    /// Maximum memory of all sessions of one client together on each device, under leases and outside. 0 means
+    /// no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     client_memory_limit: Option<u64>,
     /// Maximum page-locked memory on the server's machine that the programs of one session may have for
@@ -353,6 +355,7 @@ impl Policy {
         let set = |to: &mut u64, of: fn(&Rule) -> Option<u64>| *to = first(&places, of).unwrap_or(*to);
         set(&mut limits.session.device_memory, |rule| rule.memory_limit);
         set(&mut limits.total.device_memory, |rule| rule.client_memory_limit);
+        limits.client_memory = limits.total.device_memory;
         set(&mut limits.session.pinned_memory, |rule| rule.pinned_limit);
         set(&mut limits.total.pinned_memory, |rule| rule.client_pinned_limit);
         limits.device_count = first(&places, |rule| rule.session_devices).unwrap_or(limits.device_count);

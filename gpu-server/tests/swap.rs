@@ -5,14 +5,20 @@
 
 mod support;
 
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
-use protocol::handle::{MemoryId, StreamId};
+use protocol::handle::{ContextId, FunctionId, MemoryId, ModuleId, StreamId};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD, Memset};
+use protocol::ops::launch::Launch;
 use protocol::ops::memory::*;
-use protocol::ops::stream::StreamSynchronize;
+use protocol::ops::module::{ModuleLoad, ModuleUnload};
+use protocol::ops::stream::{StreamCreate, StreamSynchronize};
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession};
 use test_kit::*;
@@ -137,6 +143,92 @@ fn four_sessions_of_more_than_half_a_device_work_in_turn() {
     until("all of them have ended", || server.sessions() == 0);
     until("nothing is kept", || (swap(&server, "away"), swap(&server, "memory_kept")) == (0, 0));
     assert!(swap(&server, "bytes_left") >= 11 * SIZE, "counters do not fall");
+}
+
+/// Works until both sessions have returned several times, and then checks its memory.
+fn work_in_turns<S: Session>(server: &Server, s: &mut S, number: u64, alone: &Mutex<()>) {
+    const TURNS: u64 = 3;
+    let mut at = 0;
+    until("both have returned several times", || {
+        check_part(s, window(0) + at, number, 0, at, 2 * MIB);
+        at = (at + 2 * MIB) % SIZE;
+        swap(server, "bytes_returned") >= 2 * TURNS * SIZE
+    });
+    // Otherwise there would be a turn for every few mebibytes.
+    let _alone = alone.lock().unwrap();
+    check(s, number, 0, SIZE);
+}
+
+/// As on a machine with many processors, where a session waits for the next command without sleeping.
+#[test]
+fn two_sessions_that_never_rest_take_turns() {
+    let server = Server::start(&[SWAP[0], "--swap-residency-ms=100", "--poll-us=1000000"]);
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    fill(&mut first, 1, 0, SIZE);
+    until("it has rested once", || first.channel().header().host_sleep.is_asleep());
+    let alone = Mutex::new(());
+    std::thread::scope(|scope| {
+        let (server, alone) = (&server, &alone);
+        scope.spawn(move || work_in_turns(server, &mut first, 1, alone));
+        let mut second = LocalBridge::connect(&server.socket());
+        take(&mut second, SIZE).unwrap();
+        fill(&mut second, 2, 0, SIZE);
+        work_in_turns(server, &mut second, 2, alone);
+    });
+    assert!(swap(&server, "held_back") > 0, "each keeps its memory for a moment");
+}
+
+/// Loads a kernel that takes so many steps, as module 2, and runs it: its work is on a device while the
+/// session has no command.
+fn run_for<S: Session>(s: &mut S, steps: u64) {
+    let ptx = format!(
+        ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry steps() {{ .reg .u64 %n; .reg .pred %p; \
+         mov.u64 %n, {steps}; AGAIN: sub.u64 %n, %n, 1; setp.ne.u64 %p, %n, 0; @%p bra AGAIN; ret; }}\n\0"
+    );
+    let (module, context) = (ModuleId(2), ContextId(0));
+    let (room, image) = (s.arena(4 << 20, &[0; 4096]), s.arena(0, ptx.as_bytes()));
+    let (image, info) = (HostIn::Range(image), HostOut(room));
+    s.call(&ModuleLoad { context, module, options: vec![], image, info }).unwrap();
+    let function = FunctionId::new(module, 0);
+    let (grid, block, attributes) = ([1; 3], [1; 3], vec![]);
+    s.push(&Launch { function, stream: STREAM, grid, block, dynamic_shared: 0, attributes, params: &[] });
+    s.call(&StreamSynchronize { stream: STREAM }).unwrap();
+    s.push(&ModuleUnload { module });
+}
+
+/// Also on a legacy default stream beside others, whose work does not show while the session sleeps.
+#[test]
+fn a_session_that_waits_for_one_long_kernel_after_the_other_leaves_in_its_turn() {
+    let server = Server::start(&[SWAP[0], "--swap-residency-ms=1"]);
+    let mut first = LocalBridge::connect(&server.socket());
+    let (context, stream) = (ContextId(0), StreamId(protocol::channel::MAX_CONTEXTS));
+    first.push(&StreamCreate { context, stream, flags: 0, priority: 0 });
+    take(&mut first, SIZE).unwrap();
+    fill(&mut first, 1, 0, SIZE);
+    // About half a second.
+    let some = 1 << 17;
+    let began = Instant::now();
+    run_for(&mut first, some);
+    let steps = some * 500 / u64::try_from(began.elapsed().as_millis()).unwrap().max(1);
+    let over = AtomicBool::new(false);
+    let mut second = LocalBridge::connect(&server.socket());
+    let taken = std::thread::scope(|scope| {
+        let (first, over) = (&mut first, &over);
+        scope.spawn(move || {
+            until("the second session has its memory", || {
+                run_for(first, steps);
+                over.load(Ordering::Relaxed)
+            });
+        });
+        let taken = take(&mut second, SIZE);
+        over.store(true, Ordering::Relaxed);
+        taken
+    });
+    assert_eq!(taken, Ok(()));
+    fill(&mut second, 2, 0, SIZE);
+    check(&mut first, 1, 0, SIZE);
+    check(&mut second, 2, 0, SIZE);
 }
 
 /// Each of them has a part of its memory while it waits for the rest.

@@ -452,6 +452,28 @@ fn copies_between_arrays_take_turns_with_kernels() {
     });
 }
 
+#[test]
+fn memory_of_a_client_that_waits_for_its_turn_leaves_for_one_with_a_higher_priority() {
+    // More than half of a device.
+    let most = || MemGrow { device: 0, address: window(0), size: 152 << 20 };
+    let (_file, rules) = rules(["", "priority = 1"]);
+    let server = Server::start(&[IMITATED, &rules, "--swap-memory=1G", "--swap-residency-ms=1"]);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _ends = Ends(&over);
+        let mut low = LocalBridge::connect(&server.socket());
+        low.call(&most()).unwrap();
+        scope.spawn(|| keep_busy(low, 1, &over));
+        let high = TcpSession::connect(server.port);
+        scope.spawn(|| keep_busy(high, 1, &over));
+        until("the first waits for the second", || charged(&server)[1] > 100);
+        let mut other = TcpSession::connect(server.port);
+        assert_eq!(other.call(&most()).map(drop), Ok(()));
+        let away = server.status()["swap"]["away"].as_u64().unwrap();
+        assert_eq!(away, 152 << 20, "it does not return before its turn");
+    });
+}
+
 /// Starts the client with the lower priority, then the other one. While that has work, it gets all of the
 /// time; then the first continues.
 fn the_second_comes_first<L: Session + Send, H: Session + Send>(

@@ -38,7 +38,7 @@ pub struct Outgoing {
     pub(super) domain: Option<Arc<Domain>>,
     /// What it sends over, or agrees over, while its thread runs.
     stream: Mutex<Option<Arc<Stream>>>,
-    /// When the last piece began that is sent from device memory. Each has the other half.
+    /// Of each piece that is sent from device memory, and when the last piece of a box began.
     in_place: Mutex<(Arc<()>, Option<Instant>)>,
     /// Boxes of which not all pieces have begun, and the memory of all.
     series: Mutex<(VecDeque<Leaving>, InMotion)>,
@@ -101,11 +101,12 @@ impl Outgoing {
         lock(&self.stream).iter().for_each(|stream| stream.shut_down());
     }
 
-    /// Ends the connection if the other end has not taken what is sent from device memory for some time. That
-    /// memory cannot leave the device before.
+    /// Ends the connection if the other end has taken nothing for some time of what is sent from device memory,
+    /// or of a box that is not all in buffers. That memory cannot leave the device before.
     pub(super) fn abort_if_stuck(&self, now: Instant) {
+        let waits = !lock(&self.series).0.is_empty();
         let (pieces, began) = &*lock(&self.in_place);
-        let is_under_way = Arc::strong_count(pieces) > 1;
+        let is_under_way = waits || Arc::strong_count(pieces) > 1;
         if is_under_way && began.is_some_and(|began| now.saturating_duration_since(began) >= IDLE) {
             self.abort();
         }
@@ -145,11 +146,19 @@ impl Outgoing {
             if all.len() >= MAX_COPIES {
                 return Err(Status::OUT_OF_MEMORY);
             }
+            if all.is_empty() {
+                self.begins();
+            }
             in_motion.add(&series);
             all.push_back(Leaving { series, moving: Arc::new(moving), failed: Arc::default(), found });
         }
         self.advance();
         Ok(())
+    }
+
+    /// Notes that the other end has taken so much that there is room for another piece.
+    fn begins(&self) {
+        lock(&self.in_place).1 = Some(Instant::now());
     }
 
     /// Begins the next pieces of boxes, as far as there are buffers. Called whenever there may be one:
@@ -169,9 +178,8 @@ impl Outgoing {
             if let Some(Found { registration, offset }) = found {
                 let found = Found { registration: Arc::clone(registration), offset: *offset + next.offset };
                 let copying = [self.copies.begin(), series.copies.begin()];
-                let (pieces, began) = &mut *lock(&self.in_place);
-                *began = Some(Instant::now());
-                let (_piece, _moving) = (Arc::clone(pieces), Arc::clone(moving));
+                self.begins();
+                let (_piece, _moving) = (Arc::clone(&lock(&self.in_place).0), Arc::clone(moving));
                 let bytes = InPlace { found, _copying: copying, _moving, _piece };
                 self.push(Job::Piece(next.number, Source::InPlace(bytes), next.len as usize));
                 series.pass();
@@ -186,6 +194,7 @@ impl Outgoing {
                 all.pop_front();
                 continue;
             };
+            self.begins();
             let mut sending = self.piece(next.number);
             let Some(mapped) = sending.put(buffer, next.len) else {
                 all.pop_front();

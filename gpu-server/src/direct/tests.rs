@@ -143,6 +143,24 @@ fn memory_does_not_leave_until_a_box_is_sent() {
 }
 
 #[test]
+fn memory_leaves_at_last_if_nothing_is_taken_of_a_box_which_is_given_up() {
+    let (directs, [_theirs, _from]) = Directs::prepared_double(1);
+    let outgoing = lock(&directs.table).outgoing[&1].clone().unwrap();
+    // More than there are buffers for.
+    let series = Series::new(Rows::line(0, 64 << 20), 1 << 20, 1, Arc::new(Nothing)).unwrap();
+    send_all(&directs, 1, series).unwrap();
+    outgoing.abort_if_stuck(Instant::now());
+    assert!(directs.hold_still().is_none(), "it has some time");
+    assert!(lock(&outgoing.jobs).is_some());
+    outgoing.abort_if_stuck(Instant::now() + 2 * incoming::IDLE);
+    let until = Instant::now() + LONG;
+    while directs.hold_still().is_none() {
+        assert!(Instant::now() < until, "the box keeps the memory");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
 fn memory_leaves_at_last_if_nothing_comes_of_a_box_which_is_given_up() {
     let (directs, [_theirs, mut from]) = Directs::prepared_double(1);
     let (reading, (told, answers)) = (directs.incoming(1).unwrap(), channel());

@@ -1,4 +1,5 @@
-//! What each principal holds. The daemon enforces the limits shared by all sessions of a principal.
+//! What each principal holds. The daemon enforces the limits shared by all sessions of a principal, and of a
+//! client with all of its leases.
 //!
 //! A worker asks for each charge against such a limit. A session's account is what it was granted minus what
 //! it returned, and ends with its worker. So a worker that lies gets no more than its principal's limit, and
@@ -7,7 +8,7 @@
 pub(super) mod account;
 pub(super) mod imports;
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -19,23 +20,26 @@ use crate::limits::{Limits, MOST_DEVICES, Resource};
 use crate::worker_protocol::{Refusal, Reply, Token};
 
 impl State {
-    /// Bytes of a resource that the sessions which share these limits hold together. A lease has its own
-    /// limit of device memory, but page-locked memory is its owner's. Saturates, so that a nonexistent
-    /// resource is never free.
+    /// Bytes of a resource that count against a session's limit, which it shares with others. A lease has its
+    /// own limit of device memory besides its client's; page-locked memory is its client's. Saturates, so
+    /// that a nonexistent resource is never free.
     fn total(&self, limits: &Limits, resource: Resource) -> u64 {
-        let counts = |session: &&Session| match resource {
-            Resource::Device(_) => session.limits.principal == limits.principal,
-            Resource::Pinned => session.limits.owner() == limits.owner(),
+        let counted = |session: &Session| match resource {
+            Resource::Device(number) => session.account.counts(number),
+            Resource::Pinned => session.account.record.granted(resource),
         };
-        let counted = self.sessions.values().filter(counts);
-        counted.fold(0, |sum: u64, session| {
-            let account = &session.account;
-            let (counted, implicit) = match resource {
-                Resource::Device(number) => (account.counted(number), account.implicit(number as usize)),
-                Resource::Pinned => (account.record.granted(resource), 0),
-            };
-            sum.saturating_add(counted).saturating_add(implicit)
-        })
+        let sum =
+            |sessions: &mut dyn Iterator<Item = &Session>| sessions.map(counted).fold(0, u64::saturating_add);
+        let of_client = || self.sessions.values().filter(|session| session.limits.owner() == limits.owner());
+        let client = sum(&mut of_client());
+        match resource {
+            Resource::Pinned => client,
+            Resource::Device(_) => {
+                let principal =
+                    sum(&mut of_client().filter(|session| session.limits.principal == limits.principal));
+                against_both(principal, client, limits)
+            }
+        }
     }
 
     /// Handles a worker's request for bytes of its principal's limit. `shared`: the token of memory that it
@@ -54,7 +58,7 @@ impl State {
         if *may_repeat && record.has_done(request, resource, bytes) {
             return Reply::Charged;
         }
-        let (principal, limit) = (session.limits.principal.clone(), session.limits.total.of(resource));
+        let (client, limit) = (session.limits.owner().to_owned(), session.limits.total.of(resource));
         let more = if import.is_some() { 0 } else { bytes };
         let most = self.total(&session.limits, resource).checked_add(more).filter(|sum| *sum <= limit);
         let after = record.granted(resource).checked_add(bytes).filter(|_| record.has(resource));
@@ -75,7 +79,7 @@ impl State {
         if let Some((token, import)) = import {
             session.account.imports.add(token, import);
         }
-        self.publish(&principal);
+        self.publish(&client);
         Reply::Charged
     }
 
@@ -113,8 +117,8 @@ impl State {
             let left = record.granted(resource).saturating_sub(bytes).max(kept);
             record.change(request, resource, bytes, left);
         }
-        let principal = session.limits.principal.clone();
-        self.publish(&principal);
+        let client = session.limits.owner().to_owned();
+        self.publish(&client);
         self.pass_on_imports(shared);
     }
 
@@ -130,15 +134,15 @@ impl State {
                 }
             }
         }
-        let mut principals = BTreeSet::new();
+        let mut clients = BTreeSet::new();
         for session in self.sessions.values_mut() {
             for token in session.account.imports.among(&left) {
                 session.account.imports.count_here(&token);
-                principals.insert(session.limits.principal.clone());
+                clients.insert(session.limits.owner().to_owned());
                 left.remove(&token);
             }
         }
-        principals.iter().for_each(|principal| self.publish(principal));
+        clients.iter().for_each(|client| self.publish(client));
     }
 
     /// Sessions were taken over from the previous daemon: the ones that shared memory with them may be gone.
@@ -148,23 +152,32 @@ impl State {
         self.pass_on_imports(tokens);
     }
 
-    /// Tells a principal's workers what it holds on each device.
-    pub(super) fn publish(&self, principal: &str) {
-        let mut totals = [0u64; MOST_DEVICES];
-        let of_principal = || self.sessions.values().filter(|session| session.limits.principal == principal);
-        for session in of_principal() {
-            for (number, total) in totals.iter_mut().enumerate() {
-                let account = &session.account;
-                *total = total
-                    .saturating_add(account.counted(number as u32))
-                    .saturating_add(account.implicit(number));
+    /// Tells the workers of a client's sessions what counts against their limits on each device.
+    pub(super) fn publish(&self, client: &str) {
+        let sessions = || self.sessions.values().filter(|session| session.limits.owner() == client);
+        let (mut all, mut of_principals) = ([0u64; MOST_DEVICES], HashMap::new());
+        for session in sessions() {
+            let own = of_principals.entry(&session.limits.principal).or_insert([0u64; MOST_DEVICES]);
+            for (number, (all, own)) in (0..).zip(all.iter_mut().zip(own)) {
+                let bytes = session.account.counts(number);
+                (*all, *own) = (all.saturating_add(bytes), own.saturating_add(bytes));
             }
         }
-        for session in of_principal() {
-            for (told, total) in session.account.terms.total_held.iter().zip(totals) {
-                told.store(total, Ordering::Relaxed);
+        for session in sessions() {
+            let own = of_principals.get(&session.limits.principal).unwrap_or(&all);
+            for (told, (own, all)) in session.account.terms.total_held.iter().zip(own.iter().zip(all)) {
+                told.store(against_both(*own, all, &session.limits), Ordering::Relaxed);
             }
         }
+    }
+}
+
+/// What counts against a session's limit of device memory if its principal holds so much, and its client so
+/// much with all leases: as much as leaves it what both limits leave.
+fn against_both(principal: u64, client: u64, limits: &Limits) -> u64 {
+    match (limits.total.device_memory, limits.client_memory) {
+        (0, _) | (_, 0) => principal,
+        (own, all) => principal.max(client.saturating_sub(all.saturating_sub(own))),
     }
 }
 
@@ -257,11 +270,36 @@ mod tests {
     }
 
     #[test]
+    fn sessions_under_all_leases_and_outside_share_their_clients_memory() {
+        let mut state = state(&[(1, "a 1", 60), (2, "a 2", 60), (3, "a", 100), (4, "b", 100)]);
+        for session in state.sessions.values_mut() {
+            session.limits.client_memory = 100;
+        }
+        assert!(
+            !granted(&state.charge(1, 1, DEVICE, 61, None)) && granted(&state.charge(1, 1, DEVICE, 60, None))
+        );
+        assert!(
+            !granted(&state.charge(3, 1, DEVICE, 41, None)) && granted(&state.charge(3, 1, DEVICE, 30, None))
+        );
+        // Of each limit, what is left of both.
+        assert_eq!([1, 2, 3].map(|worker| told(&state, worker)), [60, 50, 90]);
+        assert!(
+            !granted(&state.charge(2, 1, DEVICE, 11, None)) && granted(&state.charge(2, 1, DEVICE, 10, None))
+        );
+        assert!(granted(&state.charge(4, 1, DEVICE, 100, None)), "another client");
+        state.discharge(3, 2, DEVICE, 30, None);
+        assert_eq!([1, 2, 3].map(|worker| told(&state, worker)), [60, 30, 70]);
+        assert!(
+            !granted(&state.charge(2, 2, DEVICE, 31, None)) && granted(&state.charge(2, 2, DEVICE, 30, None))
+        );
+    }
+
+    #[test]
     fn imported_memory_counts_once_for_whoever_still_has_it() {
         let mut state = state(&[(1, "a", 100), (2, "a", 100), (3, "a", 100)]);
         assert!(granted(&state.charge(1, 1, DEVICE, 60, None)));
-        let (what, origin) = (Shared::Memory { device: 1, size: 60 }, state.origin_of(1).unwrap());
-        let token = state.shares.add(1, origin, what, None).unwrap().unwrap();
+        let (what, sharer) = (Shared::Memory { device: 1, size: 60 }, state.sharer(1).unwrap());
+        let token = state.shares.add(sharer, what, None).unwrap().unwrap();
         for worker in [2, 3] {
             assert!(granted(&state.charge(worker, 1, DEVICE, 60, Some(token))));
         }
@@ -299,7 +337,7 @@ mod tests {
         assert!(granted(&state.charge(1, 1, DEVICE, 60, None)));
         let mut share = |size| {
             let what = Shared::Memory { device: 1, size };
-            state.shares.add(1, state.origin_of(1).unwrap(), what, None).unwrap().unwrap()
+            state.shares.add(state.sharer(1).unwrap(), what, None).unwrap().unwrap()
         };
         let (token, too_much) = (share(60), share(61));
         for (resource, bytes, token) in [
@@ -312,8 +350,8 @@ mod tests {
         }
         // Nor does what the other session has only imported itself.
         assert!(granted(&state.charge(2, 1, DEVICE, 60, Some(token))));
-        let (what, origin) = (Shared::Memory { device: 1, size: 60 }, state.origin_of(2).unwrap());
-        let again = state.shares.add(2, origin, what, None).unwrap().unwrap();
+        let (what, sharer) = (Shared::Memory { device: 1, size: 60 }, state.sharer(2).unwrap());
+        let again = state.shares.add(sharer, what, None).unwrap().unwrap();
         assert!(!granted(&state.charge(1, 2, DEVICE, 60, Some(again))));
         state.discharge(2, 2, DEVICE, 60, Some(token));
         state.sessions.get_mut(&2).unwrap().client = "another".into();

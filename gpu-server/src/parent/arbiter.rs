@@ -70,6 +70,9 @@ pub(super) enum Clock {
 pub(super) struct View<'a> {
     /// The worker's process ID.
     pub(super) worker: u32,
+    /// When the session began, in ns of any clock. The rules may have changed since the principal's others
+    /// began: the newest session's weight and priority are those of all.
+    pub(super) began: u64,
     pub(super) principal: &'a str,
     /// Whose it is: the client's, for those of all its leases. Begins the principal's name.
     pub(super) owner: &'a str,
@@ -171,6 +174,8 @@ pub(super) struct Arbiter {
 struct Together<'a> {
     owner: &'a str,
     devices: u64,
+    /// When its newest session began, and that session's worker; its rules are below.
+    newest: (u64, u32),
     weight: u32,
     client_weight: u32,
     priority: i32,
@@ -264,9 +269,12 @@ impl Arbiter {
             let together = all.entry(view.principal).or_default();
             together.owner = view.owner;
             together.devices |= view.devices;
-            together.weight = view.weight.max(1);
-            together.client_weight = view.client_weight.max(1);
-            together.priority = view.priority;
+            if (view.began, view.worker) >= together.newest {
+                together.newest = (view.began, view.worker);
+                together.weight = view.weight.max(1);
+                together.client_weight = view.client_weight.max(1);
+                together.priority = view.priority;
+            }
             together.works |= view.waits || view.unfinished || view.issued != seen.issued;
             together.unfinished |= view.unfinished;
             together.waits |= view.waits;

@@ -12,6 +12,7 @@ use protocol::link::{COMPRESSED_OUT_SINCE, Hello, VERBS_RESUME_SINCE, Welcome, p
 
 use super::asks::waiting::Ask;
 use super::control::{Control, Refused, welcome};
+use super::grants;
 use super::leases::table::{LeaseId, UNKNOWN};
 use super::queue::join;
 use super::queue::parked::Parked;
@@ -21,7 +22,8 @@ use super::text::printable;
 use super::trust::Principal;
 use super::workers::Worker;
 use crate::cuda_ipc::random_token;
-use crate::policy::Grant;
+use crate::limits::Limits;
+use crate::policy::Rules;
 use crate::worker_protocol::{Kind, ToWorker, Token, Transport};
 
 /// Data connections of a session: default and maximum.
@@ -235,28 +237,13 @@ fn devices_asked_for(hello: &Hello) -> Vec<u32> {
     devices
 }
 
-/// The lease for a new session, which also narrows its limits.
-fn lease_of(
-    server: &Server,
-    hello: &Hello,
-    principal: &Principal,
-    kind: Kind,
-    grant: &mut Grant,
-) -> Result<Option<LeaseId>, Refused> {
-    let refused = |why: String| Refused(Reason::NoLease, why);
+/// The lease under which a client wants a new session.
+fn lease_of(state: &State, hello: &Hello, principal: &Principal) -> Result<Option<LeaseId>, Refused> {
     if hello.secret == [0; 32] {
-        return match &grant.leasing.required {
-            Some(rule) if kind == Kind::Gpu => Err(refused(format!(
-                "this client's sessions need a lease ({rule}): take one with rgpuctl lease"
-            ))),
-            _ => Ok(None),
-        };
+        return Ok(None);
     }
-    let state = server.lock();
     let lease = state.leases.find(&hello.secret, &principal.name);
-    let lease = lease.ok_or_else(|| refused(UNKNOWN.into()))?;
-    lease.check_devices(grant)?;
-    lease.narrow(&mut grant.limits);
+    let lease = lease.ok_or_else(|| Refused(Reason::NoLease, UNKNOWN.into()))?;
     Ok(Some(lease.id))
 }
 
@@ -269,10 +256,14 @@ fn open_session(
     principal: Principal,
 ) -> Result<(), Refused> {
     let failed = |what: &str, e: io::Error| Refused(Reason::Failed, format!("{what}: {e}"));
-    let grant = server.policy().grant(&principal.name, &server.options.share);
-    let mut grant = grant.map_err(|why| Refused(Reason::NotAllowed, why))?;
     let kind = if hello.wishes & wish::NVML_ONLY != 0 { Kind::Nvml } else { Kind::Gpu };
-    let lease = lease_of(server, hello, &principal, kind, &mut grant)?;
+    let (lease, grant, rules_read) = {
+        let state = server.lock();
+        // Before the rules are: if they are read again meanwhile, they count once it waits.
+        let rules_read = state.rules_read;
+        let lease = lease_of(&state, hello, &principal)?;
+        (lease, grants::of(server, &state, kind, &principal, lease)?, rules_read)
+    };
     let token = random_token().map_err(|e| failed("cannot read random numbers", e))?;
     let secret = Secret::random().map_err(|e| failed("cannot read random numbers", e))?;
     let (transport, data_connections) = match &**connection {
@@ -284,42 +275,38 @@ fn open_session(
         Control::Tcp(_) | Control::Tls(..) => {
             let wanted =
                 if hello.index == 0 { DATA_CONNECTIONS.0 } else { hello.index.min(DATA_CONNECTIONS.1) };
-            let wanted = wanted.min(grant.data_connections.unwrap_or(DATA_CONNECTIONS.1));
             let (slot_count, takes_compressed) = (hello.slot_count, takes_compressed(hello));
             (Transport::Tcp { slot_count, data_connections: wanted, takes_compressed }, wanted)
         }
     };
     let is_tcp = matches!(transport, Transport::Tcp { .. });
-    let grace = grant.limits.grace_seconds.unwrap_or(server.options.worker.grace_seconds);
     let resumes = is_tcp || matches!(transport, Transport::Verbs { resumes: true, .. });
-    join(
-        server,
-        kind,
-        Parked {
-            connection: Arc::clone(connection),
-            peer: peer.to_owned(),
-            client: printable(&untext(&hello.client)),
-            program: printable(&untext(&hello.program)),
-            pid: hello.pid,
-            transport,
-            data_connections,
-            token,
-            limits: grant.limits,
-            lease,
-            devices: devices_asked_for(hello),
-            rules: grant.rules,
-            secret,
-            principal,
-            grace: if resumes { grace } else { 0 },
-            eager: if is_tcp { server.options.worker.eager_mib() } else { 0 },
-            may_wait: hello.wishes & wish::MAY_WAIT != 0,
-            takes_presence: transport == Transport::Local && hello.wishes & wish::PRESENCE != 0,
-            since: Instant::now(),
-            told: None,
-            failures: 0,
-            unplaced: None,
-        },
-    )
+    let mut parked = Parked {
+        connection: Arc::clone(connection),
+        peer: peer.to_owned(),
+        client: printable(&untext(&hello.client)),
+        program: printable(&untext(&hello.program)),
+        pid: hello.pid,
+        transport,
+        data_connections,
+        token,
+        limits: Limits::default(),
+        rules_read,
+        lease,
+        devices: devices_asked_for(hello),
+        rules: Rules::default(),
+        secret,
+        principal,
+        resumes,
+        eager: if is_tcp { server.options.worker.eager_mib() } else { 0 },
+        may_wait: hello.wishes & wish::MAY_WAIT != 0,
+        takes_presence: transport == Transport::Local && hello.wishes & wish::PRESENCE != 0,
+        since: Instant::now(),
+        told: None,
+        failures: 0,
+    };
+    parked.take(grant);
+    join(server, kind, parked)
 }
 
 #[cfg(test)]
@@ -332,7 +319,6 @@ mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::*;
     use crate::config::Serve;
-    use crate::limits::Limits;
     use crate::worker_protocol;
     use handover::Inherited;
     use std::os::unix::net::UnixStream;

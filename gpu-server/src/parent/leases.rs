@@ -10,6 +10,7 @@
 
 pub(super) mod table;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -61,7 +62,7 @@ impl State {
     ) -> Result<&Lease, Refused> {
         let (limits, leasing) = (&grant.limits, &grant.leasing);
         let held = self.leases.all().filter(|lease| lease.account == limits.principal).count();
-        check_rules(grant, held, wish.gpus, wish.exclusive)?;
+        check_rules(grant, held, wish.gpus as usize, wish.exclusive)?;
         if self.leases.0.len() >= most {
             let why = format!("the server has its maximum of {most} leases (--max-leases)");
             return Err(Refused(Reason::ServerFull, why));
@@ -86,7 +87,7 @@ impl State {
             ));
         }
         let exclusive = wish.exclusive || limits.exclusive;
-        let devices = self.place_lease(gpus, limits, wish, exclusive, id)?;
+        let devices = self.place_lease(gpus, grant, wish, exclusive, id)?;
         // What the rules give may be more than there is.
         let there = gpus.iter().filter(|gpu| devices.contains(&gpu.number));
         let largest = there.map(|gpu| gpu.memory.unwrap_or(u64::MAX)).max().unwrap_or(u64::MAX);
@@ -125,8 +126,9 @@ impl State {
         let earlier = |other: &&Lease| {
             other.account == lease.account && (other.granted, other.id) < (lease.granted, lease.id)
         };
-        let before = self.leases.all().filter(earlier).count();
-        check_rules(grant, before, lease.devices.len() as u32, lease.exclusive)?;
+        let before = || self.leases.all().filter(earlier);
+        let gpus: BTreeSet<&u32> = before().flat_map(|other| &other.devices).chain(&lease.devices).collect();
+        check_rules(grant, before().count(), gpus.len(), lease.exclusive)?;
         lease.check_devices(grant)?;
         let limits = &grant.limits;
         lease.memory = at_most(lease.memory, limits.total.device_memory);
@@ -144,12 +146,12 @@ impl State {
     fn place_lease(
         &self,
         gpus: &[Known],
-        limits: &Limits,
+        grant: &Grant,
         wish: &Wish,
         exclusive: bool,
         id: LeaseId,
     ) -> Result<Vec<u32>, Refused> {
-        let count = wish.gpus as usize;
+        let (count, limits) = (wish.gpus as usize, &grant.limits);
         if gpus.is_empty() {
             let why = "the server has not found its GPUs yet: no worker was ready so far".to_owned();
             return Err(Refused(Reason::LeaseTaken, why));
@@ -180,8 +182,18 @@ impl State {
                 || gpu.memory.is_none_or(|bytes| promised(None) <= bytes)
                     && (total == 0 || promised(Some(&limits.principal)) <= total)
         };
-        let room: Vec<u32> = fitting.iter().filter(has_room).map(|gpu| gpu.number).collect();
+        let mut room: Vec<u32> = fitting.iter().filter(has_room).map(|gpu| gpu.number).collect();
         let taken = |why: String| Refused(Reason::LeaseTaken, why);
+        // What the client has already is part of what it may have.
+        let (most, own) = (limits.most_devices(), self.usable_devices_of(limits));
+        if most > 0 && count > most.saturating_sub(own.len()) {
+            room.retain(|number| !exclusive && own.contains(number));
+            if room.len() < count {
+                let own = own.len();
+                let why = format!("{count} GPUs, and this client may have {most}, and has {own}");
+                return Err(Refused(Reason::ClientFull, too_many(grant, why)));
+            }
+        }
         if room.len() < count {
             let free = room.len();
             return Err(taken(format!(
@@ -252,8 +264,8 @@ impl State {
     }
 }
 
-/// Whether the rules give a client that has `held` leases another one with so many GPUs.
-fn check_rules(grant: &Grant, held: usize, gpus: u32, exclusive: bool) -> Result<(), Refused> {
+/// Whether the rules give a client that has `held` leases another one, and so many GPUs.
+fn check_rules(grant: &Grant, held: usize, gpus: usize, exclusive: bool) -> Result<(), Refused> {
     let Grant { limits, leasing, .. } = grant;
     let not_allowed = |why: String| Err(Refused(Reason::NotAllowed, why));
     let (most, rule) = &leasing.most;
@@ -267,11 +279,19 @@ fn check_rules(grant: &Grant, held: usize, gpus: u32, exclusive: bool) -> Result
     if exclusive && !leasing.exclusive.0 && !limits.exclusive {
         return not_allowed(format!("this client may have no exclusive leases ({})", leasing.exclusive.1));
     }
-    if limits.device_count > 0 && gpus > limits.device_count {
-        let most = limits.device_count;
-        return not_allowed(format!("{gpus} GPUs, and this client may have {most} (session_devices)"));
+    let most = limits.most_devices();
+    if most > 0 && gpus > most {
+        return not_allowed(too_many(grant, format!("{gpus} GPUs, and this client may have {most}")));
     }
     Ok(())
+}
+
+/// A refusal of more GPUs than the rules give, with the rule.
+fn too_many(grant: &Grant, why: String) -> String {
+    match grant.limits.device_count {
+        0 => grant.rules.explain(why),
+        _ => format!("{why} (session_devices)"),
+    }
 }
 
 /// Grants a client a lease, and saves it for a successor of this daemon before the client knows of it.
@@ -506,6 +526,51 @@ mod tests {
         );
         bounded.leasing.most.0 = 0;
         assert_eq!(ask_by(&mut state, &bounded, &wish(1, false), 2).unwrap_err().0, Reason::NotAllowed);
+    }
+
+    #[test]
+    fn a_clients_leases_and_sessions_together_have_no_more_gpus_than_its_rules_give() {
+        for (device_count, exclusive) in [(1, true), (0, true), (1, false)] {
+            let mut state = State::default();
+            let mut one = grant("a");
+            one.leasing.exclusive.0 = false;
+            (one.limits.device_count, one.limits.exclusive) = (device_count, exclusive);
+            assert_eq!(ask_by(&mut state, &one, &wish(2, false), 1).unwrap_err().0, Reason::NotAllowed);
+            let lease = ask_by(&mut state, &one, &wish(1, false), 1).unwrap();
+            assert_eq!((&lease.devices, lease.exclusive), (&vec![0], exclusive));
+            let second = ask_by(&mut state, &one, &wish(1, false), 2);
+            let other = ask_by(&mut state, &one, &Wish { devices: vec![1], ..wish(1, false) }, 3);
+            assert_eq!(other.unwrap_err().0, Reason::ClientFull);
+            let outside = state.place(&[0, 1, 2, 3], Kind::Gpu, &one.limits, &mut Vec::new());
+            if exclusive {
+                assert_eq!(second.unwrap_err().0, Reason::ClientFull);
+                let Err(NoDevice::Wait(why)) = outside else { panic!("{outside:?}") };
+                assert!(why.contains("have devices 0, and it may have 1"), "{why}");
+            } else {
+                assert_eq!((second.unwrap().devices, outside), (vec![0], Ok(vec![0])), "the same GPU");
+            }
+            // Of two leases from when it could have two GPUs, the first stays.
+            let mut before = one.clone();
+            (before.limits.device_count, before.limits.exclusive) = (2, false);
+            let two = Wish { devices: vec![2], seconds: 60, ..wish(1, false) };
+            ask_by(&mut state, &before, &two, 4).unwrap();
+            let mut renew = |number: u8| {
+                let key = Secret([number; 32]);
+                state.renew(&one, &Principal::named("a"), &key, Instant::now()).map_err(|refused| refused.0)
+            };
+            assert!(renew(1).is_ok());
+            assert_eq!(renew(4).map(drop), Err(Reason::NotAllowed));
+        }
+        // What its sessions have counts, too.
+        let mut state = State::default();
+        let mut two = grant("a");
+        two.limits.device_count = 2;
+        let mut session = session_of_limits(two.limits.clone());
+        session.devices = vec![3];
+        state.sessions.insert(7, session);
+        assert_eq!(ask_by(&mut state, &two, &wish(2, true), 1).unwrap_err().0, Reason::ClientFull);
+        assert_eq!(ask_by(&mut state, &two, &wish(1, true), 1).unwrap().devices, [0]);
+        assert_eq!(ask_by(&mut state, &two, &wish(1, true), 2).unwrap_err().0, Reason::ClientFull);
     }
 
     #[test]

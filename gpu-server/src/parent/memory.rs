@@ -6,7 +6,7 @@
 //! every device, and a session that has just begun would wait for it. What its worker used before is known by
 //! then. Software devices have no such memory.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -86,23 +86,26 @@ fn note(server: &Server, answers: &Answers, failed: &mut Failed) -> Duration {
 }
 
 impl State {
-    /// Notes NVML's figures for all processes. Those of a device that it reports nothing of stay as they are.
+    /// Notes NVML's figures for all processes. What it does not know stays as it is.
     fn measured(&mut self, answers: &Answers) {
-        let stays = |device: u32| answers.get(&device).is_some_and(Result::is_err);
-        for managed in self.workers.values_mut() {
-            managed.takes.retain(|(device, _)| stays(*device));
-        }
-        for one in answers.values().flatten().flatten() {
-            if let Some(managed) = self.workers.get_mut(&one.pid) {
-                managed.takes.push((one.device, one.bytes));
+        let known = answers.iter().filter_map(|(device, answer)| Some((*device, answer.as_ref().ok()?)));
+        for (device, uses) in known {
+            let figures: HashMap<u32, Option<u64>> = uses.iter().map(|one| (one.pid, one.bytes)).collect();
+            // A process that is not listed has no context there any more.
+            let of = |pid: &u32| figures.get(pid).copied().unwrap_or(Some(0));
+            for (pid, managed) in &mut self.workers {
+                match of(pid) {
+                    Some(0) => drop(managed.takes.remove(&device)),
+                    Some(bytes) => drop(managed.takes.insert(device, bytes)),
+                    None => {}
+                }
             }
-            if let Some(session) = self.sessions.get(&one.pid) {
-                session.account.measured(one.device as usize, one.bytes);
+            for (pid, session) in &self.sessions {
+                of(pid).inspect(|bytes| session.account.measured(device as usize, *bytes));
             }
         }
-        let principals: BTreeSet<&str> =
-            self.sessions.values().map(|session| session.limits.principal.as_str()).collect();
-        principals.into_iter().for_each(|principal| self.publish(principal));
+        let clients: BTreeSet<&str> = self.sessions.values().map(|session| session.limits.owner()).collect();
+        clients.into_iter().for_each(|client| self.publish(client));
     }
 
     /// A worker's session has begun: its earlier memory use is already known.
@@ -127,7 +130,7 @@ mod tests {
 
     /// The worker 7 uses as much on a device.
     fn used(device: u32, bytes: u64) -> Answer {
-        Ok(vec![Use { pid: 7, device, bytes }])
+        Ok(vec![Use { pid: 7, device, bytes: Some(bytes) }])
     }
 
     #[test]
@@ -167,11 +170,34 @@ mod tests {
             assert_eq!(note(&server, &answers, &mut failed), pause);
             let state = server.lock();
             let held = [1, 2].map(|device| state.sessions[&7].account.held(device));
-            let mut takes = state.workers[&7].takes.clone();
-            takes.sort_unstable();
-            assert_eq!((held, takes), (expected, vec![(1, expected[0]), (2, expected[1])]));
+            let takes = BTreeMap::from([(1, expected[0]), (2, expected[1])]);
+            assert_eq!((held, &state.workers[&7].takes), (expected, &takes));
         }
         assert_eq!(failed, Failed::from([(2, 999)]));
+    }
+
+    #[test]
+    fn memory_of_a_context_that_is_gone_counts_no_more() {
+        let mut state = State::default();
+        state.workers.insert(7, Managed::fake(7, Stage::Idle));
+        state.measured(&Answers::from([(0, used(0, 400))]));
+        // Its session has another device, and the worker ends its context on the first.
+        state.workers.get_mut(&7).unwrap().stage = Stage::Serving;
+        let mut session = session_of_limits(Limits::default());
+        session.devices = vec![1];
+        state.sessions.insert(7, session);
+        state.measured_before(7);
+        let held = |state: &State| [0, 1].map(|device| state.sessions[&7].account.held(device));
+        assert_eq!(held(&state), [400, 0]);
+        let unknown = Ok(vec![Use { pid: 7, device: 0, bytes: None }]);
+        state.measured(&Answers::from([(0, unknown), (1, used(1, 500))]));
+        assert_eq!(held(&state), [400, 500], "it has a context there");
+        state.measured(&Answers::from([(0, Ok(Vec::new())), (1, used(1, 500))]));
+        assert_eq!(held(&state), [0, 500]);
+        // The program has reset the device.
+        state.measured(&Answers::from([(0, Ok(Vec::new())), (1, Ok(Vec::new()))]));
+        assert_eq!(held(&state), [0, 0]);
+        assert_eq!(state.workers[&7].takes, BTreeMap::new());
     }
 
     #[test]

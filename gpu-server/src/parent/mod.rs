@@ -4,7 +4,7 @@
 //!   wakes them; [`host`]: the server's name; [`text`]: makes what clients and workers say printable;
 //! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with
 //!   one; [`direct`]: connections between workers of two servers;
-//! - [`handshake`]: the first message of a connection;
+//! - [`handshake`]: the first message of a connection; [`grants`]: what a session may have that has not begun;
 //! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; the [policy](crate::policy): what
 //!   they may use;
 //! - [`admin`]: `rgpuctl`'s requests to the daemon; [`audit`]: the audit log;
@@ -40,6 +40,7 @@ mod drain;
 mod ends;
 mod families;
 mod gpus;
+mod grants;
 mod handshake;
 mod health;
 mod host;
@@ -122,7 +123,7 @@ fn reload(server: &Server) {
         "read keys and certificates again"
     };
     match rules {
-        Ok(policy) => *server.policy.lock().unwrap_or_else(|e| e.into_inner()) = Arc::new(policy),
+        Ok(policy) => server.set_policy(policy),
         Err(e) => {
             let why = host_bridge::framing::with_causes(&e);
             tracing::error!("the rules for clients stay as they were: {why}");
@@ -140,6 +141,10 @@ fn reload(server: &Server) {
     let (groups, clients) = server.policy().counts();
     let ended = ends::end_sessions(server, |principal, _| server.may_not_go_on(principal))
         + leases::end_forbidden(server);
+    // Clients that wait may have more now, or less.
+    queue::serve_all(server);
+    server.changed.notify_all();
+    server.nudge.nudge();
     tracing::info!(groups, clients, ended, "SIGHUP: {read}");
     server.succession.store.ready();
 }

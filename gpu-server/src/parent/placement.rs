@@ -6,15 +6,17 @@
 //! - Sessions of one principal get the same devices, so that its processes can share memory. If they ask for
 //!   different ones, they together get no more than one of them would. If they have more, because a device
 //!   was ill for a time, new ones get those that most of them use.
-//! - A [lease](super::leases) counts like a session of a principal of its own.
+//! - A [lease](super::leases) counts like a session of a principal of its own that is always there, and what
+//!   it has is part of what its client may have. Its sessions get all of its devices, whoever waits for them.
 //! - An exclusive principal's devices serve nobody else while it has a session. It waits until enough devices
 //!   are unused by others. Meanwhile no later client gets the devices that it waits for, so that it doesn't
-//!   wait forever.
+//!   wait forever, except one whose sessions have the same devices: they may be processes of one program.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use super::state::State;
+use crate::config::Serve;
 use crate::limits::Limits;
 use crate::worker_protocol::Kind;
 
@@ -67,6 +69,10 @@ impl State {
                 ill.iter().all(|number| self.ill.get(number).is_some_and(|illness| illness.lasting));
             return Err(if lasting { NoDevice::Never(why) } else { NoDevice::Wait(why) });
         }
+        // Under a lease: nobody else gets them for itself while that lasts.
+        if limits.owner.is_some() {
+            return Ok(allowed);
+        }
         let gpu_sessions = || self.sessions.values().filter(|session| session.kind == Kind::Gpu);
         let wanted = match limits.device_count {
             0 if limits.exclusive => limits.devices.len().clamp(1, allowed.len()),
@@ -94,13 +100,28 @@ impl State {
         let users = |number: u32| others.iter().filter(|(devices, _)| devices.contains(&number)).count();
         let held =
             |number: u32| others.iter().any(|(devices, exclusive)| *exclusive && devices.contains(&number));
+        let open: Vec<u32> = allowed.iter().copied().filter(|n| !held(*n) && !reserved.contains(n)).collect();
+        // What its client has already is part of what it may have.
+        let (most, mut own) = (limits.most_devices(), BTreeSet::new());
+        let mut wanted = wanted;
+        if most > 0 && kind == Kind::Gpu {
+            own = self.usable_devices_of(limits);
+            let again = if limits.exclusive { 0 } else { open.iter().filter(|n| own.contains(n)).count() };
+            wanted = wanted.min(again + most.saturating_sub(own.len()));
+            if wanted == 0 {
+                let (own, allowed) = (own.into_iter().collect::<Vec<_>>(), list(&allowed));
+                return Err(NoDevice::Wait(format!(
+                    "none of devices {allowed}: the client's other sessions and its leases have devices {}, and it may have {most}",
+                    list(&own)
+                )));
+            }
+        }
         let least_used = |mut numbers: Vec<u32>| {
             // Stable: among equally used devices, the first.
-            numbers.sort_by_key(|number| users(*number));
+            numbers.sort_by_key(|number| (!own.contains(number), users(*number)));
             numbers.truncate(wanted);
             allowed.iter().copied().filter(|number| numbers.contains(number)).collect::<Vec<u32>>()
         };
-        let open: Vec<u32> = allowed.iter().copied().filter(|n| !held(*n) && !reserved.contains(n)).collect();
         if kind == Kind::Nvml || !limits.exclusive {
             let devices = least_used(open);
             return if devices.is_empty() {
@@ -124,12 +145,33 @@ impl State {
 }
 
 impl State {
-    /// The healthy devices of a principal's sessions together.
-    fn usable_devices_of(&self, principal: &str) -> Vec<u32> {
-        let sessions = self.sessions.values();
-        let own = sessions.filter(|one| one.kind == Kind::Gpu && one.limits.principal == principal);
-        let devices: BTreeSet<u32> = own.flat_map(|session| session.devices.iter().copied()).collect();
-        devices.into_iter().filter(|number| !self.ill.contains_key(number)).collect()
+    /// The healthy devices, of those that the limits allow, of a client's sessions and leases together.
+    pub(super) fn usable_devices_of(&self, limits: &Limits) -> BTreeSet<u32> {
+        let sessions = self.sessions.values().filter(|session| session.kind == Kind::Gpu);
+        let sessions = sessions.filter(|session| session.limits.owner() == limits.owner());
+        let leases = self.leases.all().filter(|lease| lease.account == limits.owner());
+        let own = sessions.map(|session| &session.devices).chain(leases.map(|lease| &lease.devices));
+        let allowed = |n: &u32| limits.devices.is_empty() || limits.devices.contains(n);
+        own.flatten().copied().filter(|n| allowed(n) && !self.ill.contains_key(n)).collect()
+    }
+
+    /// How many clients in the queue could have devices now, but no more than `most`.
+    pub(super) fn placeable(&self, options: &Serve, kind: Kind, most: usize) -> usize {
+        self.places(&self.devices(options), kind).filter(Result::is_ok).take(most).count()
+    }
+
+    /// What each client in the queue would get now, in their order. `all`: the server's devices. While these
+    /// are not known, everybody gets what there will be.
+    pub(super) fn places<'s>(
+        &'s self,
+        all: &'s [u32],
+        kind: Kind,
+    ) -> impl Iterator<Item = Result<Vec<u32>, NoDevice>> + 's {
+        let mut reserved = Vec::new();
+        self.pool(kind).queue.iter().map(move |parked| match all {
+            [] => Ok(Vec::new()),
+            _ => self.place_asked(all, kind, &parked.limits, &parked.devices, &mut reserved),
+        })
     }
 
     /// [Places](Self::place) a session that asks for certain devices, in the order in which it asks for them.
@@ -153,25 +195,7 @@ impl State {
                 list(&mine)
             )));
         }
-        let mut most = match limits.device_count {
-            0 if limits.exclusive => limits.devices.len().max(1) as u32,
-            count => count,
-        };
-        // What its principal has on other devices is part of what it may have.
-        if most > 0 && kind == Kind::Gpu {
-            let mut own = self.usable_devices_of(&limits.principal);
-            own.retain(shared);
-            if !own.iter().any(|number| asked.contains(number)) {
-                let left = most.saturating_sub(own.len() as u32);
-                if left == 0 {
-                    let (asked, own) = (list(asked), list(&own));
-                    return Err(NoDevice::Wait(format!(
-                        "the client asks for devices {asked}, but its other sessions have devices {own}, and it may have {most}"
-                    )));
-                }
-                most = left;
-            }
-        }
+        let most = limits.most_devices() as u32;
         // Of equally used devices it gets those that it names first.
         let placed = self.place(asked, kind, &Limits { device_count: most, ..limits.clone() }, reserved)?;
         let (placed, others): (Vec<u32>, Vec<u32>) = asked.iter().partition(|number| placed.contains(number));
@@ -187,6 +211,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::parent::leases::table::{Lease, LeaseId};
     use crate::parent::queue::tests::session_of_limits;
     use crate::parent::state::Illness;
     use std::time::Instant;
@@ -248,6 +273,23 @@ mod tests {
         assert_eq!(state.place(&ALL, Kind::Gpu, &late, &mut reserved), Ok(vec![1, 2, 3]));
         state.sessions.remove(&2);
         assert_eq!(begin(&mut state, 9, exclusive), Ok(vec![2]));
+    }
+
+    #[test]
+    fn a_session_under_a_lease_has_all_of_its_devices_whoever_waits_for_them() {
+        for devices in [vec![0], vec![0, 1]] {
+            let mut state = State::default();
+            state.leases.0.insert(LeaseId(1), Lease::fake(LeaseId(1), "b", &devices));
+            let mut reserved = Vec::new();
+            let all = &ALL[..2];
+            let exclusive = limits("x", true, &[0], 0);
+            assert!(waits(&state.place(all, Kind::Gpu, &exclusive, &mut reserved)));
+            assert_eq!(reserved, [0]);
+            let mut under = limits("b", false, &[], 0);
+            state.leases.0[&LeaseId(1)].narrow(&mut under);
+            assert_eq!(state.place(all, Kind::Gpu, &under, &mut reserved), Ok(devices.clone()));
+            assert_eq!(state.place(all, Kind::Gpu, &limits("c", false, &[], 0), &mut reserved), Ok(vec![1]));
+        }
     }
 
     #[test]

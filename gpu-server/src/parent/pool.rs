@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use sandbox::{Command, Process, Report};
 
 use super::mps;
+use super::queue;
 use super::state::{Server, State};
 use super::takeover::kept;
 use super::watch::{describe, start_watching};
@@ -86,7 +87,8 @@ fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Op
     })
 }
 
-/// The next step for one pool: it needs a worker for each waiting client and the spare ones. At most as many
+/// The next step for one pool: it needs a worker for each waiting client that could have devices now, and the
+/// spare ones. At most as many
 /// start at the same time as there are cores, and as fit into the device's memory.
 fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) -> Option<Next> {
     if state.stopped() || state.fatal.is_some() {
@@ -105,7 +107,8 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
     // Clients choose devices, and lease them, before their first session, and only a worker knows them. One
     // that nobody needs ends when it has told them.
     let spare = if kind == Kind::Gpu && state.serving.is_none() { spare.max(1) } else { spare };
-    if pool.idle.len() + pool.starting >= pool.queue.len() + spare {
+    let ready = pool.idle.len() + pool.starting;
+    if ready >= spare + state.placeable(options, kind, ready + 1) {
         return None;
     }
     // After a failure, or on a full device, only one worker at a time is tried.
@@ -209,16 +212,11 @@ pub(super) fn probe(server: &Server) -> anyhow::Result<Report> {
 pub(super) fn keep_idle(state: &mut State, options: &Serve, worker: &Arc<Worker>, kind: Kind) -> bool {
     let outdated = state.workers.get(&worker.pid()).is_some_and(|managed| managed.outdated);
     let stopped = state.stopped() || outdated;
-    let pool = state.pool_mut(kind);
-    let spare = match kind {
-        Kind::Gpu => options.workers.max(options.first_workers.unwrap_or(0)),
-        Kind::Nvml => 0,
-    };
-    if stopped || pool.idle.len() >= pool.queue.len() + spare {
+    if stopped || queue::has_enough(state, options, kind, state.pool(kind).idle.len()) {
         worker.hang_up();
         return false;
     }
-    pool.idle.push_back(Arc::clone(worker));
+    state.pool_mut(kind).idle.push_back(Arc::clone(worker));
     true
 }
 
@@ -227,9 +225,11 @@ pub(super) mod tests {
     use std::time::Duration;
 
     use super::super::queue::parked::Parked;
+    use super::super::queue::tests::session_of_limits;
     use super::super::watch::{become_ready, remove_worker};
     use super::super::workers::MAX_PAUSE;
     use super::*;
+    use crate::limits::Limits;
 
     fn options(flags: &[&str]) -> Serve {
         Serve::from_flags(flags)
@@ -269,6 +269,20 @@ pub(super) mod tests {
         state.gpu.starting = 0;
         state.gpu.free = Some(5 * CONTEXT + 1);
         assert_eq!(started(&mut state, &options(&[]), Kind::Gpu, 16, now), 5, "no more than fit");
+    }
+
+    #[test]
+    fn no_worker_starts_for_a_client_that_waits_for_devices() {
+        let (mut state, now, options) = (State::default(), Instant::now(), options(&["--workers=2"]));
+        state.serving = Some(("software".into(), vec!["a GPU".into()]));
+        state.gpu.begun = 1;
+        let mut session = session_of_limits(Limits { exclusive: true, ..Limits::test("another") });
+        session.devices = vec![0];
+        state.sessions.insert(50, session);
+        waiting(&mut state, 32, Kind::Gpu);
+        assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 2);
+        state.sessions.clear();
+        assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 32);
     }
 
     #[test]

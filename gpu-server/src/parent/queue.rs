@@ -33,6 +33,7 @@ use protocol::link::Welcome;
 use self::parked::Parked;
 use super::accounts::account::Account;
 use super::control::{Control, Refused, welcome};
+use super::grants;
 use super::leases::table::UNKNOWN;
 use super::placement::NoDevice;
 use super::refusals::Reason;
@@ -40,6 +41,7 @@ use super::session::{Leaving, Presence, Session};
 use super::state::{Server, State};
 use super::takeover::kept;
 use super::workers::{GIVE_UP, Stage, Worker};
+use crate::config::Serve;
 use crate::limits::Limits;
 use crate::worker_protocol::{Counters, Kind, ToWorker, Transport, Visitor};
 
@@ -89,13 +91,9 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
                 format!("{own} sessions of this client, which have ended, are still being taken down");
             return Err(Refused(Reason::ClientFull, reason));
         }
-        // A lease may have as many sessions as a rule says. Without one, the limit leaves room for other
-        // clients, and so all of a client's sessions count.
-        let (limit, sessions) = match parked.limits.sessions {
-            Some(limit) => (limit as usize, state.sessions_under(&parked.limits.principal, kind)),
-            None => (most - most / 8, state.sessions_of(parked.limits.owner(), kind)),
-        };
-        if limit > 0 && sessions >= limit {
+        // Without a rule, there is room left for other clients.
+        let limit = parked.limits.sessions.map_or(most - most / 8, |limit| limit as usize);
+        if limit > 0 && state.sessions_of(parked.limits.owner(), kind) >= limit {
             let rule = &parked.rules.sessions;
             let reason = format!("this client has its maximum of {limit} sessions ({rule})");
             return Err(Refused(Reason::ClientFull, reason));
@@ -145,11 +143,6 @@ impl State {
         self.running_or_waiting(kind).filter(|limits| limits.owner() == owner).count()
     }
 
-    /// Number of sessions with this principal: of one lease, or of a client without a lease.
-    fn sessions_under(&self, principal: &str, kind: Kind) -> usize {
-        self.running_or_waiting(kind).filter(|limits| limits.principal == principal).count()
-    }
-
     /// The place of a client's next session in the queue: behind all that would be no more than that for
     /// their clients, if the queue were served.
     fn place_in_queue(&self, owner: &str, kind: Kind) -> usize {
@@ -173,30 +166,67 @@ impl State {
 /// The position in the queue of the first client that can have devices now, with their numbers. Refuses
 /// clients that never can.
 fn first_placeable(server: &Server, state: &mut State, kind: Kind) -> Option<(usize, Vec<u32>)> {
+    follow_rules(server, state, kind);
     let all = state.devices(&server.options);
-    let (mut reserved, mut at) = (Vec::new(), 0);
-    loop {
-        let parked = state.pool(kind).queue.get(at)?;
-        let placed = if all.is_empty() {
-            Ok(Vec::new())
-        } else {
-            state.place_asked(&all, kind, &parked.limits, &parked.devices, &mut reserved)
-        };
-        match placed {
-            Ok(devices) => return Some((at, devices)),
-            Err(NoDevice::Wait(why)) => {
-                if let Some(parked) = state.pool_mut(kind).queue.get_mut(at) {
-                    parked.unplaced = Some(parked.rules.explain(why));
-                }
-                at += 1;
+    let mut found = None;
+    let mut never = Vec::new();
+    for (at, place) in state.places(&all, kind).enumerate() {
+        match place {
+            Ok(devices) => {
+                found = Some((at - never.len(), devices));
+                break;
             }
-            Err(NoDevice::Never(why)) => {
-                if let Some(parked) = state.pool_mut(kind).queue.remove(at) {
-                    let why = parked.rules.explain(why);
-                    server.refuse_parked(&parked, &Refused(Reason::NoDevice, why));
+            Err(NoDevice::Wait(_)) => {}
+            Err(NoDevice::Never(why)) => never.push((at - never.len(), why)),
+        }
+    }
+    for (at, why) in never {
+        if let Some(parked) = state.pool_mut(kind).queue.remove(at) {
+            let why = parked.rules.explain(why);
+            server.refuse_parked(&parked, &Refused(Reason::NoDevice, why));
+        }
+    }
+    found
+}
+
+/// Gives clients that wait what the rules give them now, if they were read again since. Refuses those to whom
+/// they give no session.
+fn follow_rules(server: &Server, state: &mut State, kind: Kind) {
+    let read = state.rules_read;
+    if state.pool(kind).queue.iter().all(|parked| parked.rules_read == read) {
+        return;
+    }
+    for mut parked in std::mem::take(&mut state.pool_mut(kind).queue) {
+        if parked.rules_read != read {
+            parked.rules_read = read;
+            match grants::of(server, state, kind, &parked.principal, parked.lease) {
+                Ok(grant) => parked.take(grant),
+                Err(refused) => {
+                    server.refuse_parked(&parked, &refused);
+                    continue;
                 }
             }
         }
+        state.pool_mut(kind).queue.push_back(parked);
+    }
+}
+
+/// Whether a pool with so many ready workers has one for each client that could have devices now, and the
+/// spare ones.
+pub(super) fn has_enough(state: &State, options: &Serve, kind: Kind, ready: usize) -> bool {
+    let spare = match kind {
+        Kind::Gpu => options.workers.max(options.first_workers.unwrap_or(0)),
+        Kind::Nvml => 0,
+    };
+    ready >= spare && ready >= spare + state.placeable(options, kind, ready + 1)
+}
+
+/// Ends ready workers that no client needs any more. They have contexts, which would take memory from others.
+fn trim(server: &Server, state: &mut State, kind: Kind) {
+    while let Some(fewer) = state.pool(kind).idle.len().checked_sub(1)
+        && has_enough(state, &server.options, kind, fewer)
+    {
+        state.pool_mut(kind).idle.pop_back().inspect(|worker| worker.hang_up());
     }
 }
 
@@ -257,7 +287,7 @@ fn assign(server: &Server, kind: Kind) -> Option<Assigned> {
         let key = state.settled.enter_for(parked.limits.owner(), names(&parked), Instant::now());
         state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
         state.measured_before(worker.pid());
-        state.publish(&parked.limits.principal);
+        state.publish(parked.limits.owner());
         state.measure = true;
         state.sessions_begun += 1;
         let message = ToWorker::Session {
@@ -309,7 +339,9 @@ fn hand_over(server: &Server, kind: Kind, assigned: Assigned) {
         // killed. A session that no client has is ended by the next daemon.
         kept::keep(server, &mut state, &worker, meter);
         state.save_daemon(&server.succession, false);
-        let presence = begin(&worker, &parked, cache.is_some(), || state.welcomes(worker.pid()));
+        let grace = parked.limits.grace_seconds.unwrap_or(server.options.worker.grace_seconds);
+        let grace = if parked.resumes { grace } else { 0 };
+        let presence = begin(&worker, &parked, grace, cache.is_some(), || state.welcomes(worker.pid()));
         if let (Some(presence), Some(session)) = (presence, state.sessions.get_mut(&worker.pid())) {
             session.presence = Some(presence);
         }
@@ -382,7 +414,13 @@ fn session_of(
 }
 
 /// Welcomes a client, after calling `welcomes`. Gives the presence of one that has taken a pipe for that.
-fn begin(worker: &Worker, parked: &Parked, cache: bool, welcomes: impl FnOnce()) -> Option<Presence> {
+fn begin(
+    worker: &Worker,
+    parked: &Parked,
+    grace: u32,
+    cache: bool,
+    welcomes: impl FnOnce(),
+) -> Option<Presence> {
     let Parked { peer, client, program, pid, principal, .. } = parked;
     tracing::info!(
         peer,
@@ -396,7 +434,7 @@ fn begin(worker: &Worker, parked: &Parked, cache: bool, welcomes: impl FnOnce())
     let key = if parked.connection.is_encrypted() { worker.key() } else { Fingerprint([0; 32]) };
     let welcome = Welcome {
         secret: parked.secret.0,
-        grace: parked.grace,
+        grace,
         eager: parked.eager,
         session_key: key.0,
         principal: text(&principal.name),
@@ -517,32 +555,44 @@ fn update(server: &Server, gone: &Gone, now: Instant) {
     let draining = state.draining();
     let waited = state.gpu.queue.len() + state.nvml.queue.len();
     for kind in Kind::ALL {
+        follow_rules(server, &mut state, kind);
         let failure = last_failure(&state, kind);
         let patience = Duration::from_secs(server.options.wait_seconds);
+        let moved = state.pool(kind).moved;
+        let is_late = |parked: &Parked| {
+            let since = moved.map_or(parked.since, |moved| moved.max(parked.since));
+            now.saturating_duration_since(since) >= patience
+        };
+        let mut places = Vec::new();
+        if state.pool(kind).queue.iter().any(is_late) {
+            places.extend(state.places(&state.devices(&server.options), kind).map(Result::err));
+        }
+        let mut places = places.into_iter();
         let pool = state.pool_mut(kind);
         let mut kept = VecDeque::with_capacity(pool.queue.len());
         for mut parked in std::mem::take(&mut pool.queue) {
+            let place = places.next().flatten();
             let Parked { peer, client, program, connection, .. } = &parked;
             if gone.waiting.iter().any(|g| Arc::ptr_eq(g, connection)) {
                 tracing::info!(peer, client, program, "gave up waiting for a worker");
                 continue;
             }
-            let since = pool.moved.map_or(parked.since, |moved| moved.max(parked.since));
             let refused = if draining {
                 Some(shutting_down())
             } else if pool.failures >= GIVE_UP && pool.failed > parked.failures && pool.starting == 0 {
                 Some(Refused(Reason::WorkersFail, crashing(pool.failures, &pool.last_failure)))
-            } else if now.saturating_duration_since(since) >= patience {
-                let why = match &parked.unplaced {
-                    Some(why) => format!(
-                        "its devices did not become free within {} s (--wait-seconds): {why}",
-                        patience.as_secs()
-                    ),
-                    None => waited_too_long(patience, kept.len(), &failure),
-                };
-                let reason =
-                    if parked.unplaced.is_some() { Reason::DevicesTaken } else { Reason::WaitedTooLong };
-                Some(Refused(reason, why))
+            } else if is_late(&parked) {
+                let within = patience.as_secs();
+                Some(match place {
+                    Some(NoDevice::Wait(why) | NoDevice::Never(why)) => {
+                        let why = parked.rules.explain(why);
+                        let why = format!(
+                            "its devices did not become free within {within} s (--wait-seconds): {why}"
+                        );
+                        Refused(Reason::DevicesTaken, why)
+                    }
+                    None => Refused(Reason::WaitedTooLong, waited_too_long(patience, kept.len(), &failure)),
+                })
             } else {
                 None
             };
@@ -563,6 +613,7 @@ fn update(server: &Server, gone: &Gone, now: Instant) {
             kept.push_back(parked);
         }
         pool.queue = kept;
+        trim(server, &mut state, kind);
     }
     if state.gpu.queue.len() + state.nvml.queue.len() < waited {
         drop(state);
@@ -730,7 +781,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn leases_give_a_client_no_more_sessions_unless_a_rule_says_so_and_no_better_place_in_the_queue() {
+    fn leases_give_a_client_no_more_sessions_and_no_better_place_in_the_queue() {
         let server = server(&["--max-sessions", "8"]);
         let begin = |principal: &str, sessions| {
             let limits = Limits { sessions, ..Limits::test(principal) };
@@ -747,9 +798,105 @@ pub(super) mod tests {
             state.gpu.queue.iter().map(|parked| parked.limits.principal.clone()).collect::<Vec<_>>()
         };
         assert_eq!(order(&server), ["a", "b", "a", "a", "a", "a", "a", "a 1"]);
-        server.lock().gpu.queue.pop_front();
-        assert_eq!(begin("a 1", Some(1)), Err(Reason::ClientFull));
-        assert_eq!(begin("a 2", Some(1)), Ok(()));
+        // The same goes for the limit of a rule.
+        let server = self::server(&["--max-sessions", "8"]);
+        let begin = |principal: &str, sessions| {
+            let limits = Limits { sessions, ..Limits::test(principal) };
+            join(&server, Kind::Gpu, Parked { limits, ..Parked::fake() }).map_err(|refused| refused.0)
+        };
+        assert_eq!((begin("a", Some(2)), begin("a 1", Some(2))), (Ok(()), Ok(())));
+        for principal in ["a", "a 1", "a 2"] {
+            assert_eq!(begin(principal, Some(2)), Err(Reason::ClientFull));
+        }
+    }
+
+    /// A server of two devices, of which another client has the first for itself, and clients that ask for
+    /// that one.
+    fn clients_without_a_device(server: &Server, count: u32) -> Vec<(Arc<Control>, UnixStream)> {
+        let exclusive = Limits { exclusive: true, devices: vec![0], ..Limits::test("e") };
+        let mut session = session_of_limits(exclusive);
+        session.devices = vec![0];
+        let mut state = server.lock();
+        state.serving = Some(("software".into(), vec!["a".into(), "b".into()]));
+        state.sessions.insert(50, session);
+        drop(state);
+        let join = |_| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let connection = Arc::new(Control::Local(theirs));
+            let parked = Parked { connection: Arc::clone(&connection), devices: vec![0], ..Parked::fake() };
+            join(server, Kind::Gpu, parked).map_err(|refused| refused.1).unwrap();
+            (connection, ours)
+        };
+        (0..count).map(join).collect()
+    }
+
+    #[test]
+    fn no_workers_are_kept_for_clients_that_wait_for_devices() {
+        let server = server(&["--workers=2"]);
+        let clients = clients_without_a_device(&server, 3);
+        let fill = || server.lock().gpu.idle.extend((100..105).map(Worker::fake));
+        let idle = || server.lock().gpu.idle.len();
+        fill();
+        update(&server, &Gone::default(), Instant::now());
+        assert_eq!((idle(), server.lock().gpu.queue.len()), (2, 3));
+        // The devices become free, and the clients hang up before they are served.
+        server.lock().sessions.remove(&50);
+        server.lock().gpu.idle.clear();
+        fill();
+        let enough = |ready| has_enough(&server.lock(), &server.options, Kind::Gpu, ready);
+        assert!(enough(5) && !enough(4));
+        let waiting = clients.into_iter().map(|(connection, _)| connection).collect();
+        update(&server, &Gone { waiting, ..Gone::default() }, Instant::now());
+        assert_eq!((idle(), server.lock().gpu.queue.len()), (2, 0));
+    }
+
+    #[test]
+    fn a_client_without_a_device_is_told_why_even_if_no_worker_was_ever_ready() {
+        let server = server(&["--workers=0", "--wait-seconds=60"]);
+        let clients = clients_without_a_device(&server, 1);
+        update(&server, &Gone::default(), Instant::now() + Duration::from_secs(61));
+        let (answer, _, why) = heard(&clients[0].1);
+        assert!(answer == Reason::DevicesTaken.answer() && why.contains("others have devices 0"), "{why}");
+    }
+
+    #[test]
+    fn a_client_that_waits_begins_by_the_rules_of_then() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("clients.toml");
+        std::fs::write(&path, "devices = [0, 1]\n").unwrap();
+        let server =
+            server(&["--backend=software", "--software-devices=2", &format!("--clients={}", path.display())]);
+        let read = |rules: &str| {
+            std::fs::write(&path, rules).unwrap();
+            server.set_policy(crate::parent::state::read_policy(&server.options).unwrap());
+        };
+        server.lock().serving = Some(("software".into(), vec!["a".into(), "b".into()]));
+        let wait = || {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let principal = Principal::test();
+            let grant = grants::of(&server, &server.lock(), Kind::Gpu, &principal, None).map_err(|r| r.1);
+            let rules_read = server.lock().rules_read;
+            let connection = Arc::new(Control::Local(theirs));
+            let mut parked = Parked { connection, principal, rules_read, ..Parked::fake() };
+            parked.take(grant.unwrap());
+            join(&server, Kind::Gpu, parked).map_err(|r| r.1).unwrap();
+            ours
+        };
+        let client = wait();
+        read("devices = [1]\nweight = 7\n");
+        ready(&server, 100);
+        assert_eq!(heard(&client).0, Answer::Ok);
+        {
+            let state = server.lock();
+            let session = &state.sessions[&100];
+            assert_eq!((&session.devices, session.limits.weight), (&vec![1], 7));
+        }
+        let client = wait();
+        read("lease_required = true\n");
+        update(&server, &Gone::default(), Instant::now());
+        let (answer, _, why) = heard(&client);
+        assert!(answer == Reason::NoLease.answer() && why.contains("lease_required"), "{why}");
+        assert!(server.lock().gpu.queue.is_empty());
     }
 
     #[test]

@@ -84,7 +84,7 @@ pub(super) struct View {
     pub(super) yields: bool,
     /// Whether it waits until what is away is back.
     pub(super) returns: bool,
-    /// When it last had no command. `None`: it has unfinished work, or always had.
+    /// Since when it has had no command. `None`: it has one, or unfinished work.
     pub(super) rested: Option<u64>,
     /// When the session began.
     pub(super) began: u64,
@@ -333,6 +333,10 @@ impl Residency {
             known.stays_away = !carried_out && order == MemoryOrder::Return;
             if known.stays_away {
                 known.place = known.place.map(|_| now);
+            }
+            if carried_out && order == MemoryOrder::Return {
+                // It had its places earlier, but not its bytes.
+                known.since = now;
             }
             match order {
                 _ if carried_out => known.again = AGAIN,

@@ -11,6 +11,7 @@ use super::accounts::account::Account;
 use super::control::Control;
 use super::leases::table::LeaseId;
 use super::trust::Principal;
+use crate::cuda_ipc::origin;
 use crate::limits::Limits;
 use crate::worker_protocol::{Counters, Kind, Token};
 
@@ -51,6 +52,13 @@ impl Presence {
             (Presence::Connection(one), Presence::Connection(other)) => Arc::ptr_eq(one, other),
             _ => false,
         }
+    }
+}
+
+impl Session {
+    /// Where it comes from: see [`origin`].
+    pub(super) fn origin(&self) -> String {
+        origin(&self.principal.name, &self.peer, &self.client)
     }
 }
 

@@ -85,6 +85,8 @@ pub(super) struct State {
     /// The options behind them ([`Backing::chosen`](crate::config::Backing::chosen)), for the next daemon.
     pub(super) chosen: (Vec<u32>, u32),
     pub(super) paces: Paces,
+    /// How often the rules for clients were read again.
+    pub(super) rules_read: u64,
     /// Why nothing can be served at all.
     pub(super) fatal: Option<String>,
     /// Set once the daemon is shutting down.
@@ -180,6 +182,13 @@ impl Server {
             Ok(theirs)
         });
         opened.inspect_err(|e| tracing::warn!(client, "a session does without the cache: {e}")).ok()
+    }
+
+    /// From now on, these are the rules.
+    pub(super) fn set_policy(&self, policy: Policy) {
+        *self.policy.lock().unwrap_or_else(|e| e.into_inner()) = Arc::new(policy);
+        // Whoever has seen this number has these rules, or newer ones.
+        self.lock().rules_read += 1;
     }
 
     /// The rules as they are now.

@@ -171,20 +171,15 @@ fn send_with_file(server: &Server, InFile { worker, number, order }: &InFile, fi
 pub(super) fn step(server: &Server, files: &Files) -> bool {
     learn_budget(server);
     let mut state = server.lock();
+    let Some(swapping) = &state.swapping else { return false };
+    let left = |(device, bytes): (&u32, &u64)| (*device, bytes.saturating_sub(state.beside(*device)));
+    let budget: Bytes = swapping.budget.iter().map(left).collect();
     let State { sessions, workers, swapping: Some(swapping), .. } = &mut *state else { return false };
-    // Workers waiting for a session have contexts, too.
-    let mut budget = swapping.budget.clone();
-    for managed in workers.values().filter(|managed| managed.stage != Stage::Serving) {
-        for (device, bytes) in &managed.takes {
-            budget.entry(*device).and_modify(|left| *left = left.saturating_sub(*bytes));
-        }
-    }
-    let takes_part = |session: &Session| session.kind == Kind::Gpu && session.begun && !session.ended;
     let now = Instant::now();
     let views: Vec<View> = sessions
         .iter()
         .filter(|(_, session)| takes_part(session))
-        .map(|(worker, session)| view(*worker, session, now))
+        .map(|(worker, session)| view(*worker, session, &budget, now))
         .collect();
     let now = clock::to_ns(now);
     let decided = swapping.residency.step(now, &budget, &views);
@@ -225,8 +220,14 @@ pub(super) fn step(server: &Server, files: &Files) -> bool {
     decided.pending
 }
 
-/// A session's memory, as far as the daemon trusts the report.
-fn view(worker: u32, session: &Session, now: Instant) -> View {
+/// Whether a session's memory can be ordered to move.
+fn takes_part(session: &Session) -> bool {
+    session.kind == Kind::Gpu && session.begun && !session.ended
+}
+
+/// A session's memory, as far as the daemon trusts the report. `budget`: the devices whose memory is limited,
+/// of which it may have some without having the device.
+fn view(worker: u32, session: &Session, budget: &Bytes, now: Instant) -> View {
     let account = &session.account;
     let is_away = session.devices.iter().any(|number| account.away(*number) > 0);
     let memory = &account.meter().memory;
@@ -246,7 +247,7 @@ fn view(worker: u32, session: &Session, now: Instant) -> View {
         keeps: if session.daemons > 0 { memory.keeps.load(Ordering::Relaxed) } else { 0 },
         ..View::default()
     };
-    for number in &session.devices {
+    for number in session.devices.iter().chain(budget.keys()) {
         let at = *number as usize;
         let Some((movable, needs)) = memory.movable.get(at).zip(memory.needs.get(at)) else { continue };
         let granted = account.counted(*number);
@@ -286,13 +287,24 @@ impl Account {
 }
 
 impl State {
+    /// Bytes of a device that no order moves: workers that wait for a session have contexts, and sessions
+    /// that begin or end may have any memory.
+    fn beside(&self, number: u32) -> u64 {
+        let waiting = self.workers.values().filter(|managed| managed.stage != Stage::Serving);
+        let waiting = waiting.filter_map(|managed| managed.takes.get(&number).copied());
+        let others = self.sessions.values().filter(|session| !takes_part(session));
+        waiting.chain(others.map(|session| session.account.on(number))).fold(0, u64::saturating_add)
+    }
+
     /// Whether a device has room for more of a session's memory, if that is limited. An error: not even if
     /// everybody else left.
     pub(super) fn has_room(&self, worker: u32, resource: Resource, bytes: u64) -> Result<bool, ()> {
         let (Some(swapping), Resource::Device(number)) = (&self.swapping, resource) else { return Ok(true) };
         let Some(most) = swapping.budget.get(&number) else { return Ok(true) };
-        let (mut all, mut own) = (bytes.saturating_add(swapping.residency.reserved(worker, number)), bytes);
-        for (other, session) in &self.sessions {
+        let mut all = bytes.saturating_add(swapping.residency.reserved(worker, number));
+        all = all.saturating_add(self.beside(number));
+        let mut own = bytes;
+        for (other, session) in self.sessions.iter().filter(|(_, session)| takes_part(session)) {
             let account = &session.account;
             let mut on = account.on(number);
             if swapping.residency.ordered(*other) == Some(MemoryOrder::Return) {
@@ -302,10 +314,6 @@ impl State {
             if *other == worker {
                 own = own.saturating_add(on);
             }
-        }
-        let spare = self.workers.values().filter(|managed| managed.stage != Stage::Serving);
-        for (device, bytes) in spare.flat_map(|managed| &managed.takes) {
-            all = all.saturating_add(if *device == number { *bytes } else { 0 });
         }
         if own > *most { Err(()) } else { Ok(all <= *most) }
     }
@@ -361,8 +369,12 @@ mod tests {
             (session.begun, session.devices) = (true, vec![0]);
             state.sessions.insert(*worker, session);
         }
-        state.swapping = Some(Swapping { budget: Bytes::from([(0, 100)]), ..Swapping::default() });
+        state.swapping = Some(Swapping { budget: budget(), ..Swapping::default() });
         state
+    }
+
+    fn budget() -> Bytes {
+        Bytes::from([(0, 100)])
     }
 
     #[test]
@@ -377,7 +389,7 @@ mod tests {
         }
         memory.rested.store(u64::MAX, Ordering::Relaxed);
         memory.keeps.store(u64::MAX, Ordering::Relaxed);
-        let seen = view(1, &state.sessions[&1], Instant::now());
+        let seen = view(1, &state.sessions[&1], &budget(), Instant::now());
         let granted = Bytes::from([(0, 60)]);
         assert_eq!((&seen.movable, &seen.away, &seen.needs), (&granted, &granted, &granted));
         assert!(seen.on.is_empty());
@@ -386,8 +398,11 @@ mod tests {
         assert!(matches!(state.charge(1, 2, DEVICE, 1, None), Reply::Refused(Refusal::Crowded)));
         assert_eq!((state.away(0), state.kept_for_swap()), (60, u64::MAX));
         let mut residency = Residency::default();
-        let views: Vec<View> =
-            state.sessions.iter().map(|(worker, one)| view(*worker, one, Instant::now())).collect();
+        let views: Vec<View> = state
+            .sessions
+            .iter()
+            .map(|(worker, one)| view(*worker, one, &budget(), Instant::now()))
+            .collect();
         assert!(residency.step(1, &Bytes::from([(0, 100)]), &views).orders.is_empty());
     }
 
@@ -395,7 +410,7 @@ mod tests {
     fn a_session_needs_no_more_than_it_has_just_asked_for() {
         let mut state = state(&[1, 2]);
         assert!(matches!(state.charge(1, 1, DEVICE, 98, None), Reply::Charged));
-        let needs = |state: &State, at| view(2, &state.sessions[&2], at).needs;
+        let needs = |state: &State, at| view(2, &state.sessions[&2], &budget(), at).needs;
         state.sessions[&2].account.meter().memory.needs[0].store(90, Ordering::Relaxed);
         let before = Instant::now();
         assert_eq!(needs(&state, before), Bytes::new(), "it has asked for nothing");
@@ -429,6 +444,37 @@ mod tests {
         read(Instant::now().checked_sub(READ_AGAIN));
         learn_budget(&server);
         assert_eq!(budget(), Bytes::from([(0, 7), (1, 7)]));
+    }
+
+    /// A charge and a step see the same memory: a session does not wait for room that only one of them sees.
+    #[test]
+    fn what_others_have_without_having_the_device_takes_room_of_it() {
+        let server = server(&["--swap-memory=1G"]);
+        let filled = state(&[1, 2, 3]);
+        {
+            let mut state = server.lock();
+            (state.sessions, state.swapping) = (filled.sessions, filled.swapping);
+            // Contexts: of a session that has another device, and of one that ends.
+            for (worker, bytes) in [(1, 30), (3, 30)] {
+                let session = state.sessions.get_mut(&worker).unwrap();
+                (session.devices, session.ended) = (vec![worker], worker == 3);
+                session.account.measured(0, bytes);
+            }
+            assert!(matches!(state.charge(2, 1, DEVICE, 50, None), Reply::Refused(Refusal::Crowded)));
+            state.sessions[&2].account.meter().memory.needs[0].store(50, Ordering::Relaxed);
+        }
+        let step = || {
+            // However long this test stands still.
+            server.lock().sessions.get_mut(&2).unwrap().account.set_asked(true);
+            step(&server, &Files(channel().0));
+        };
+        step();
+        let reserved = |server: &Server| server.lock().swapping.as_ref().unwrap().residency.reserved(9, 0);
+        assert_eq!(reserved(&server), 0, "nobody is offered what is not free");
+        server.lock().sessions.remove(&3);
+        step();
+        assert_eq!(reserved(&server), 50);
+        assert!(matches!(server.lock().charge(2, 2, DEVICE, 50, None), Reply::Charged));
     }
 
     #[test]

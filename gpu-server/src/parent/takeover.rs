@@ -46,7 +46,7 @@ use super::watch::start_watching;
 use super::workers::{Managed, Stage, Worker};
 use super::{audit, ends, leases};
 use crate::config::Backend;
-use crate::cuda_ipc::origin;
+use crate::cuda_ipc::Sharer;
 use crate::policy::current_name;
 use crate::shared_event;
 use crate::worker_protocol::{FORMAT, Kind, OLDEST, Shared, ToWorker, Token};
@@ -285,11 +285,11 @@ fn take_session(server: &Server, worker: &Arc<Worker>, session: Session, meter: 
     let mut state = server.lock();
     let (client, program) = (&session.client, &session.program);
     tracing::info!(worker = pid, client, program, principal = session.principal.name, "session continues");
-    let principal = session.limits.principal.clone();
+    let client = session.limits.owner().to_owned();
     state.tokens.insert(session.token, Arc::clone(worker));
     state.workers.insert(pid, Managed::serving(worker, session.kind));
     state.sessions.insert(pid, session);
-    state.publish(&principal);
+    state.publish(&client);
     state.measure = true;
     kept::keep(server, &mut state, worker, meter);
 }
@@ -303,14 +303,15 @@ fn take_share(server: &Server, rest: &str, full: &str, fd: OwnedFd) -> bool {
         return false;
     }
     let mut state = server.lock();
-    let origin = state.sessions.get(&owner).map(|session| origin(&session.peer, &session.client));
-    let stays = origin.is_some();
+    let sharer = state.sharer(owner);
+    let stays = sharer.is_some();
     if stays && let Err(e) = server.succession.store.keep_if_room(full, &fd) {
         tracing::warn!(worker = owner, "a shared object cannot be kept for another daemon: {e}");
     }
     // An event of a lost session is settled with that session's other events.
     if stays || is_event {
-        state.shares.restore(token, owner, origin.unwrap_or_default(), what, fd);
+        let nobody = || Sharer { worker: owner, account: String::new(), origin: String::new() };
+        state.shares.restore(token, sharer.unwrap_or_else(nobody), what, fd);
     }
     stays
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use handover::clock;
 use nix::poll::PollTimeout;
 
 use super::arbiter::{Arbiter, Clock, View};
@@ -80,6 +81,7 @@ fn step(state: &mut State, arbiter: &mut Arbiter, now: u64) {
             let unfinished = meter.unfinished.load(Ordering::Acquire) > 0;
             View {
                 worker: *worker,
+                began: clock::to_ns(session.since),
                 principal: &session.limits.principal,
                 owner: session.limits.owner(),
                 weight: session.limits.weight,

@@ -24,7 +24,7 @@ use super::takeover::kept;
 use super::text::printable;
 use super::workers::{Stage, Worker};
 use super::{direct, queue};
-use crate::cuda_ipc::{MAX_OF_SESSION, origin};
+use crate::cuda_ipc::{MAX_OF_SESSION, Sharer};
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, Refusal, Reply, Shared, Token};
 
 /// Starts the thread that receives a worker's messages until it ends.
@@ -397,18 +397,21 @@ fn log_devices(state: &mut State, backend: String, devices: Vec<String>) {
 impl State {
     /// The origin of a worker's session.
     pub(super) fn origin_of(&self, pid: u32) -> Option<String> {
-        self.sessions.get(&pid).map(|session| origin(&session.peer, &session.client))
+        self.sessions.get(&pid).map(Session::origin)
+    }
+
+    /// A worker's session as one that shares something.
+    pub(super) fn sharer(&self, worker: u32) -> Option<Sharer> {
+        let session = self.sessions.get(&worker)?;
+        Some(Sharer { worker, account: session.limits.owner().to_owned(), origin: session.origin() })
     }
 
     /// The programs that use a device, for a worker's session: those of the same principal, machine and PID
     /// namespace, by process id. A program uses a device while it holds memory there.
     fn processes(&self, asker: u32, device: u32, namespace: u64) -> Reply {
-        let (Some(asks), Some(origin)) = (self.sessions.get(&asker), self.origin_of(asker)) else {
-            return Reply::Processes(Vec::new());
-        };
+        let Some(origin) = self.origin_of(asker) else { return Reply::Processes(Vec::new()) };
         let of_asker = |worker: &u32, session: &Session| {
             session.kind == Kind::Gpu
-                && session.principal.name == asks.principal.name
                 && namespace != 0
                 && session.account.meter().namespace.load(Ordering::Relaxed) == namespace
                 && self.origin_of(*worker).as_ref() == Some(&origin)
@@ -435,9 +438,9 @@ fn log_refused(server: &Server, state: &State, pid: u32, what: &str, reply: &Rep
 }
 
 fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Reply {
-    let Some(origin) = state.origin_of(pid) else { return Reply::Refused(Refusal::Unknown) };
+    let Some(sharer) = state.sharer(pid) else { return Reply::Refused(Refusal::Unknown) };
     let name = |token| kept::share_name(token, pid, &what);
-    match state.shares.add(pid, origin, what.clone(), fd) {
+    match state.shares.add(sharer, what.clone(), fd) {
         Ok(Ok(token)) => {
             let kept =
                 state.shares.file(&token).map(|fd| server.succession.store.keep_if_room(&name(&token), &fd));
@@ -544,7 +547,7 @@ pub(super) fn remove_worker(
         return None;
     };
     state.tokens.remove(&session.token);
-    state.publish(&session.limits.principal);
+    state.publish(session.limits.owner());
     if !session.ended {
         state.sessions_lost += 1;
         state.workers_crashed += 1;
@@ -638,8 +641,8 @@ mod tests {
 
     /// Session 7 shares an event.
     fn shared_by_first(state: &mut State, event: &SharedEvent) -> Token {
-        let (origin, file) = (state.origin_of(7).unwrap(), event.file().try_clone().unwrap());
-        state.shares.add(7, origin, Shared::Event { slot: 0 }, Some(file)).unwrap().unwrap()
+        let (sharer, file) = (state.sharer(7).unwrap(), event.file().try_clone().unwrap());
+        state.shares.add(sharer, Shared::Event { slot: 0 }, Some(file)).unwrap().unwrap()
     }
 
     #[test]
@@ -655,6 +658,31 @@ mod tests {
         }
         let opened = &state.sessions[&8].opened;
         assert!(opened.len() <= TIDIED && opened.contains(&(stays, 1)), "{}", opened.len());
+    }
+
+    #[test]
+    fn a_client_with_many_names_leaves_room_for_what_others_share() {
+        let server = queue::tests::server(&[]);
+        let mut state = server.lock();
+        let mut share = |worker: u32, principal: &str| {
+            let begin = || {
+                let mut session = session_of_limits(Limits::test(principal));
+                session.client = format!("name {worker}");
+                session
+            };
+            state.sessions.entry(worker).or_insert_with(begin);
+            let what = Shared::Memory { device: 0, size: 1 };
+            matches!(super::share(&server, &mut state, worker, what, None), Reply::Shared(_))
+        };
+        // Also under leases.
+        for worker in 0.. {
+            let principal = if worker % 2 == 0 { "a".to_owned() } else { format!("a {worker}") };
+            if !share(worker, &principal) {
+                break;
+            }
+            while share(worker, &principal) {}
+        }
+        assert!(share(u32::MAX, "b"));
     }
 
     #[test]
@@ -677,8 +705,8 @@ mod tests {
     fn imported_memory_counts_for_who_has_it_when_the_session_that_shared_it_ends() {
         let (mut state, device) = (two_sessions(), Resource::Device(0));
         assert!(matches!(state.charge(7, 1, device, 60, None), Reply::Charged));
-        let (what, origin) = (Shared::Memory { device: 0, size: 60 }, state.origin_of(7).unwrap());
-        let token = state.shares.add(7, origin, what, None).unwrap().unwrap();
+        let (what, sharer) = (Shared::Memory { device: 0, size: 60 }, state.sharer(7).unwrap());
+        let token = state.shares.add(sharer, what, None).unwrap().unwrap();
         assert!(matches!(state.charge(8, 1, device, 60, Some(token)), Reply::Charged));
         assert_eq!(state.sessions[&8].account.counted(0), 0);
         remove_worker(&mut state, 7, true, "ended", None);

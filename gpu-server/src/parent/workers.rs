@@ -1,6 +1,6 @@
 //! Worker processes from the daemon's point of view.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
@@ -147,14 +147,14 @@ pub(super) struct Managed {
     pub(super) stage: Stage,
     /// Whether it was made for other devices than the currently healthy ones, and so gets no session.
     pub(super) outdated: bool,
-    /// Device numbers, and the bytes that the process uses there according to NVML.
-    pub(super) takes: Vec<(u32, u64)>,
+    /// Bytes that the process uses according to NVML, by the devices' numbers.
+    pub(super) takes: BTreeMap<u32, u64>,
 }
 
 impl Managed {
     /// A starting worker.
     pub(super) fn starting(worker: &Arc<Worker>, kind: Kind, outdated: bool) -> Managed {
-        Managed { worker: Arc::clone(worker), kind, stage: Stage::Starting, outdated, takes: Vec::new() }
+        Managed { worker: Arc::clone(worker), kind, stage: Stage::Starting, outdated, takes: BTreeMap::new() }
     }
 
     /// A worker with its session.

@@ -85,13 +85,25 @@ pub(super) struct Residence {
     failed: u32,
     /// Why memory will never return.
     gone: Option<Status>,
+    /// Whether it has been reported since when the session rests, and no command has come since.
+    rests: bool,
     /// Whether the server moves device memory at all.
     on: bool,
 }
 
 impl Residence {
     pub(super) fn new(orders: Arc<Orders>, room: Arc<Room>, terms: Arc<Page<Terms>>, on: bool) -> Residence {
-        Residence { orders, room, terms, store: Store::default(), away: false, failed: 0, gone: None, on }
+        Residence {
+            orders,
+            room,
+            terms,
+            store: Store::default(),
+            away: false,
+            failed: 0,
+            gone: None,
+            rests: false,
+            on,
+        }
     }
 
     /// Whether memory must be brought back before the next command.
@@ -110,14 +122,29 @@ impl Residence {
         }
     }
 
-    /// Called before the dispatcher sleeps: carries out orders.
+    /// Called before the dispatcher sleeps, and when it is roused: carries out orders.
     pub(super) fn rest(&mut self, backend: &mut dyn Backend, call: &mut Call) {
         if !self.on {
             return;
         }
-        self.room.meter.memory.rested.store(clock::to_ns(Instant::now()), Ordering::Relaxed);
+        if !std::mem::replace(&mut self.rests, true) {
+            self.room.meter.memory.rested.store(clock::to_ns(Instant::now()), Ordering::Relaxed);
+        }
+        self.obey_all(backend, call);
+    }
+
+    /// Carries out orders between two commands, or before one that waits for its turn.
+    pub(super) fn obey_all(&mut self, backend: &mut dyn Backend, call: &mut Call) {
         while let Some(ordered) = self.orders.take() {
-            self.obey(backend, call, ordered, IDLE_WITHIN);
+            self.obey(backend, call, ordered);
+        }
+    }
+
+    /// Called when there is a command: from now on, the session is busy.
+    #[inline]
+    pub(super) fn works(&mut self) {
+        if std::mem::replace(&mut self.rests, false) {
+            self.room.meter.memory.rested.store(0, Ordering::Relaxed);
         }
     }
 
@@ -136,7 +163,7 @@ impl Residence {
             match self.orders.take() {
                 // It has work after all.
                 Some((number, MemoryOrder::Leave { busy: false }, _)) => self.done(number, false),
-                Some(ordered) => self.obey(backend, call, ordered, BUSY_WITHIN),
+                Some(ordered) => self.obey(backend, call, ordered),
                 None => {}
             }
         }
@@ -154,7 +181,7 @@ impl Residence {
                     self.done(number, returned);
                 }
                 // Part of it may still be there, and another session comes first.
-                Some(ordered) => self.obey(backend, call, ordered, BUSY_WITHIN),
+                Some(ordered) => self.obey(backend, call, ordered),
                 None => {}
             }
         }
@@ -197,7 +224,7 @@ impl Residence {
                     let returned = self.come_back(backend);
                     self.done(number, returned);
                 }
-                Some(ordered) => self.obey(backend, call, ordered, BUSY_WITHIN),
+                Some(ordered) => self.obey(backend, call, ordered),
                 None => {}
             }
             self.room.meter.memory.returns.store(u32::from(self.away), Ordering::Release);
@@ -217,12 +244,13 @@ impl Residence {
     }
 
     /// Carries out an order for a session that isn't waiting for its memory.
-    fn obey(&mut self, backend: &mut dyn Backend, call: &mut Call, ordered: Ordered, patience: Duration) {
-        let (number, order, file) = ordered;
+    fn obey(&mut self, backend: &mut dyn Backend, call: &mut Call, (number, order, file): Ordered) {
         self.room.meter.memory.begun.store(number, Ordering::Release);
         let obeyed = match order {
             // If the previous daemon ordered it, too, nothing is left to do.
-            MemoryOrder::Leave { .. } => self.leave(backend, call, file, patience),
+            MemoryOrder::Leave { busy } => {
+                self.leave(backend, call, file, if busy { BUSY_WITHIN } else { IDLE_WITHIN })
+            }
             MemoryOrder::Forget if self.away => false,
             MemoryOrder::Forget => {
                 backend.clear(&mut self.store);
@@ -257,6 +285,8 @@ impl Residence {
                 true
             }
             Err(Status::NOT_READY) => {
+                // Work on a stream that no fence may follow does not show otherwise.
+                self.works();
                 tracing::debug!("device memory stays where it is: a device is working");
                 false
             }

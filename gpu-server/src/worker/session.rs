@@ -124,6 +124,7 @@ impl Dispatcher<'_> {
                 Ok(None) => return None,
                 Err(lost) => return Some(lost),
             };
+            self.residence.works();
             let taken = if ahead.is_needed(&record) {
                 drop(source);
                 ahead.lend(scope);
@@ -257,10 +258,13 @@ impl Dispatcher<'_> {
     /// counted.
     fn wait(&mut self, opcode: u16) -> Result<bool, Lost> {
         let over = || self.shared.is_over();
+        // What waits at its gate needs no memory before that opens.
+        let waiting = |backend: &mut dyn Backend, call: &mut Call| self.residence.obey_all(backend, call);
+        let metered = self.turns.before(self.backend, &mut self.call, opcode, over, waiting);
         if !asks_nvml(opcode) {
             self.residence.before(self.backend, &mut self.call, over)?;
         }
-        Ok(self.turns.before(self.backend, &mut self.call, opcode, over))
+        Ok(metered)
     }
 
     fn failed(&mut self, info: &'static OpInfo, record: &Record, status: Status) {

@@ -189,13 +189,15 @@ impl Turns {
     }
 
     /// Called before a command: waits until it may continue. Returns whether [`after`](Turns::after) must be
-    /// called once it was executed. `over`: whether the session is over.
+    /// called once it was executed. `over`: whether the session is over. `waiting`: called while it waits at
+    /// its gate, which may take as long as others have work.
     pub(super) fn before(
         &mut self,
         backend: &mut dyn Backend,
         call: &mut Call,
         opcode: u16,
         over: impl Fn() -> bool,
+        mut waiting: impl FnMut(&mut dyn Backend, &mut Call),
     ) -> bool {
         if !is_work(opcode) {
             return false;
@@ -221,6 +223,7 @@ impl Turns {
                     self.fence(backend, call, false);
                     self.wait_for(true);
                     self.tell(word);
+                    waiting(backend, call);
                     self.link.wait_at_gate(word);
                 }
                 gate::METERED if self.is_used_up() => {
@@ -230,6 +233,7 @@ impl Turns {
                     self.steps.forget(word);
                     self.fence(backend, call, false);
                     self.wait_for(true);
+                    waiting(backend, call);
                     self.link.wait_at_gate(word);
                 }
                 gate::METERED => {

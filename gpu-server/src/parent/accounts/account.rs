@@ -85,6 +85,11 @@ impl Account {
         self.record.granted(Resource::Device(number)).saturating_sub(self.imports.elsewhere(number))
     }
 
+    /// Bytes of a device that count for the session, with what its process uses besides.
+    pub(in crate::parent) fn counts(&self, number: u32) -> u64 {
+        self.counted(number).saturating_add(self.implicit(number as usize))
+    }
+
     /// Called when a worker's message has been handled: the next one cannot be a repetition.
     pub(in crate::parent) fn heard(&mut self) {
         self.may_repeat = false;

@@ -203,6 +203,7 @@ impl Program {
     fn view(&self) -> View<'_> {
         View {
             worker: self.worker,
+            began: 0,
             principal: self.principal,
             owner: owner(self.principal),
             weight: self.weight,
@@ -315,6 +316,24 @@ fn programs_with_waits_or_occasional_long_kernels_get_their_share() {
     }
 }
 
+/// The rules were read again in between.
+#[test]
+fn a_principals_newest_session_says_its_weight_and_priority() {
+    let view = |worker, began, weight: u32| {
+        let program = Program { weight, priority: weight as i32, ..Program::new(worker, "a", MS) };
+        (program, began)
+    };
+    let views = [view(3, 1, 100), view(1, 2, 300), view(2, 1, 200)];
+    let mut views: Vec<View<'_>> =
+        views.iter().map(|(program, began)| View { began: *began, ..program.view() }).collect();
+    for _ in 0..3 {
+        views.rotate_left(1);
+        let mut arbiter = Arbiter::new(Clock::Observed);
+        let together = &arbiter.look(&views)["a"];
+        assert_eq!((together.weight, together.client_weight, together.priority), (300, 300, 300));
+    }
+}
+
 #[test]
 fn a_principal_gets_its_share_once_however_many_sessions_it_has() {
     let mut programs: Vec<Program> = (0..4).map(|worker| Program::new(worker, "many", MS)).collect();
@@ -423,6 +442,7 @@ fn an_endless_kernel_does_not_take_the_others_share() {
 fn false_reports_harm_neither_other_principals_nor_the_daemon() {
     let nonsense = |worker: u32, principal: &'static str, n: u64| View {
         worker,
+        began: 0,
         principal,
         owner: principal,
         weight: 100,

@@ -106,6 +106,29 @@ impl Lease {
     }
 }
 
+#[cfg(test)]
+impl Lease {
+    /// A shared lease of a client for tests.
+    pub(in crate::parent) fn fake(id: LeaseId, client: &str, devices: &[u32]) -> Lease {
+        Lease {
+            id,
+            key: [0; 32],
+            principal: client.into(),
+            holder: None,
+            account: client.into(),
+            name: String::new(),
+            devices: devices.to_vec(),
+            exclusive: false,
+            memory: 0,
+            weight: Limits::WEIGHT,
+            client_weight: Limits::WEIGHT,
+            lasts: Duration::from_secs(3600),
+            granted: Instant::now(),
+            renewed: Instant::now(),
+        }
+    }
+}
+
 /// The smaller one of two limits, of which 0 is none.
 pub(in crate::parent) fn at_most(one: u64, other: u64) -> u64 {
     match (one, other) {
@@ -140,6 +163,10 @@ impl Leases {
 
     pub(in crate::parent) fn has(&self, id: LeaseId) -> bool {
         self.0.contains_key(&id)
+    }
+
+    pub(in crate::parent) fn get(&self, id: LeaseId) -> Option<&Lease> {
+        self.0.get(&id)
     }
 
     /// The lease with this key, if it belongs to this principal.

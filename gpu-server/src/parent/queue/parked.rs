@@ -9,7 +9,7 @@ use crate::limits::Limits;
 use crate::parent::control::Control;
 use crate::parent::leases::table::LeaseId;
 use crate::parent::trust::Principal;
-use crate::policy::Rules;
+use crate::policy::{Grant, Rules};
 use crate::worker_protocol::{Token, Transport};
 
 /// A client that waits for a worker.
@@ -25,12 +25,13 @@ pub(in crate::parent) struct Parked {
     pub(in crate::parent) secret: Secret,
     /// The verified client.
     pub(in crate::parent) principal: Principal,
-    /// Seconds that the session is kept without its connections.
-    pub(in crate::parent) grace: u32,
+    /// Whether it can be kept without its connections.
+    pub(in crate::parent) resumes: bool,
     /// MiB of data that its bridge may send eagerly.
     pub(in crate::parent) eager: u32,
-    /// What its session may use.
+    /// What its session may use, by the rules as they were read so many times.
     pub(in crate::parent) limits: Limits,
+    pub(in crate::parent) rules_read: u64,
     /// The lease under which it will run.
     pub(in crate::parent) lease: Option<LeaseId>,
     /// The devices that it requests, by the server's numbers and in its order. Empty: any.
@@ -46,11 +47,20 @@ pub(in crate::parent) struct Parked {
     pub(in crate::parent) told: Option<Instant>,
     /// The number of workers that had failed when it arrived.
     pub(in crate::parent) failures: u64,
-    /// Why it got no devices, if a worker was ready for it.
-    pub(in crate::parent) unplaced: Option<String>,
 }
 
 impl Parked {
+    /// From now on, its session may have what the rules give it.
+    pub(in crate::parent) fn take(&mut self, grant: Grant) {
+        if let (Transport::Tcp { data_connections, .. }, Some(most)) =
+            (&mut self.transport, grant.data_connections)
+        {
+            *data_connections = (*data_connections).min(most);
+            self.data_connections = *data_connections;
+        }
+        (self.limits, self.rules) = (grant.limits, grant.rules);
+    }
+
     /// The transport's name, for the log and the status.
     pub(in crate::parent) fn transport_name(&self) -> &'static str {
         match self.transport {
@@ -76,10 +86,11 @@ impl Parked {
             token: [0; 16],
             secret: Secret([0; 32]),
             principal: Principal::test(),
-            grace: 0,
+            resumes: false,
             eager: 0,
             devices: Vec::new(),
             limits: Limits::default(),
+            rules_read: 0,
             lease: None,
             rules: Rules { sessions: "--client-sessions".into(), ..Rules::default() },
             may_wait: true,
@@ -87,7 +98,6 @@ impl Parked {
             since: Instant::now(),
             told: None,
             failures: 0,
-            unplaced: None,
         }
     }
 }

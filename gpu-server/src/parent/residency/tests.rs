@@ -130,6 +130,22 @@ fn a_busy_session_leaves_only_after_a_longer_time() {
 }
 
 #[test]
+fn a_sessions_time_on_the_devices_begins_when_all_its_bytes_are_back() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let budget = on(0, 100);
+    let idle = View { rested: None, ..idle(1, "a", 60) };
+    let away = View { on: Bytes::new(), away: on(0, 60), returns: true, ..idle.clone() };
+    let decided = residency.step(SECOND, &budget, &[away]);
+    assert_eq!(decided.orders, [(1, 1, MemoryOrder::Return, false)]);
+    let copies = View { begun: 1, returns: true, ..idle.clone() };
+    residency.step(2 * SECOND, &budget, &[copies, newcomer(2, "b", 60)]);
+    let views = [View { done: (1, true), begun: 1, ..idle }, newcomer(2, "b", 60)];
+    let back = residency.step(11 * SECOND, &budget, &views);
+    assert_eq!((leaving(&back), back.held_back), (vec![], vec![2]));
+    assert_eq!(leaving(&residency.step(21 * SECOND, &budget, &views)), [1]);
+}
+
+#[test]
 fn a_session_that_does_not_begin_to_leave_is_not_waited_for() {
     let mut residency = Residency::new(rules(u64::MAX));
     let mut views = [idle(1, "a", 60), View { rested: Some(2), ..idle(2, "a", 60) }, newcomer(3, "b", 60)];

@@ -358,8 +358,8 @@ mod tests {
         let (mut state, device) = (State::default(), Resource::Device(0));
         [7, 8].iter().for_each(|pid| kept(&mut state, *pid));
         assert!(matches!(state.charge(7, 1, device, 60, None), Reply::Charged));
-        let (what, origin) = (Shared::Memory { device: 0, size: 60 }, state.origin_of(7).unwrap());
-        let token = state.shares.add(7, origin, what, None).unwrap().unwrap();
+        let (what, sharer) = (Shared::Memory { device: 0, size: 60 }, state.sharer(7).unwrap());
+        let token = state.shares.add(sharer, what, None).unwrap().unwrap();
         assert!(matches!(state.charge(8, 1, device, 60, Some(token)), Reply::Charged));
         let saved = |state: &State, pid| Saved::read(state.sessions[&pid].account.record()).unwrap().imports;
         state.save_all(8);

@@ -19,8 +19,8 @@ pub struct Use {
     pub pid: u32,
     /// The device's number on this server.
     pub device: u32,
-    /// Bytes of its memory.
-    pub bytes: u64,
+    /// Bytes of its memory, if NVML knows them.
+    pub bytes: Option<u64>,
 }
 
 /// What NVML answers for a device: the memory use of each process with a context on it, or its status, if
@@ -56,11 +56,13 @@ pub fn uses(numbers: &[u32]) -> Vec<Answer> {
 
 /// Reads the first `count` entries.
 fn read(entries: &[u64], count: usize, device: u32) -> Vec<Use> {
-    let known = |entry: &[u64]| match *entry {
-        [pid, bytes, ..] if bytes != UNKNOWN => Some(Use { pid: pid as u32, device, bytes }),
+    let one = |entry: &[u64]| match *entry {
+        [pid, bytes, ..] => {
+            Some(Use { pid: pid as u32, device, bytes: Some(bytes).filter(|bytes| *bytes != UNKNOWN) })
+        }
         _ => None,
     };
-    entries.chunks_exact(ENTRY / 8).take(count).filter_map(known).collect()
+    entries.chunks_exact(ENTRY / 8).take(count).filter_map(one).collect()
 }
 
 #[cfg(test)]
@@ -68,9 +70,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entries_are_read_up_to_the_count_and_unknown_figures_left_out() {
+    fn entries_are_read_up_to_the_count_and_figures_may_be_unknown() {
         let entries = [7, 100, 0, 8 | 1 << 40, UNKNOWN, 0, 9, 300, 0, 10, 400, 0];
-        let expected = [Use { pid: 7, device: 2, bytes: 100 }, Use { pid: 9, device: 2, bytes: 300 }];
+        let one = |pid, bytes| Use { pid, device: 2, bytes };
+        let expected = [one(7, Some(100)), one(8, None), one(9, Some(300))];
         assert_eq!(read(&entries, 3, 2), expected);
         assert_eq!(read(&entries, 0, 2), []);
     }
