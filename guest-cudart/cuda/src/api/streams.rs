@@ -89,8 +89,8 @@ api! {
             return if capture.is_ended() { Err(code::CAPTURED_EVENT) } else { capture_rules::join(&capture, &stream, &point) };
         }
         if let Some(capture) = stream.capture() {
-            // A graph cannot depend on work outside it. An event that was never recorded adds no dependency. Of
-            // a shared one, another process's record is not known here.
+            // A graph cannot depend on work outside it. An event that was never recorded adds no dependency.
+            // Of a shared one, another process's record is not known here.
             return if event.last().is_none() && !event.is_shared() {
                 Ok(())
             } else {

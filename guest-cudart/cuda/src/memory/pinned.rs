@@ -174,12 +174,10 @@ pub(crate) fn mirror(driver: &'static Driver, context: &'static Context, base: u
         return Err(Status::NOT_SUPPORTED);
     }
     pinned_regions::take_away(driver, base);
-    let settled = pending_writes::settle_all(driver, base, size);
-    let adopted = settled.and_then(|()| {
-        forks::follow();
-        mirror::adopt(driver, context, base as u64, size as u64)
-    });
-    adopted.inspect_err(|_| REGIONS.set_elsewhere(base, false))
+    pending_writes::settle_all(driver, base, size).inspect_err(|_| REGIONS.set_elsewhere(base, false))?;
+    forks::follow();
+    // The pages may have been replaced before it failed.
+    mirror::adopt(driver, context, base as u64, size as u64).inspect_err(|_| REGIONS.bring_back(base))
 }
 
 /// Lets kernels reach the piece that begins at `base`.
