@@ -234,7 +234,8 @@ fn a_session_that_waits_for_one_long_kernel_after_the_other_leaves_in_its_turn()
 /// Each of them has a part of its memory while it waits for the rest.
 #[test]
 fn sessions_that_take_memory_at_the_same_time_all_get_it() {
-    let server = Server::start(&SWAP);
+    // All of them are busy: with each turn, one gets on for a moment.
+    let server = Server::start(&[SWAP[0], "--swap-residency-ms=100"]);
     let begin = std::sync::Barrier::new(4);
     std::thread::scope(|scope| {
         for number in 0..4 {
