@@ -218,8 +218,8 @@ pub struct Share {
     /// Maximum memory of one session on each device, in bytes or with a unit (K, M, G, T). 0 means no limit
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub memory_limit: u64,
-    /// Maximum memory of all sessions of one client together on each device, under leases and outside. 0 means
-    /// no limit
+    /// Maximum memory of all sessions of one client together on each device, under leases and outside. 0
+    /// means no limit
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub client_memory_limit: u64,
     /// Maximum page-locked memory on this machine that the programs of one session may have for kernels. By

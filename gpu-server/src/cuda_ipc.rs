@@ -6,9 +6,9 @@
 //! ```
 //!
 //! A session may open what sessions of the same *origin* have shared: those of one client that come from the
-//! same virtual machine, or from the native programs of the same host, over the same link ([`origin`]). A token is valid until its owner revokes it or
-//! ends. Objects that other sessions have opened by then stay valid, because those sessions hold their own
-//! descriptors.
+//! same virtual machine, or from the native programs of the same host, over the same link ([`origin`]). A
+//! token is valid until its owner revokes it or ends. Objects that other sessions have opened by then stay
+//! valid, because those sessions hold their own descriptors.
 
 use std::collections::HashMap;
 use std::hash::Hash;

@@ -51,8 +51,8 @@ struct Rule {
     /// Maximum memory of one session on each device, in bytes or with a unit (K, M, G, T). 0 means no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     memory_limit: Option<u64>,
-    /// Maximum memory of all sessions of one client together on each device, under leases and outside. 0 means
-    /// no limit
+    /// Maximum memory of all sessions of one client together on each device, under leases and outside. 0
+    /// means no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     client_memory_limit: Option<u64>,
     /// Maximum page-locked memory on the server's machine that the programs of one session may have for

@@ -87,6 +87,11 @@ const UNFIT: &[(&str, &[&str])] = &[
          gives it up, the library waits for a kernel that waits for the program",
         &["local::mapped_zeroes"],
     ),
+    (
+        "the library copies what kernels write to such memory page after page, and the program, which is another \
+         process, sees that in no order",
+        &["local::mapped_words"],
+    ),
 ];
 
 /// Whether a program cannot run here over a transport.

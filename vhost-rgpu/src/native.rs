@@ -366,8 +366,8 @@ impl Connection<'_> {
         }
     }
 
-    /// Continues where a predecessor ended. False: the client has no session, and has been told. The error
-    /// says why the session cannot continue; the client then finds its connection closed.
+    /// Continues where a predecessor ended. False: the client has no session, and its connection ends. The
+    /// error says why the session cannot continue; the client then finds its connection closed.
     fn resume(&mut self) -> Result<bool, String> {
         let mut packet = [0; size_of::<Request>()];
         let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
@@ -383,7 +383,10 @@ impl Connection<'_> {
         // A later request is the client's first to this process.
         self.again = request.is_some();
         let Some(mut leftover) = leftover else {
-            return if unsure { Err("nobody knows whether it was answered".into()) } else { Ok(true) };
+            if unsure {
+                tracing::warn!("{}: nobody knows whether its request was answered", self.who);
+            }
+            return Ok(!unsure);
         };
         if let Ok(config) = &mut leftover.server.config {
             config.until_told = Some(self.gone.clone());

@@ -101,8 +101,8 @@ impl Outgoing {
         lock(&self.stream).iter().for_each(|stream| stream.shut_down());
     }
 
-    /// Ends the connection if the other end has taken nothing for some time of what is sent from device memory,
-    /// or of a box that is not all in buffers. That memory cannot leave the device before.
+    /// Ends the connection if the other end has taken nothing for some time of what is sent from device
+    /// memory, or of a box that is not all in buffers. That memory cannot leave the device before.
     pub(super) fn abort_if_stuck(&self, now: Instant) {
         let waits = !lock(&self.series).0.is_empty();
         let (pieces, began) = &*lock(&self.in_place);

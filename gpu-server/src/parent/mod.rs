@@ -4,7 +4,7 @@
 //!   wakes them; [`host`]: the server's name; [`text`]: makes what clients and workers say printable;
 //! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with
 //!   one; [`direct`]: connections between workers of two servers;
-//! - [`handshake`]: the first message of a connection; [`grants`]: what a session may have that has not begun;
+//! - [`handshake`]: the first message of a connection; [`grants`]: what a session may have before it begins;
 //! - [`trust`]: who clients are; [`pace`]: how many sessions they begin; the [policy](crate::policy): what
 //!   they may use;
 //! - [`admin`]: `rgpuctl`'s requests to the daemon; [`audit`]: the audit log;

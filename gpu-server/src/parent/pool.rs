@@ -88,8 +88,8 @@ fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Op
 }
 
 /// The next step for one pool: it needs a worker for each waiting client that could have devices now, and the
-/// spare ones. At most as many
-/// start at the same time as there are cores, and as fit into the device's memory.
+/// spare ones. At most as many start at the same time as there are cores, and as fit into the device's
+/// memory.
 fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) -> Option<Next> {
     if state.stopped() || state.fatal.is_some() {
         return None;

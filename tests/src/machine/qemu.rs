@@ -44,8 +44,8 @@ impl Accelerator {
     ///
     /// A translated guest reads the processor's own clock (TSC); otherwise its kernel uses the HPET, and each
     /// reading of the clock is a system call and a device access. Detours around speculative execution have
-    /// no use there. On a busy machine its processors may stand still for many seconds, which is no reason for
-    /// its kernel to complain of a stall (after 21 s), a soft lockup (20 s) or a blocked task (120 s).
+    /// no use there. On a busy machine its processors may stand still for many seconds, which is no reason
+    /// for its kernel to complain of a stall (after 21 s), a soft lockup (20 s) or a blocked task (120 s).
     pub(super) fn kernel_arguments(self) -> &'static [&'static str] {
         match self {
             Self::Kvm => &[],
