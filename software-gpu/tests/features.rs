@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[allow(dead_code)]
 mod common;
 
 use common::{Bench, Params, shape};

@@ -3,7 +3,6 @@
 // Test helpers are test code too.
 #![allow(clippy::unwrap_used)]
 
-#[allow(dead_code)]
 mod common;
 
 use common::{BASE, Bench, Params, shape};

@@ -176,7 +176,7 @@ mod tests {
         let slots = ReplySlots::new(all);
         let slot = ask_and_abandon(&slots);
         all[slot].complete(1, Status::SUCCESS, &[]);
-        // A thread has seen that the reply is there. Before it goes on, another one frees and uses the slot.
+        // One thread sees the reply. Before it goes on, another one frees the slot and takes it again.
         assert!(all[slot].is_done());
         slots.sweep();
         assert_eq!(ask_and_abandon(&slots), slot);

@@ -1,6 +1,6 @@
 //! Records of the program's CUDA calls, and of the external correlations on the thread's stacks.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashSet;
 use std::ffi::CStr;
 use std::sync::Mutex;
@@ -99,8 +99,8 @@ pub struct Call<'a> {
     pub told: &'a Called,
     /// `CUpti_CallbackDomain`.
     pub domain: u32,
-    /// The function's number in it; 0 if it has none.
-    pub number: u32,
+    /// See [`number`](Call::number).
+    pub number: OnceCell<u32>,
     pub correlation: u32,
 }
 
@@ -109,10 +109,16 @@ impl<'a> Call<'a> {
     /// The name is text that ends with NUL.
     unsafe fn of(told: &'a Called, correlation: u32) -> Call<'a> {
         let domain = if told.runtime == 0 { names::DRIVER } else { names::RUNTIME };
-        // SAFETY: as the caller says.
-        let name = unsafe { CStr::from_ptr(told.name) }.to_str().unwrap_or_default();
-        let number = names::of(domain).map_or(0, |names| names.number(name, told.runtime));
-        Call { told, domain, number, correlation }
+        Call { told, domain, number: OnceCell::new(), correlation }
+    }
+
+    /// The function's number in its domain; 0 if it has none. Looked up only for whoever asks.
+    pub fn number(&self) -> u32 {
+        *self.number.get_or_init(|| {
+            // SAFETY: as the caller of `of` has said.
+            let name = unsafe { CStr::from_ptr(self.told.name) }.to_str().unwrap_or_default();
+            names::of(self.domain).map_or(0, |names| names.number(name, self.told.runtime))
+        })
     }
 
     /// A place for each of the two APIs: a call of the driver may be within one of the runtime.
@@ -137,11 +143,11 @@ unsafe extern "C" fn leaves(told: *const Called, correlation: u32, status: u32) 
     let end = clock::now();
     // SAFETY: libcuda passes a call, with the function's name.
     let call = unsafe { Call::of(&*told, correlation) };
-    if WANTED[call.place()].has(call.number) {
+    if WANTED[call.place()].has(call.number()) {
         note_external(correlation);
         buffers::write(&Api {
             kind: if call.domain == names::DRIVER { kind::DRIVER } else { kind::RUNTIME },
-            cbid: call.number,
+            cbid: call.number(),
             start: BEGIN.try_with(|begin| begin[call.place()].get()).unwrap_or(end),
             end,
             processId: std::process::id(),

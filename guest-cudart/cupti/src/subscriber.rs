@@ -114,7 +114,7 @@ pub fn call(call: &Call<'_>, status: Option<u32>) {
     if !wants_calls() {
         return;
     }
-    let (domain, number) = (call.domain, call.number);
+    let (domain, number) = (call.domain, call.number());
     let (callback, user) = {
         let subscriber = lock(&SUBSCRIBER);
         let Some(s) = &*subscriber else { return };
@@ -312,7 +312,7 @@ mod tests {
             let runtime = if domain == DRIVER { 0 } else { 13 };
             let name = c"cuInit".as_ptr();
             let told = &Called { name, arguments, kernel: Some(kernel), runtime, within: 0 };
-            call(&Call { told, domain, number: 1, correlation }, status);
+            call(&Call { told, domain, number: 1.into(), correlation }, status);
         };
         std::thread::scope(|scope| {
             for thread in 1..3 {

@@ -636,7 +636,7 @@ mod tests {
 
     use super::*;
 
-    /// Tells its numbers, and ends when it is told how.
+    /// Reports the number of each attempt, which then waits for the test to say whether it succeeds.
     struct Noted(Sender<u32>, Mutex<Receiver<bool>>);
 
     impl Attempt for Noted {

@@ -227,7 +227,7 @@ impl<'a> Lowering<'a, '_> {
 
     /// Loads each element that has needed bytes by itself, if a load says that others have none, and an
     /// element of which only some are needed byte by byte. NVIDIA's compiler widens loads to whole vectors
-    /// like that, beyond the end of an array: memory of hardware GPUs goes on until the vector's end.
+    /// like that, even past the end of an array: on hardware, there is memory up to the vector's end.
     fn lower_needed_elements(&mut self, inst: &Inst<'a>) -> Result<bool> {
         let (Some(used), Some(to), Some(Operand::Address(Some(base), offset))) =
             (inst.used_bytes, inst.operands.first(), inst.operands.get(1))

@@ -1,16 +1,16 @@
 //! The grammar of PTX.
 
+mod expressions;
+
 use std::collections::HashMap;
 
+use self::expressions::FACTOR;
 use super::ast::{Clusters, File, Function, Init, Inst, Linkage, Operand, Space, Stmt, Var};
 use super::lexer::{Token, tokens};
 use crate::error::{Error, Result};
 
 /// The deepest nesting of blocks, lists and expressions. Compilers do not come near it.
 const MAX_DEPTH: u32 = 200;
-
-/// How strongly multiplication and division bind; see [`Parser::operator`].
-const FACTOR: u8 = 10;
 
 struct Parser<'a> {
     tokens: Vec<(Token<'a>, u32)>,
@@ -435,106 +435,6 @@ impl<'a> Parser<'a> {
     fn deeper(&mut self, what: &str) -> Result<()> {
         self.depth += 1;
         if self.depth > MAX_DEPTH { self.error(format!("{what} nested too deeply")) } else { Ok(()) }
-    }
-
-    /// A constant expression of operators that bind at least this strongly (PTX manual, 4.6).
-    fn expression(&mut self, least: u8) -> Result<u64> {
-        self.deeper("expression")?;
-        let mut value = self.factor()?;
-        while let Some((operator, strength)) = self.operator().filter(|(_, strength)| *strength >= least) {
-            for _ in 0..operator.len() {
-                self.next();
-            }
-            let other = self.expression(strength + 1)?;
-            value = self.apply(operator, value, other)?;
-        }
-        if least == 0 && self.eat(b'?') {
-            let yes = self.expression(0)?;
-            self.expect(b':')?;
-            let no = self.expression(0)?;
-            value = if value != 0 { yes } else { no };
-        }
-        self.depth -= 1;
-        Ok(value)
-    }
-
-    /// The operator that comes next, and how strongly it binds.
-    fn operator(&self) -> Option<(&'static str, u8)> {
-        let (Token::Punct(first), second) = (self.peek(), self.peek2()) else { return None };
-        let second = if let Token::Punct(c) = second { c } else { 0 };
-        Some(match (first, second) {
-            (b'<', b'<') => ("<<", 8),
-            (b'>', b'>') => (">>", 8),
-            (b'<', b'=') => ("<=", 7),
-            (b'>', b'=') => (">=", 7),
-            (b'=', b'=') => ("==", 6),
-            (b'!', b'=') => ("!=", 6),
-            (b'&', b'&') => ("&&", 2),
-            (b'|', b'|') => ("||", 1),
-            (b'*', _) => ("*", FACTOR),
-            (b'/', _) => ("/", FACTOR),
-            (b'+', _) => ("+", 9),
-            (b'-', _) => ("-", 9),
-            (b'<', _) => ("<", 7),
-            (b'>', _) => (">", 7),
-            (b'&', _) => ("&", 5),
-            (b'^', _) => ("^", 4),
-            (b'|', _) => ("|", 3),
-            _ => return None,
-        })
-    }
-
-    fn apply(&self, operator: &str, a: u64, b: u64) -> Result<u64> {
-        // The result of these depends on the operands' signs, which are not known here.
-        let signed = matches!(operator, "/" | ">>" | "<" | ">" | "<=" | ">=") && (a | b) >> 63 != 0;
-        if signed || operator == "/" && b == 0 || matches!(operator, "<<" | ">>") && b > 63 {
-            return self.error(format!("cannot evaluate {a:#x} {operator} {b:#x}"));
-        }
-        Ok(match operator {
-            "*" => a.wrapping_mul(b),
-            "/" => a / b,
-            "+" => a.wrapping_add(b),
-            "-" => a.wrapping_sub(b),
-            "<<" => a << b,
-            ">>" => a >> b,
-            "<" => (a < b).into(),
-            ">" => (a > b).into(),
-            "<=" => (a <= b).into(),
-            ">=" => (a >= b).into(),
-            "==" => (a == b).into(),
-            "!=" => (a != b).into(),
-            "&" => a & b,
-            "^" => a ^ b,
-            "|" => a | b,
-            "&&" => (a != 0 && b != 0).into(),
-            _ => (a != 0 || b != 0).into(),
-        })
-    }
-
-    /// A number, or an expression with a sign or in parentheses.
-    fn factor(&mut self) -> Result<u64> {
-        self.deeper("expression")?;
-        let value = match self.next() {
-            Token::Int(n) => n,
-            Token::Ident("WARP_SZ") => 32,
-            Token::Punct(b'+') => self.factor()?,
-            Token::Punct(b'-') => self.factor()?.wrapping_neg(),
-            Token::Punct(b'~') => !self.factor()?,
-            Token::Punct(b'!') => (self.factor()? == 0).into(),
-            Token::Punct(b'(') if matches!(self.peek(), Token::Dot("s64" | "u64")) => {
-                self.next();
-                self.expect(b')')?;
-                self.factor()?
-            }
-            Token::Punct(b'(') => {
-                let value = self.expression(0)?;
-                self.expect(b')')?;
-                value
-            }
-            _ => return self.error("expected an integer"),
-        };
-        self.depth -= 1;
-        Ok(value)
     }
 
     /// What is in parentheses after `.attribute`. Returns whether it contains `.managed`.

@@ -1,5 +1,7 @@
 //! Test support: a GPU with memory, uploads and parameters.
 
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
 use std::sync::{Arc, Mutex};
 
 use software_gpu::{Error, GRANULE, Gpu, GpuConfig, LaunchConfig, Module};

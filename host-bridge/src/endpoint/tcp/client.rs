@@ -96,8 +96,8 @@ impl TcpClient {
         Ok(())
     }
 
-    /// Sends what was kept for a data connection. The caller, who has others to hear, need not wait for it,
-    /// if there can be a thread.
+    /// Sends what was kept for a data connection. If a thread can be started, it does that: the caller has
+    /// other connections to attend to.
     fn send_kept(&self, index: usize) {
         let client = Weak::clone(&self.this);
         let send = move || _ = client.upgrade().inspect(|client| client.send_data(index));
