@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Device memory beyond what the device has: sessions that work in turn, through rgpu and with CUDA's managed memory natively.
 
-    swap.py DIST [--backend cuda|software] [--limit-mib N] [--percent N] [--sessions N] [--rounds N] [--host-mib N] [--folder FOLDER] [--created [whole|twice]] [--native]
+    swap.py DIST [--backend cuda|software] [--limit-mib N] [--percent N] [--sessions N] [--rounds N] [--host-mib N] [--folder FOLDER] [--created [whole|twice]] [--busy SECONDS] [--native]
 
 DIST is a folder that `cargo xtask dist` makes. The server lets its sessions use --limit-mib of the device at a time (default: 30720), and each of --sessions programs (default: 4) allocates --percent of that
 (default: 60). They take turns, --rounds each (default: 4). In its turn a program launches a first small kernel, then one that checks and changes all of its memory. The script prints, for each turn, the milliseconds until the
 first launch was done and for the whole turn, and at the end GB/s each way while memory moved, as the workers measured it, and the sessions' own memory in GB. The first round is not in the summary: programs
 allocate then, and memory of the server's machine is page-locked for the first time.
 
-With --created, the programs' memory is that of cuMemCreate: mapped once as a whole, as PyTorch's expandable segments are; or at two addresses, which take turns, too. --native runs the same programs without rgpu with managed memory, while another program holds the rest of the device. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
+With --busy, the programs do not take turns: each works for so many seconds without a rest, and the script prints how often each went through its memory. With --created, the programs' memory is that of cuMemCreate: mapped once as a whole, as PyTorch's expandable segments are; or at two addresses, which take turns, too. --native runs the same programs without rgpu with managed memory, while another program holds the rest of the device. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
 to files there. Exit status: 1 if a program found wrong data or failed.
 
 RGPU_LIB_DIR names the folder of the guest libraries where DIST has none.
@@ -161,6 +161,18 @@ def program(size, seed, kind):
         print(json.dumps(running.turn(seed, int(line))), flush=True)
 
 
+def busy(size, seed, kind, seconds):
+    running = Program(size, kind)
+    ends = [time.monotonic()]
+    while ends[-1] - ends[0] < seconds:
+        result = running.turn(seed, len(ends) - 1)
+        if result["wrong"]:
+            sys.exit(f"{result['wrong']} words are wrong in turn {len(ends) - 1}")
+        ends.append(time.monotonic())
+    waits = [later - one for one, later in zip(ends, ends[1:]) if later - one > 1]
+    print(f"{len(ends) - 1} times through its memory in {ends[-1] - ends[0]:.1f} s; {len(waits)} times it took more than 1 s, {max(waits, default=0):.1f} s at most", flush=True)
+
+
 def ballast(left):
     """Holds the device's memory but for so many bytes."""
     holder = Program(4, "allocated")
@@ -213,6 +225,17 @@ def take_turns(name, commands, rounds):
     return right
 
 
+def all_busy(commands, seconds):
+    """Whether all programs found what they had written, and all got on."""
+    children = [start([*command, str(seconds)]) for command in commands]
+    right = True
+    for which, child in enumerate(children):
+        said, _ = child.communicate()
+        print(f"busy session {which}: {said.strip()}", flush=True)
+        right &= child.returncode == 0 and int(said.split()[0]) > 1
+    return right
+
+
 def moves(log, size):
     """What the workers measured, from their log."""
     for way, what in (("out", "moved device memory to this machine"), ("back", "moved device memory back")):
@@ -234,6 +257,7 @@ def main():
     parser.add_argument("--host-mib", type=int)
     parser.add_argument("--folder")
     parser.add_argument("--created", nargs="?", const="whole", choices=("whole", "twice"))
+    parser.add_argument("--busy", type=float)
     parser.add_argument("--native", action="store_true")
     options = parser.parse_args()
     size = options.limit_mib * options.percent // 100 << 20
@@ -256,7 +280,8 @@ def main():
                 time.sleep(0.1)
             run = [options.dist / "bin/rgpuctl", "run", "--server", f"unix:{socket_path}", "--"]
             kind = options.created or "allocated"
-            right &= take_turns("rgpu", [[*run, *command, kind] for command in arguments], options.rounds)
+            commands = [[*run, *command, kind] for command in arguments]
+            right &= all_busy(commands, options.busy) if options.busy else take_turns("rgpu", commands, options.rounds)
             with socket.socket(socket.AF_UNIX) as status:
                 status.connect(f"{folder}/status")
                 print(f"status: {json.load(status.makefile())['swap']}")
@@ -280,7 +305,8 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--program"]:
-        program(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        size, seed, kind = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+        busy(size, seed, kind, float(sys.argv[5])) if sys.argv[5:] else program(size, seed, kind)
     elif sys.argv[1:2] == ["--ballast"]:
         ballast(int(sys.argv[2]))
     else:
