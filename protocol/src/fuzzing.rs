@@ -191,7 +191,7 @@ impl<'a> Steps<'a> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::ops;

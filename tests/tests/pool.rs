@@ -351,7 +351,7 @@ fn programs_that_each_have_a_server_for_themselves_do_not_wait_for_each_other() 
 
 #[test]
 fn programs_that_move_their_memory_for_each_other_on_two_servers_both_go_on() -> Result<()> {
-    const ROUNDS: usize = 20;
+    const ROUNDS: usize = 8;
     // Each device has room for one of the two programs. Each program has one server, and waits for the other
     // one's memory there, again and again.
     let swap = ["--software-memory=200M", "--swap-memory=1G", "--swap-residency-ms=1"];

@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::tree;
@@ -43,13 +44,27 @@ pub fn briefly(log: &Path) -> Result<()> {
     build.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
     process::watch(&mut build, log, &step)?;
     let unpacked = tempfile::tempdir().context("cannot create a folder")?;
-    for target in targets()? {
-        let few = SLOW.contains(&target.as_str());
-        let mut command = Command::new(folder.join("debug").join(&target));
-        command.arg(if few { PROGRAMS } else { INPUTS }.to_string());
-        command.args(kept(&target, unpacked.path())?);
-        process::watch(&mut command, log, &step).with_context(|| format!("fuzz target {target}"))?;
-    }
+    let left = Mutex::new(targets()?.into_iter());
+    let work = || -> Result<()> {
+        loop {
+            let Some(target) = left.lock().unwrap_or_else(PoisonError::into_inner).next() else {
+                return Ok(());
+            };
+            let few = SLOW.contains(&target.as_str());
+            let mut command = Command::new(folder.join("debug").join(&target));
+            command.arg(if few { PROGRAMS } else { INPUTS }.to_string());
+            command.args(kept(&target, unpacked.path())?);
+            process::watch(&mut command, log, &step).with_context(|| format!("fuzz target {target}"))?;
+        }
+    };
+    // Each uses one processor.
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..processors).map(|_| scope.spawn(work)).collect();
+        workers
+            .into_iter()
+            .try_for_each(|worker| worker.join().unwrap_or_else(|e| std::panic::resume_unwind(e)))
+    })?;
     step.done("");
     Ok(())
 }

@@ -107,7 +107,7 @@ fn run(command: Command) -> Result<()> {
         Command::Build => artifacts::build(),
         Command::Programs(arguments) => programs::programs(&arguments),
         Command::Toolchain => toolchain::cuda().map(drop),
-        Command::Fetch => machines::fetch(),
+        Command::Fetch => test::fetch(),
         Command::Qemu => machines::qemu(),
         Command::Dist => dist::dist(),
         Command::Package(arguments) => package::package(&arguments),

@@ -150,9 +150,14 @@ pub const QUICK: Compression = ("gzip", "1");
 
 type Compression = (&'static str, &'static str);
 
+/// Installs what makes packages.
+pub fn tools() -> Result<()> {
+    debian::packages(&["binutils", "lintian"], "making Debian packages")
+}
+
 /// Builds and checks the packages of a build, with a Debian revision.
 pub fn make(build: Build, revision: u32, compression: Compression) -> Result<()> {
-    debian::packages(&["binutils", "lintian"], "making Debian packages")?;
+    tools()?;
     // dpkg-deb refuses folders that not everybody may enter.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
     dist::dist_of(build)?;

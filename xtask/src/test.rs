@@ -47,22 +47,54 @@ pub struct Arguments {
     parts: Vec<String>,
 }
 
-/// Parts that boot machines, longest first, and `dist`, which writes the same folder as `packages`. They run
-/// one after another. The others run beside them, also one after another: most of their tests wait for a
-/// server that was killed, a link that is cut, or a lease to end.
+/// Parts that boot machines, the longest and `dist` first. They run one after another. The others run beside
+/// them, also one after another: most of their tests wait for a server that was killed, a link that is cut, or
+/// a lease to end. Whichever of both has ended takes what the other one has left.
 const MACHINES: &[&str] = &[
     "rdma",
-    "vm",
     "packages",
+    "dist",
+    "vm",
     "driver",
     "guest_counts",
-    "dist",
     "debug_kernels",
     "guest_packages",
     "image",
     "libvirt",
     "many_guests",
     "newcomer",
+];
+
+/// Parts that write the same folder, so that one must not run beside another.
+const WRITE_DIST: &[&str] = &["dist", "guest_packages", "newcomer", "packages"];
+
+/// Debian packages that only one part needs, and what for.
+const DEBIAN: &[(&str, &[&str], &str)] = &[
+    ("containers", &["crun", "podman", "uidmap"], "running programs in containers"),
+    ("image", &["genisoimage"], "giving a guest its seed"),
+    (
+        "libvirt",
+        &["libvirt-clients", "libvirt-daemon", "libvirt-daemon-driver-qemu"],
+        "testing a domain of libvirt",
+    ),
+    ("metrics", &["prometheus", "python3-jsonschema"], "testing the metrics"),
+    ("newcomer", &["debootstrap", "systemd-container"], "following the book in a new machine"),
+    ("packages", &["fish", "man-db", "zsh"], "checking man pages and completions"),
+    (
+        "slurm",
+        &[
+            "iproute2",
+            "mariadb-server",
+            "munge",
+            "shellcheck",
+            "slurm-client",
+            "slurmctld",
+            "slurmd",
+            "slurmdbd",
+        ],
+        "testing a cluster of Slurm",
+    ),
+    ("survive", &["iproute2"], "testing with networks of their own"),
 ];
 
 /// Parts that run neither the optimized daemons nor test programs.
@@ -187,18 +219,24 @@ pub fn test(arguments: &Arguments) -> Result<()> {
         building.map(|building| building.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
     report.times.extend(built.map(|took| format!("builds {:.0} s", took.as_secs_f64())));
-    let others = Mutex::new(others.into_iter());
-    let next = || others.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let (machines, others) = (Mutex::new(VecDeque::from(machines)), Mutex::new(VecDeque::from(others)));
+    let lock = |parts| Mutex::lock(parts).unwrap_or_else(PoisonError::into_inner);
+    let two = !lock(&machines).is_empty();
+    // Those that boot machines are taken from both ends: the short ones by whoever has run the others.
+    let first = || lock(&machines).pop_front().or_else(|| lock(&others).pop_front());
+    let second = || {
+        let last = || lock(&machines).pop_back_if(|part| !WRITE_DIST.contains(part));
+        lock(&others).pop_front().or_else(last)
+    };
     let beside = std::thread::scope(|scope| {
-        let beside = (!machines.is_empty()).then(|| {
+        let beside = two.then(|| {
             scope.spawn(|| {
                 let mut report = Report { kept: Some(String::new()), ..Report::default() };
-                std::iter::from_fn(next).for_each(|part| report.run(part, &executables));
+                std::iter::from_fn(second).for_each(|part| report.run(part, &executables));
                 report
             })
         });
-        // Whoever has ended first takes what is left.
-        machines.into_iter().chain(std::iter::from_fn(next)).for_each(|part| report.run(part, &executables));
+        std::iter::from_fn(first).for_each(|part| report.run(part, &executables));
         beside.map(|beside| beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
     report.add(beside.unwrap_or_default());
@@ -277,9 +315,26 @@ fn known_parts() -> Result<Vec<String>> {
     Ok(parts)
 }
 
+/// Fetches what the parts that run by default need, so that downloads can run while something else uses the
+/// processors.
+pub fn fetch() -> Result<()> {
+    machines::fetch()?;
+    package::tools()?;
+    install(
+        &DEBIAN.iter().map(|(part, ..)| *part).filter(|part| !ON_REQUEST.contains(part)).collect::<Vec<_>>(),
+    )
+}
+
+/// Installs Debian packages that only these parts need.
+fn install(parts: &[&str]) -> Result<()> {
+    let mut wanted = DEBIAN.iter().filter(|(part, ..)| parts.contains(part));
+    wanted.try_for_each(|(_, names, purpose)| debian::packages(names, purpose))
+}
+
 /// Prepares and runs a part. Returns whether it succeeded as a whole.
 fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Result<bool> {
     let log = process::log(&format!("test-{part}"))?;
+    install(&[part])?;
     // The arguments of the part's program.
     let arguments: &[&str] = match part {
         "demo" => {
@@ -296,7 +351,7 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
         "loom" => {
             // loom replaces the atomics. A separate target folder keeps this build from invalidating others.
             let mut command = process::cargo();
-            command.args(["test", "--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
+            command.args(["test", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
             command.arg(tree::target().join("loom")).arg("loom").env("RUSTFLAGS", "--cfg loom");
             return report.command(&mut command, &log);
         }
@@ -354,21 +409,18 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
             &["--nocapture"]
         }
         "image" => {
-            debian::packages(&["genisoimage"], "giving a guest its seed")?;
             image::make(&image::Wanted::usual())?;
             programs::build()?;
             machines::prepare()?;
             &["--test-threads", "2", "--nocapture"]
         }
         "newcomer" => {
-            debian::packages(&["debootstrap", "systemd-container"], "following the book in a new machine")?;
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_slurm()?;
             &["--nocapture"]
         }
         "packages" => {
-            debian::packages(&["fish", "man-db", "zsh"], "checking man pages and completions")?;
             package::make(Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_systemd()?;
@@ -381,27 +433,11 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
                 bench::compile()?;
             }
             match part {
-                "guest_counts" | "many_guests" | "vm" => drop(machines::prepare()?),
+                "guest_counts" | "libvirt" | "many_guests" | "vm" => drop(machines::prepare()?),
                 "rdma" => {
                     artifacts::peers()?;
                     machines::prepare_rdma()?;
                 }
-                "containers" => {
-                    debian::packages(&["crun", "podman", "uidmap"], "running programs in containers")?;
-                }
-                "libvirt" => {
-                    let names = ["libvirt-clients", "libvirt-daemon", "libvirt-daemon-driver-qemu"];
-                    debian::packages(&names, "testing a domain of libvirt")?;
-                    machines::prepare()?;
-                }
-                "metrics" => debian::packages(&["prometheus", "python3-jsonschema"], "testing the metrics")?,
-                "slurm" => {
-                    let names =
-                        ["iproute2", "mariadb-server", "munge", "shellcheck", "slurm-client", "slurmctld"];
-                    let names = [&names[..], &["slurmd", "slurmdbd"]].concat();
-                    debian::packages(&names, "testing a cluster of Slurm")?;
-                }
-                "survive" => debian::packages(&["iproute2"], "testing with networks of their own")?,
                 _ => {}
             }
             // Whole daemons run one at a time, so that tests do not affect each other's counters. Tests with

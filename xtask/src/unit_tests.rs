@@ -16,6 +16,9 @@ use serde_json::Value;
 use crate::progress::{self, Step};
 use crate::{dependencies, process};
 
+/// Programs that run longest. They begin first, so that no processor is idle at the end.
+const LONGEST: &[&str] = &["swap", "rgpu_server", "verbs", "rgpu_host_bridge", "software_gpu"];
+
 /// A program with tests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Executable {
@@ -48,7 +51,9 @@ impl Executables {
 
     /// The tests of all packages, without those of the parts.
     pub fn unit(&self, log: &Path) -> Result<Vec<Executable>> {
-        Ok(self.all(log)?.into_iter().filter(|one| !one.is_part()).collect())
+        let mut all: Vec<_> = self.all(log)?.into_iter().filter(|one| !one.is_part()).collect();
+        all.sort_by_key(|one| LONGEST.iter().position(|name| one.is_named(name)).unwrap_or(LONGEST.len()));
+        Ok(all)
     }
 
     /// The command that runs the tests of a file in `tests/tests/`.
@@ -179,6 +184,12 @@ impl Executable {
     /// Whether it was made from a file in `tests/tests/`.
     fn is_part(&self) -> bool {
         self.integration.is_some() && self.folder == tree::root().join("tests")
+    }
+
+    /// Whether it was made from a crate or a file of this name. Cargo adds a dash and a hash.
+    fn is_named(&self, name: &str) -> bool {
+        let stem = self.path.file_stem().unwrap_or_default().to_string_lossy();
+        stem.rsplit_once('-').is_some_and(|(own, _)| own == name)
     }
 
     /// Runs its tests as Cargo would.
