@@ -63,7 +63,7 @@ static int other(int from, int to) {
     cudaGraph_t graph;
     CHECK(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
     CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeThreadLocal));
-    EXPECT(cudaErrorStreamCaptureIsolation, cudaStreamWaitEvent(captured, opened, 0));
+    EXPECT(cudaErrorStreamCaptureUnsupported, cudaStreamWaitEvent(captured, opened, 0));
     EXPECT(cudaErrorStreamCaptureInvalidated, cudaStreamEndCapture(captured, &graph));
     CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeThreadLocal));
     CHECK(cudaStreamWaitEvent(captured, opened, cudaEventWaitExternal));

@@ -287,6 +287,25 @@ pub struct LaunchAttr {
 #[derive(Clone, Copy)]
 pub struct AttrValue(pub [u8; 64]);
 
+impl AttrValue {
+    /// This value with the bytes of one attribute from another: the rest of the union stays as it is.
+    pub fn with(mut self, attribute: u32, other: &[u8; 64]) -> AttrValue {
+        let len = match attribute {
+            launch_attr::ACCESS_POLICY_WINDOW => 32,
+            launch_attr::MEM_SYNC_DOMAIN_MAP => 2,
+            launch_attr::CLUSTER_DIMENSION | launch_attr::PREFERRED_CLUSTER_DIMENSION => 12,
+            launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
+                // An int, and behind a gap a handle.
+                self.0[8..16].copy_from_slice(&other[8..16]);
+                4
+            }
+            _ => 4,
+        };
+        self.0[..len].copy_from_slice(&other[..len]);
+        self
+    }
+}
+
 /// `CUlaunchConfig`.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -498,12 +517,15 @@ pub type EdgeData = [u8; 8];
 /// `CUlaunchAttributeID` numbers.
 pub(crate) mod launch_attr {
     pub const IGNORE: u32 = 0;
+    pub const ACCESS_POLICY_WINDOW: u32 = 1;
     pub const COOPERATIVE: u32 = 2;
     pub const CLUSTER_DIMENSION: u32 = 4;
     pub const CLUSTER_SCHEDULING_POLICY_PREFERENCE: u32 = 5;
     pub const PROGRAMMATIC_STREAM_SERIALIZATION: u32 = 6;
     pub const PROGRAMMATIC_EVENT: u32 = 7;
     pub const PRIORITY: u32 = 8;
+    pub const MEM_SYNC_DOMAIN_MAP: u32 = 9;
+    pub const PREFERRED_CLUSTER_DIMENSION: u32 = 11;
     pub const LAUNCH_COMPLETION_EVENT: u32 = 12;
     pub const DEVICE_UPDATABLE_KERNEL_NODE: u32 = 13;
     /// A hint about the placement of blocks.

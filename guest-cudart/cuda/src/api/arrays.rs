@@ -7,6 +7,7 @@ use crate::abi::result::Result;
 use crate::abi::types::{Array3DDescriptor, ArrayDescriptor, Requirements};
 use crate::memory::array::{self, ARRAYS, Array, End, MIPMAPPED, Mipmapped};
 use crate::memory::{device_memory, stream_ordered};
+use crate::process::capture;
 use crate::process::context::{self, Context};
 use crate::process::driver::{self, driver};
 use crate::work::copy::{Copier, Mode};
@@ -18,6 +19,7 @@ fn create(to: Out<usize>, desc: &Array3DDescriptor) -> Result {
     to.required()?;
     let (_, context) = context::ready()?;
     let shape = array::shape(context, desc, false)?;
+    capture::unsafe_call()?;
     let id = array::new_id();
     make(context, &ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels: 0 })?;
     let made = ARRAYS.insert(Arc::new(Array { id, context, shape, level_of: None }));
@@ -73,6 +75,7 @@ api! {
     fn cuArrayDestroy(handle: usize) {
         driver()?;
         let array = array::of(handle)?;
+        capture::unsafe_call()?;
         stream_ordered::synchronize(array.context)?;
         // For a level, only this handle is dropped: the program may request the level again.
         if let Some(whole) = array.level_of.as_ref().and_then(Weak::upgrade) {
@@ -103,6 +106,7 @@ api! {
         desc.required()?;
         let (_, context) = context::ready()?;
         let shape = array::shape(context, &desc.get()?, true)?;
+        capture::unsafe_call()?;
         // The number of levels is limited by how often the size can be halved.
         let levels = levels.clamp(1, shape.most_levels());
         let id = array::new_id();
@@ -133,6 +137,7 @@ api! {
     fn cuMipmappedArrayDestroy(handle: usize) {
         driver()?;
         let array = array::mipmapped(handle)?;
+        capture::unsafe_call()?;
         stream_ordered::synchronize(array.context)?;
         MIPMAPPED.remove(handle).ok_or(Status::INVALID_HANDLE)?;
         for (_, level) in lock(&array.told).drain(..) {

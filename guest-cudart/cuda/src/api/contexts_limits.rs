@@ -2,6 +2,7 @@
 
 use crate::abi::arguments::Out;
 use crate::abi::result::Result;
+use crate::process::capture;
 use crate::process::context::{self, Context};
 use crate::process::limits::LAST;
 use client::Status;
@@ -29,6 +30,7 @@ api! {
 
     fn cuCtxSetLimit(limit: u32, value: usize) {
         let (_, context) = context::ready()?;
+        capture::unsafe_call()?;
         set(context, limit, value as u64)
     }
 }

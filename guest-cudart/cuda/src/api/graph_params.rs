@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::abi::arguments::{In, Out};
+use crate::abi::arguments::{In, InOut, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{
     AttrValue, BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
@@ -40,6 +40,23 @@ fn is_known(attribute: u32) -> bool {
     matches!(attribute, 1 | 2 | 4 | 5 | 6 | 8 | 9 | 10 | 11 | 14)
 }
 
+/// The value of an attribute that was never set, if NVIDIA's driver tells one.
+fn unset(attribute: u32) -> Option<[u8; 64]> {
+    let mut value = [0; 64];
+    match attribute {
+        // Remote domain: 1.
+        launch_attr::MEM_SYNC_DOMAIN_MAP => value[1] = 1,
+        launch_attr::PROGRAMMATIC_STREAM_SERIALIZATION | launch_attr::PREFERRED_CLUSTER_DIMENSION => {
+            return None;
+        }
+        // No kernel changes the node.
+        launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {}
+        _ if is_known(attribute) => {}
+        _ => return None,
+    }
+    Some(value)
+}
+
 fn set_attributes(handle: usize, change: impl FnOnce(&Kernel) -> Vec<LaunchAttribute>) -> Result {
     set_work(handle, |work| match work {
         Work::Kernel(kernel) => Ok(Work::Kernel(Arc::new(kernel.with_attributes(change(kernel))))),
@@ -72,13 +89,11 @@ api! {
         replace(node, work)
     }
 
-    fn cuGraphKernelNodeGetAttribute(node: usize, attribute: u32, value: Out<AttrValue>) {
+    fn cuGraphKernelNodeGetAttribute(node: usize, attribute: u32, value: InOut<AttrValue>) {
         let kernel = kernel(node)?;
-        if !is_known(attribute) {
-            return Err(Status::INVALID_VALUE);
-        }
-        let found = kernel.attributes.iter().find(|found| found.id == attribute);
-        value.put(AttrValue(found.map_or([0; 64], |found| found.value)))
+        let found = kernel.attributes.iter().find(|found| found.id == attribute).map(|found| found.value);
+        let told = found.or_else(|| unset(attribute)).ok_or(Status::INVALID_VALUE)?;
+        value.put(value.get()?.with(attribute, &told))
     }
 
     fn cuGraphKernelNodeSetAttribute(node: usize, attribute: u32, value: In<AttrValue>) {

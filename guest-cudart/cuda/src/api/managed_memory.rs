@@ -30,8 +30,11 @@ api! {
 
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
         let (driver, context, _lent) = stream_table::ready_on(handle)?;
+        let stream = stream_table::plain(context, handle, pt)?;
+        capture_rules::implicit(&stream)?;
         // "Not currently supported in graphs" (Programming Guide, "Prohibited and Unhandled Operations").
-        capture_rules::forbid(&*stream_table::plain(context, handle, pt)?)?;
+        capture_rules::forbid(&stream)?;
+        capture::unsafe_call()?;
         // Host accesses wait for all streams, whichever the memory is attached to.
         let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
         let found = found.ok_or(Status::INVALID_VALUE)?;

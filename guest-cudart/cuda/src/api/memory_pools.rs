@@ -16,6 +16,7 @@ use crate::memory::pool::{
 };
 use crate::memory::pool_export::{self, FABRIC, POSIX_FD};
 use crate::memory::stream_ordered;
+use crate::process::capture;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, driver};
 use crate::streams::stream_table;
@@ -196,6 +197,7 @@ api! {
         pool.required()?;
         props.required()?;
         let driver = driver()?;
+        capture::unsafe_call()?;
         let props = props.get()?;
         if props.allocType == MANAGED {
             let place = managed_place(props.location)?;
@@ -233,6 +235,7 @@ api! {
         if found.default {
             return Err(Status::INVALID_VALUE);
         }
+        capture::unsafe_call()?;
         if let (Some(server), Some(name)) = (found.imported, &found.name) {
             pool_export::forget_pool(driver, server, name)?;
         }
@@ -243,6 +246,7 @@ api! {
 
     fn cuMemPoolTrimTo(pool: usize, keep: usize) {
         let (driver, pool) = pool::own(pool)?;
+        capture::unsafe_call()?;
         if let Some(host) = &pool.host {
             host.trim(keep as u64);
             return Ok(());

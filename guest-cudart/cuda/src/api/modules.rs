@@ -8,8 +8,8 @@ use crate::abi::result::Result;
 use crate::code::jit_options::Jit;
 use crate::code::module::{self, MODULES, Module, Variable};
 use crate::code::{image, library};
-use crate::process::context;
 use crate::process::driver::{Driver, driver};
+use crate::process::{capture, context};
 use client::Status;
 
 pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Module>)> {
@@ -60,6 +60,7 @@ api! {
     fn cuModuleUnload(module: usize) {
         let (_, module) = of(module)?;
         module.context.session().check()?;
+        capture::unsafe_call()?;
         // One of its kernels may be running.
         module.context.quiesce();
         if library::owns(&module) {

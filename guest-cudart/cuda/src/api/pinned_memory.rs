@@ -52,6 +52,7 @@ api! {
         if !REGIONS.begins_at(p as usize, true) || is_others {
             return Err(Status::INVALID_VALUE);
         }
+        capture::unsafe_call()?;
         stream_ordered::settle_all()?;
         pinned::unmap(driver, p as usize, false);
         REGIONS.remove(p as usize, true).map(|_| ()).ok_or(Status::INVALID_VALUE)
@@ -93,6 +94,7 @@ api! {
             let known = pinned_regions::find(p as u64).is_some();
             return Err(if known { Status::INVALID_VALUE } else { code::HOST_MEMORY_NOT_REGISTERED });
         }
+        capture::unsafe_call()?;
         stream_ordered::settle_all()?;
         pinned::unmap(driver, p as usize, true);
         REGIONS.remove(p as usize, false).map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)

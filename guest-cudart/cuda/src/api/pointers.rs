@@ -45,90 +45,112 @@ fn handle_types(pointer: u64, pool: usize) -> u32 {
     if is_shared { POSIX_FD } else { 0 }
 }
 
-/// Writes one attribute in its own type. `Ok(false)`: the pointer has no such attribute, and zeros were
-/// written.
-unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u64) -> Result<bool> {
-    non_null(data)?;
-    let behind = behind(driver, pointer);
-    // SAFETY: `data` has room for the attribute's type according to the manual.
-    unsafe {
-        let word = |value: u64| put(data.cast::<u64>(), value);
-        let number32 = |value: u32| put(data.cast::<u32>(), value);
-        // The manual says "boolean"; callers, including NVIDIA's runtime, pass an int.
-        let flag = |value: bool| put(data.cast::<u32>(), value.into());
-        let (context, buffer) = match &behind {
-            Behind::Device(found) => (found.context, found.buffer),
-            Behind::Host { tag, .. } => (tag.context, tag.buffer),
-            Behind::Nothing => {
-                match number {
-                    // Host memory has the same address on the host; NVIDIA's runtime relies on this.
-                    4 => word(pointer)?,
-                    // As NVIDIA's driver does.
-                    11 => {}
-                    1 | 3 | 7 | 12 | 14 | 17 | 18 | 19 | 20 => word(0)?,
-                    2 | 16 => number32(0)?,
-                    9 => number32(-2i32 as u32)?,
-                    6 | 8 | 10 | 13 | 15 | 21 => flag(false)?,
-                    _ => return Err(Status::INVALID_VALUE),
-                }
-                return Ok(false);
+/// The value of an attribute, in its own type.
+enum Value {
+    Word(u64),
+    Number(u32),
+    /// The program's variable stays as it is.
+    Unchanged,
+}
+
+impl Value {
+    /// The manual says "boolean"; callers, including NVIDIA's runtime, pass an int.
+    fn flag(value: bool) -> Value {
+        Value::Number(value.into())
+    }
+
+    /// # Safety
+    /// `to` is NULL, or has room for the attribute's type.
+    unsafe fn put(self, to: *mut c_void) -> Result {
+        // SAFETY: room for the value, as the caller promises.
+        unsafe {
+            match self {
+                Value::Word(word) => put(to.cast(), word),
+                Value::Number(number) => put(to.cast(), number),
+                Value::Unchanged => non_null(to),
             }
-        };
-        let device = matches!(behind, Behind::Device(_));
-        let managed =
-            matches!(&behind, Behind::Device(found) if found.managed && !managed::is_beside(pointer));
-        let pool = match &behind {
-            Behind::Device(found) => found.pool,
-            Behind::Host { pool, .. } => *pool,
-            Behind::Nothing => 0,
-        };
-        match number {
-            // A pool's memory belongs to a device, not a context.
-            1 => word(if pool != 0 { 0 } else { context.handle as u64 })?,
-            2 => number32(if device { 2 } else { 1 })?,
-            3 if device => word(pointer)?,
-            4 if !device || managed => word(pointer)?,
-            // A device accesses pinned memory at the same address.
-            3 if pinned::is_reached(context.server, pointer) => word(pointer)?,
-            // The host cannot access device memory.
-            3 | 4 => {
-                word(0)?;
-                return Ok(false);
-            }
-            6 => flag(matches!(&behind, Behind::Device(found) if found.sync_memops))?,
-            7 => word(buffer)?,
-            8 => flag(managed)?,
-            9 => number32(context.device)?,
-            10 => flag(matches!(&behind, Behind::Device(found) if found.is_exportable(driver)))?,
-            11 | 19 => word(match &behind {
-                Behind::Device(found) => found.base,
-                Behind::Host { base, .. } => *base as u64,
-                Behind::Nothing => 0,
-            })?,
-            12 | 18 => word(match &behind {
-                Behind::Device(found) => found.size,
-                Behind::Host { size, .. } => *size as u64,
-                Behind::Nothing => 0,
-            })?,
-            13 => flag(true)?,
-            14 => word(handle_types(pointer, pool).into())?,
-            // GPUDirect RDMA and decompression are not supported.
-            15 | 21 => flag(false)?,
-            16 => number32(3)?,
-            17 => word(pool as u64)?,
-            20 => word(buffer)?,
-            _ => return Err(Status::INVALID_VALUE),
         }
     }
-    Ok(true)
+}
+
+/// One attribute. `false`: the pointer has no such attribute, and the value is what is told when several are
+/// asked for at once.
+fn attribute(driver: &Driver, number: u32, pointer: u64) -> Result<(Value, bool)> {
+    use Value::{Number, Unchanged, Word};
+    let behind = behind(driver, pointer);
+    let (context, buffer) = match &behind {
+        Behind::Device(found) => (found.context, found.buffer),
+        Behind::Host { tag, .. } => (tag.context, tag.buffer),
+        Behind::Nothing => {
+            let value = match number {
+                // Host memory has the same address on the host; NVIDIA's runtime relies on this.
+                4 => Word(pointer),
+                // As NVIDIA's driver does.
+                11 => Unchanged,
+                1 | 3 | 7 | 12 | 14 | 17 | 18 | 19 | 20 => Word(0),
+                2 | 16 => Number(0),
+                9 => Number(-2i32 as u32),
+                6 | 8 | 10 | 13 | 15 | 21 => Value::flag(false),
+                _ => return Err(Status::INVALID_VALUE),
+            };
+            return Ok((value, false));
+        }
+    };
+    let device = matches!(behind, Behind::Device(_));
+    let managed = matches!(&behind, Behind::Device(found) if found.managed && !managed::is_beside(pointer));
+    let pool = match &behind {
+        Behind::Device(found) => found.pool,
+        Behind::Host { pool, .. } => *pool,
+        Behind::Nothing => 0,
+    };
+    let value = match number {
+        // A pool's memory belongs to a device, not a context, and so does cuMemCreate's.
+        1 if pool != 0 || device && virtual_memory::is_mapped(pointer) => Word(0),
+        1 => Word(context.handle as u64),
+        2 => Number(if device { 2 } else { 1 }),
+        3 if device => Word(pointer),
+        4 if !device || managed => Word(pointer),
+        // A device accesses pinned memory at the same address.
+        3 if pinned::is_reached(context.server, pointer) => Word(pointer),
+        // The host cannot access device memory.
+        3 | 4 => return Ok((Word(0), false)),
+        6 => Value::flag(matches!(&behind, Behind::Device(found) if found.sync_memops)),
+        7 => Word(buffer),
+        8 => Value::flag(managed),
+        9 => Number(context.device),
+        10 => Value::flag(matches!(&behind, Behind::Device(found) if found.is_exportable(driver))),
+        11 | 19 => Word(match &behind {
+            Behind::Device(found) => found.base,
+            Behind::Host { base, .. } => *base as u64,
+            Behind::Nothing => 0,
+        }),
+        12 | 18 => Word(match &behind {
+            Behind::Device(found) => found.size,
+            Behind::Host { size, .. } => *size as u64,
+            Behind::Nothing => 0,
+        }),
+        13 => Value::flag(true),
+        14 => Word(handle_types(pointer, pool).into()),
+        // GPUDirect RDMA and decompression are not supported.
+        15 | 21 => Value::flag(false),
+        16 => Number(3),
+        17 => Word(pool as u64),
+        20 => Word(buffer),
+        _ => return Err(Status::INVALID_VALUE),
+    };
+    Ok((value, true))
 }
 
 api! {
     unsafe fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
         let driver = driver()?;
-        // CUDA returns "invalid value" for an unknown pointer.
-        // SAFETY: there is room for the attribute's type, by CUDA's manual.
-        if unsafe { attribute(driver, data, number, pointer) }? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+        non_null(data)?;
+        match attribute(driver, number, pointer)? {
+            // SAFETY: there is room for the attribute's type, by CUDA's manual.
+            (value, true) => unsafe { value.put(data) },
+            // For an unknown pointer, and then nothing is written.
+            (_, false) => Err(Status::INVALID_VALUE),
+        }
     }
 
     unsafe fn cuPointerGetAttributes(count: Count<u32>, numbers: Array<u32>, data: Array<*mut c_void>, pointer: u64) {
@@ -137,8 +159,9 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         for (number, data) in numbers.entries(count)?.iter().zip(data.entries(count)?) {
+            non_null(*data)?;
             // SAFETY: there is room for the attribute's type, by CUDA's manual.
-            unsafe { attribute(driver, *data, *number, pointer) }?;
+            unsafe { attribute(driver, *number, pointer)?.0.put(*data) }?;
         }
         Ok(())
     }

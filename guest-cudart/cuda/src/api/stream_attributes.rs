@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::abi::arguments::{In, Out};
+use crate::abi::arguments::{In, InOut};
 use crate::abi::result::Result;
 use crate::abi::types::AttrValue;
 use crate::process::stream::Stream;
@@ -46,10 +46,10 @@ api! {
         set(&stream, attribute, value.get()?.0)
     }
 
-    fn cuStreamGetAttribute / cuStreamGetAttribute_ptsz(stream: usize, attribute: u32, value: Out<AttrValue>) |pt| {
-        value.required()?;
+    fn cuStreamGetAttribute / cuStreamGetAttribute_ptsz(stream: usize, attribute: u32, value: InOut<AttrValue>) |pt| {
+        let before = value.get()?;
         let (_, stream) = stream_table::ask(stream, pt)?;
-        value.put(AttrValue(get(&stream, attribute)?))
+        value.put(before.with(attribute, &get(&stream, attribute)?))
     }
 
     fn cuStreamCopyAttributes / cuStreamCopyAttributes_ptsz(dst: usize, src: usize) |pt| {

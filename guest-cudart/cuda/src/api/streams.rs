@@ -1,5 +1,6 @@
 //! Streams.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::abi::arguments::Out;
@@ -8,7 +9,8 @@ use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::memory::managed::{self, shared_blocks};
 use crate::process::driver::driver;
-use crate::process::{context, fences, green, host_calls};
+use crate::process::stream::Stream;
+use crate::process::{capture, context, fences, green, host_calls};
 use crate::streams::stream_table;
 use crate::streams::{capture_rules, event};
 use client::Status;
@@ -21,6 +23,13 @@ pub(crate) fn create(stream: Out<usize>, flags: u32, priority: i32) -> Result {
     let green = if green::any() { context::current_green() } else { None };
     stream.required()?;
     stream.put(stream_table::create_in(context, green, flags, priority)?)
+}
+
+/// The stream of a handle, for the questions that NVIDIA's driver does not answer while a stream is captured.
+fn not_captured(handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
+    let (_, stream) = stream_table::ask(handle, per_thread)?;
+    capture_rules::forbid(&stream)?;
+    Ok(stream)
 }
 
 api! {
@@ -52,15 +61,15 @@ api! {
     }
 
     fn cuStreamGetFlags / cuStreamGetFlags_ptsz(stream: usize, flags: Out<u32>) |pt| {
-        flags.put(stream_table::ask(stream, pt)?.1.flags)
+        flags.put(not_captured(stream, pt)?.flags)
     }
 
     fn cuStreamGetDevice / cuStreamGetDevice_ptsz(stream: usize, device: Out<i32>) |pt| {
-        device.put(stream_table::ask(stream, pt)?.1.context.device as i32)
+        device.put(not_captured(stream, pt)?.context.device as i32)
     }
 
     fn cuStreamGetId / cuStreamGetId_ptsz(stream: usize, id: Out<u64>) |pt| {
-        id.put(stream_table::ask(stream, pt)?.1.unique)
+        id.put(not_captured(stream, pt)?.unique)
     }
 
     fn cuStreamGetCtx / cuStreamGetCtx_ptsz(stream: usize, ctx: Out<usize>) |pt| {
@@ -90,13 +99,13 @@ api! {
         }
         if let Some(capture) = stream.capture() {
             // A graph cannot depend on work outside it. An event that was never recorded adds no dependency.
-            // Of a shared one, another process's record is not known here.
-            return if event.last().is_none() && !event.is_shared() {
-                Ok(())
-            } else {
-                capture.spoil();
-                Err(code::STREAM_CAPTURE_ISOLATION)
-            };
+            if event.last().is_none() && !event.is_shared() {
+                return Ok(());
+            }
+            capture.spoil();
+            // Of a shared one, another process's record is not known here, nor to NVIDIA's driver.
+            let is_unknown = event.is_shared();
+            return Err(if is_unknown { code::STREAM_CAPTURE_UNSUPPORTED } else { code::STREAM_CAPTURE_ISOLATION });
         }
         stream_table::before_work(&stream)?;
         fences::leave(&stream)?;
@@ -107,6 +116,7 @@ api! {
         let (driver, stream) = stream_table::ask(stream, pt)?;
         stream.session().check()?;
         capture_rules::forbid(&stream)?;
+        capture::unsafe_call()?;
         stream.context.deferred()?;
         if !stream_table::is_done(&stream)? {
             return Err(Status::NOT_READY);
@@ -120,6 +130,7 @@ api! {
         host_calls::forbid()?;
         stream.session().check()?;
         capture_rules::forbid(&stream)?;
+        capture::unsafe_call()?;
         stream.context.deferred()?;
         let is_settled = || stream_table::is_settled(&stream);
         let result = fences::synchronize(&stream, is_settled, || stream_table::is_watched(&stream));

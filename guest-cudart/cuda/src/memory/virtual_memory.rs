@@ -205,6 +205,13 @@ pub(crate) fn handle_types(address: u64) -> u32 {
     found.map_or(0, |(_, mapping)| mapping.memory.handle_types)
 }
 
+/// Whether the program has mapped memory here itself (`cuMemMap`).
+pub(crate) fn is_mapped(address: u64) -> bool {
+    let space = read();
+    let mapping = space.mappings.range(..=address).next_back();
+    mapping.is_some_and(|(start, mapping)| address - start < mapping.size && mapping.part.is_none())
+}
+
 /// Checks that a range (not 0 bytes) is mapped and that one device may access all of it. Returns what is
 /// mapped at its beginning.
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
