@@ -136,6 +136,12 @@ pub(crate) fn calls_are_watched() -> bool {
     WATCHED.load(Ordering::Relaxed)
 }
 
+/// True while functions are to be marked. A library of the runtime API looks at it before it calls
+/// [`enter_runtime`].
+pub fn are_calls_marked() -> &'static AtomicBool {
+    &BY_CALL
+}
+
 /// From now on events are attributed to functions.
 fn count_calls() {
     COUNTED.store(true, Ordering::Relaxed);
@@ -293,11 +299,12 @@ pub unsafe fn enter_runtime(entered: &RuntimeCall<'_>) -> bool {
     RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
 }
 
-/// Marks this thread as outside the runtime API function that it entered last.
-pub fn leave_runtime() {
+/// Marks this thread as outside the runtime API function that it entered last, which returns `status`.
+pub fn leave_runtime(status: u32) {
     if let Ok(Some(call)) = RUNTIME.try_with(|runtime| runtime.replace(None)) {
         note(call, SINCE.try_with(Cell::get).unwrap_or(0));
-        REPORTED.try_with(Cell::take).iter().flatten().for_each(activity::leave);
+        let reported = REPORTED.try_with(Cell::take).ok().flatten();
+        reported.iter().for_each(|reported| activity::leave_with(reported, status));
     }
 }
 
@@ -456,7 +463,7 @@ mod tests {
         let inside = inside(&DRIVERS);
         add(&COUNTERS.ring_full, 2);
         drop(inside);
-        leave_runtime();
+        leave_runtime(0);
         add(&COUNTERS.ring_full, 5);
         BY_CALL.store(false, Ordering::Relaxed);
         // SAFETY: `enter_runtime` made it, and it is never freed.

@@ -143,7 +143,9 @@ unsafe extern "C" fn leaves(told: *const Called, correlation: u32, status: u32) 
     let end = clock::now();
     // SAFETY: libcuda passes a call, with the function's name.
     let call = unsafe { Call::of(&*told, correlation) };
-    if WANTED[call.place()].has(call.number()) {
+    // NVIDIA's library records no calls of the driver by which the runtime does its work. A subscriber hears
+    // of them all the same.
+    if call.told.within == 0 && WANTED[call.place()].has(call.number()) {
         note_external(correlation);
         buffers::write(&Api {
             kind: if call.domain == names::DRIVER { kind::DRIVER } else { kind::RUNTIME },

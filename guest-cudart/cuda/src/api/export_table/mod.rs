@@ -11,7 +11,7 @@ pub(crate) mod integrity;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::Mutex;
-use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::{AtomicBool, AtomicPtr};
 
 use crate::abi::arguments::{In, Out, non_null, put};
 use crate::abi::result::{Result, finish};
@@ -244,8 +244,9 @@ unsafe extern "C" fn runtime_enters(
     })
 }
 
-extern "C" fn runtime_leaves() {
-    counters::leave_runtime();
+/// It leaves the function, which returns `status`.
+extern "C" fn runtime_leaves(status: u32) {
+    counters::leave_runtime(status);
 }
 
 static RUNTIME: Table<13> = table(&[(2, primary as Slot), (7, nothing as Slot), (12, nothing as Slot)]);
@@ -276,8 +277,14 @@ static COMPILE_CACHE: Table<7> = table(&[
     (6, compile_cache::give_back as Slot),
 ]);
 
-/// Requested by rgpu's libcudart if `RGPU_STATS=1`, so that its functions are counted.
-static COUNTS: Table<3> = table(&[(1, runtime_enters as Slot), (2, runtime_leaves as Slot)]);
+/// Where it says whether libcudart's calls are wanted at the moment.
+extern "C" fn runtime_wanted() -> *const AtomicBool {
+    counters::are_calls_marked()
+}
+
+/// Requested by rgpu's libcudart, which tells of its calls while they are wanted.
+static COUNTS: Table<4> =
+    table(&[(1, runtime_enters as Slot), (2, runtime_leaves as Slot), (3, runtime_wanted as Slot)]);
 
 /// Requested by NVIDIA's CUPTI when a program starts using it.
 const OF_CUPTI: u128 = 0x2C8E0AD8_0710_AB4E_90DD_54719FE5F74B;
