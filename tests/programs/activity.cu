@@ -239,7 +239,6 @@ int main()
     EXPECT_THAT(strcmp(text, "CUPTI_ERROR_INVALID_PARAMETER") == 0, "%s", text);
     EXPECT_THAT(p_cuptiActivityEnable(CUPTI_ACTIVITY_KIND_INVALID) != CUPTI_SUCCESS, "kind 0 was enabled");
 
-    const bool shared_runtime = dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD);
     const int n = 1 << 20;
     const size_t bytes = n * sizeof(int);
     int *device, *pinned;
@@ -374,11 +373,8 @@ int main()
             EXPECT_THAT(node.bytes == 256, "%llu", (unsigned long long)node.bytes);
         }
         EXPECT_THAT(nodes[0].size() == 3 && nodes[0] == nodes[1], "%zu nodes", nodes[0].size());
-        // NVIDIA's runtime inside a program does not tell rgpu's driver what the program calls; then the driver's functions are told.
-        if (shared_runtime) {
-            const Api &call = calls.at(k1.correlationId);
-            EXPECT_THAT(call.runtime && call.cbid == CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000, "%d, %u", call.runtime, call.cbid);
-        }
+        const Api &call = calls.at(k1.correlationId);
+        EXPECT_THAT(call.runtime && call.cbid == CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000, "%d, %u", call.runtime, call.cbid);
         for (const auto &k : kernels) EXPECT_THAT(!is_of(k.correlationId, capturing) && !is_of(k.correlationId, outer), "a kernel of another's call");
     }
 
@@ -412,8 +408,7 @@ int main()
         }
     }
 
-    // The driver's calls by which the runtime does its work are not recorded, even if only the driver's calls are. NVIDIA's runtime inside a program does not tell
-    // rgpu's driver that a call is its own.
+    // The driver's calls by which the runtime does its work are not recorded, even if only the driver's calls are.
     forget();
     OK(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_DRIVER));
     OK(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL));
@@ -425,7 +420,7 @@ int main()
     {
         std::lock_guard<std::mutex> turn(lock);
         EXPECT_THAT(kernels.size() == 1, "%zu kernels", kernels.size());
-        if (shared_runtime) EXPECT_THAT(calls.count(kernels[0].correlationId) == 0, "a call %u", calls.at(kernels[0].correlationId).cbid);
+        EXPECT_THAT(calls.count(kernels[0].correlationId) == 0, "a call %u", calls.at(kernels[0].correlationId).cbid);
     }
 
     // What a function returns: also where the driver has another opinion, or none.
@@ -442,7 +437,7 @@ int main()
     EXPECT_THAT(cudaGetSymbolAddress(&nowhere, &nowhere) == cudaErrorInvalidSymbol && cudaGetLastError() == cudaErrorInvalidSymbol, "a symbol");
     OK(cuptiActivityFlushAll(0));
     OK(cuptiActivityDisable(CUPTI_ACTIVITY_KIND_RUNTIME));
-    if (shared_runtime) {
+    {
         std::lock_guard<std::mutex> turn(lock);
         std::map<uint32_t, std::vector<uint32_t>> results;
         for (auto &call : calls) results[call.second.cbid].push_back(call.second.result);
@@ -490,12 +485,10 @@ int main()
     const Heard &inside = called(2, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuLaunchKernel);
     EXPECT_THAT(inside.symbol == "_Z12first_kernelPii" && grid == 4, "%s, %u", inside.symbol.c_str(), grid);
     CHECK(cudaMemcpy(device, pageable.data(), 444, cudaMemcpyHostToDevice));
-    if (shared_runtime) {
-        const Heard &outside = called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
-        EXPECT_THAT(outside.symbol == "_Z12first_kernelPii" && outside.correlation == inside.correlation, "%s, %u and %u", outside.symbol.c_str(), outside.correlation, inside.correlation);
-        called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020);
-        EXPECT_THAT(copied == 444, "%zu bytes", copied);
-    }
+    const Heard &outside = called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
+    EXPECT_THAT(outside.symbol == "_Z12first_kernelPii" && outside.correlation == inside.correlation, "%s, %u and %u", outside.symbol.c_str(), outside.correlation, inside.correlation);
+    called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020);
+    EXPECT_THAT(copied == 444, "%zu bytes", copied);
     OK(cuptiEnableDomain(0, subscriber, RUNTIME));
     OK(cuptiEnableDomain(0, subscriber, DRIVER));
     cuCtxSynchronize();

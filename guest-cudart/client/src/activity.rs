@@ -34,7 +34,12 @@ pub struct Called {
     pub runtime: u32,
     /// The correlation of the runtime's call that makes this one; 0 if the program itself makes it.
     pub within: u32,
+    /// The function's number in CUPTI's headers; 0: its name and the runtime's version tell it.
+    pub number: u32,
 }
+
+/// The version and the number for [`enter`] that stand for a function of the driver.
+pub(crate) const DRIVER: (u32, u32) = (0, 0);
 
 /// Names the kernel that a call launches: takes the name and the arguments of the function. The result stays
 /// until the call ends.
@@ -234,14 +239,15 @@ fn tell<R>(then: Place, call: impl FnOnce(&Observer) -> R) -> Option<R> {
     told
 }
 
-/// Reports that this thread enters a function, if there is an observer that hears of this call.
+/// Reports that this thread enters a function, if there is an observer that hears of this call. `runtime` and
+/// `number` are [`Called`]'s.
 ///
 /// # Safety
 /// The arguments stay until [`leave`], and are those of the function with this name.
 pub(crate) unsafe fn enter(
     name: &'static CStr,
     arguments: *const c_void,
-    runtime: u32,
+    (runtime, number): (u32, u32),
     kernel: Option<KernelOf>,
 ) -> Option<Reported> {
     if !is_observed() {
@@ -264,7 +270,7 @@ pub(crate) unsafe fn enter(
         // SAFETY: NULL, which is none, or a function of this type, which `observe` has stored.
         unsafe { std::mem::transmute::<*mut c_void, Option<KernelOf>>(of_driver) }
     });
-    let called = Called { name: name.as_ptr(), arguments, kernel, runtime, within };
+    let called = Called { name: name.as_ptr(), arguments, kernel, runtime, within, number };
     // SAFETY: the observer's own function, and a structure that lives through the call.
     let correlation = tell(then, |observer| unsafe { (observer.enters)(&called) }).unwrap_or(0);
     let _ = CURRENT.try_with(|current| current.set(correlation));
@@ -347,7 +353,7 @@ mod tests {
         let (called, name) = unsafe { (&*called, CStr::from_ptr((*called).name)) };
         TOLD.with_borrow_mut(|told| told.push((name, called.within, 0, None)));
         // SAFETY: the observer's own call, without arguments.
-        assert!(unsafe { enter(c"cuObservers", std::ptr::null(), 0, None) }.is_none());
+        assert!(unsafe { enter(c"cuObservers", std::ptr::null(), DRIVER, None) }.is_none());
         if called.within == 0 { 77 } else { called.within }
     }
 
@@ -362,7 +368,7 @@ mod tests {
         static OBSERVED: Observer = Observer { enters, leaves };
         OBSERVER.store((&raw const OBSERVED).cast_mut(), Ordering::Release);
         // SAFETY: functions without arguments.
-        let enter = |name, runtime| unsafe { enter(name, std::ptr::null(), runtime, None) };
+        let enter = |name, runtime| unsafe { enter(name, std::ptr::null(), (runtime, 0), None) };
         let outer = enter(c"cudaOuter", 13).unwrap();
         for status in [2, 0] {
             let inner = enter(c"cuInner", 0).unwrap();

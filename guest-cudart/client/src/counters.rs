@@ -242,7 +242,7 @@ fn enter_counted<'a>(call: &'static Call, arguments: *const c_void) -> Option<In
     }
     called(call);
     // SAFETY: `enter` keeps the arguments borrowed as long as the result lives.
-    let reported = unsafe { activity::enter(call.name, arguments, 0, None) };
+    let reported = unsafe { activity::enter(call.name, arguments, activity::DRIVER, None) };
     let inside = Inside { call, since: RECORDER.clock(), reported, arguments: PhantomData };
     INSIDE.try_with(|current| current.set(Some(call))).is_ok().then_some(inside)
 }
@@ -266,6 +266,8 @@ pub struct RuntimeCall<'a> {
     pub kernel: Option<KernelOf>,
     /// The library's major version.
     pub version: u32,
+    /// The function's number in CUPTI's `cupti_runtime_cbid.h`; 0 if the library does not know it.
+    pub number: u32,
 }
 
 /// Marks this thread as inside a runtime API function until [`leave_runtime`]. Returns false if another
@@ -274,7 +276,7 @@ pub struct RuntimeCall<'a> {
 /// # Safety
 /// The arguments are those of this function, and stay until [`leave_runtime`].
 pub unsafe fn enter_runtime(entered: &RuntimeCall<'_>) -> bool {
-    let RuntimeCall { known, name, arguments, kernel, version } = *entered;
+    let RuntimeCall { known, name, arguments, kernel, version, number } = *entered;
     if !BY_CALL.load(Ordering::Relaxed) || !matches!(RUNTIME.try_with(Cell::get), Ok(None)) {
         return false;
     }
@@ -293,7 +295,7 @@ pub unsafe fn enter_runtime(entered: &RuntimeCall<'_>) -> bool {
     });
     called(call);
     // SAFETY: as the caller says.
-    let reported = unsafe { activity::enter(call.name, arguments, version, kernel) };
+    let reported = unsafe { activity::enter(call.name, arguments, (version, number), kernel) };
     let _ = REPORTED.try_with(|kept| kept.set(reported));
     let _ = SINCE.try_with(|since| since.set(RECORDER.clock()));
     RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
@@ -405,6 +407,7 @@ mod tests {
                 arguments: std::ptr::null(),
                 kernel: None,
                 version: 13,
+                number: 0,
             })
         }
     }

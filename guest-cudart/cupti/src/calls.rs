@@ -109,7 +109,8 @@ impl<'a> Call<'a> {
     /// The name is text that ends with NUL.
     unsafe fn of(told: &'a Called, correlation: u32) -> Call<'a> {
         let domain = if told.runtime == 0 { names::DRIVER } else { names::RUNTIME };
-        Call { told, domain, number: OnceCell::new(), correlation }
+        let number = if told.number == 0 { OnceCell::new() } else { OnceCell::from(told.number) };
+        Call { told, domain, number, correlation }
     }
 
     /// The function's number in its domain; 0 if it has none. Looked up only for whoever asks.

@@ -35,6 +35,8 @@ pub struct Called {
     pub runtime: u32,
     /// The correlation of the runtime's call that makes this one; 0 if the program itself makes it.
     pub within: u32,
+    /// The function's number; 0: its name and the runtime's version tell it.
+    pub number: u32,
 }
 
 /// Something that the program has made, as in the crate `client`.

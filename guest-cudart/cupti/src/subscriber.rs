@@ -324,7 +324,7 @@ mod tests {
             let arguments = (&raw const ARGUMENTS).cast();
             let runtime = if domain == DRIVER { 0 } else { 13 };
             let name = c"cuInit".as_ptr();
-            let told = &Called { name, arguments, kernel: Some(kernel), runtime, within: 0 };
+            let told = &Called { name, arguments, kernel: Some(kernel), runtime, within: 0, number: 0 };
             call(&Call { told, domain, number: 1.into(), correlation }, status);
         };
         std::thread::scope(|scope| {

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_void};
 
-use super::{Slot, Table, table};
+use super::{Slot, Table, runtime_hooks, table};
 use crate::abi::arguments::put;
 use crate::abi::result::{Result, finish};
 use crate::code::library;
@@ -17,6 +17,7 @@ use client::activity::{Observer, ResourceObserver};
 unsafe extern "C" fn observe(observer: *const Observer) -> u32 {
     // SAFETY: NULL, or a static of a library that is never closed.
     client::activity::observe(unsafe { observer.as_ref() }, kernel_of);
+    runtime_hooks::want(!observer.is_null());
     0
 }
 
