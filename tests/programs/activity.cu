@@ -516,6 +516,7 @@ int main()
     OK(cuptiActivityEnableDriverApi(CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize, 1));
     cuCtxSynchronize();
     called(3, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize);
+    OK(cuptiActivityFlushAll(1));
     OK(cuptiFinalize());
     EXPECT_THAT(buffers_given == buffers_back, "%d given, %d back", buffers_given, buffers_back);
     int so_far = entered, given = buffers_given;
