@@ -58,7 +58,7 @@ FUNCTIONS(DECLARE)
         if (!(what)) fail("%d: not so: %s: " format, __LINE__, #what, ##__VA_ARGS__);                                  \
     } while (0)
 
-struct Api { bool runtime; uint32_t cbid; uint64_t start, end; };
+struct Api { bool runtime; uint32_t cbid; uint64_t start, end; uint32_t result; };
 
 // What was recorded. Buffers may come in any thread.
 static std::mutex lock;
@@ -93,8 +93,7 @@ static void completed(CUcontext context, uint32_t stream, uint8_t *buffer, size_
         case CUPTI_ACTIVITY_KIND_DRIVER: {
             CUpti_ActivityAPI *api = (CUpti_ActivityAPI *)record;
             Api &known = calls[api->correlationId];
-            // NVIDIA's library records what the runtime calls of the driver, too, under the same number.
-            if (known.cbid == 0 || !known.runtime) known = { api->kind == CUPTI_ACTIVITY_KIND_RUNTIME, api->cbid, api->start, api->end };
+            if (known.cbid == 0 || !known.runtime) known = { api->kind == CUPTI_ACTIVITY_KIND_RUNTIME, api->cbid, api->start, api->end, api->returnValue };
             break;
         }
         case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: {
@@ -374,11 +373,8 @@ int main()
             EXPECT_THAT(node.bytes == 256, "%llu", (unsigned long long)node.bytes);
         }
         EXPECT_THAT(nodes[0].size() == 3 && nodes[0] == nodes[1], "%zu nodes", nodes[0].size());
-        // NVIDIA's runtime inside a program does not tell rgpu's driver what the program calls; then the driver's functions are told.
-        if (dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD)) {
-            const Api &call = calls.at(k1.correlationId);
-            EXPECT_THAT(call.runtime && call.cbid == CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000, "%d, %u", call.runtime, call.cbid);
-        }
+        const Api &call = calls.at(k1.correlationId);
+        EXPECT_THAT(call.runtime && call.cbid == CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000, "%d, %u", call.runtime, call.cbid);
         for (const auto &k : kernels) EXPECT_THAT(!is_of(k.correlationId, capturing) && !is_of(k.correlationId, outer), "a kernel of another's call");
     }
 
@@ -412,7 +408,7 @@ int main()
         }
     }
 
-    // If only the driver's calls are recorded, those of a runtime's launches are, too.
+    // The driver's calls by which the runtime does its work are not recorded, even if only the driver's calls are.
     forget();
     OK(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_DRIVER));
     OK(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL));
@@ -423,8 +419,38 @@ int main()
     OK(cuptiActivityDisable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL));
     {
         std::lock_guard<std::mutex> turn(lock);
-        EXPECT_THAT(kernels.size() == 1 && calls.count(kernels[0].correlationId) == 1, "%zu kernels, %zu calls", kernels.size(), calls.size());
-        EXPECT_THAT(!calls.at(kernels[0].correlationId).runtime, "a call of the runtime");
+        EXPECT_THAT(kernels.size() == 1, "%zu kernels", kernels.size());
+        EXPECT_THAT(calls.count(kernels[0].correlationId) == 0, "a call %u", calls.at(kernels[0].correlationId).cbid);
+    }
+
+    // What a function returns: also where the driver has another opinion, or none.
+    forget();
+    OK(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_RUNTIME));
+    int current = 77;
+    void *nowhere = nullptr;
+    CHECK(cudaDeviceSynchronize());
+    EXPECT_THAT(cudaMalloc((void **)nullptr, 16) == cudaErrorInvalidValue, "memory at NULL");
+    EXPECT_THAT(cudaPeekAtLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaErrorInvalidValue, "another error");
+    EXPECT_THAT(cudaMemcpy2D(device, 1, device, 64, 32, 2, cudaMemcpyDeviceToDevice) == cudaErrorInvalidPitchValue, "a pitch of 1");
+    std::thread([&] { CHECK(cudaGetDevice(&current)); }).join();
+    EXPECT_THAT(current == 0 && cudaGetLastError() == cudaErrorInvalidPitchValue, "device %d", current);
+    EXPECT_THAT(cudaGetSymbolAddress(&nowhere, &nowhere) == cudaErrorInvalidSymbol && cudaGetLastError() == cudaErrorInvalidSymbol, "a symbol");
+    OK(cuptiActivityFlushAll(0));
+    OK(cuptiActivityDisable(CUPTI_ACTIVITY_KIND_RUNTIME));
+    {
+        std::lock_guard<std::mutex> turn(lock);
+        std::map<uint32_t, std::vector<uint32_t>> results;
+        for (auto &call : calls) results[call.second.cbid].push_back(call.second.result);
+        auto expect = [&](uint32_t id, std::vector<uint32_t> expected) {
+            EXPECT_THAT(results[id] == expected, "%u: %zu results, the first %d", id, results[id].size(), results[id].empty() ? -1 : (int)results[id][0]);
+        };
+        expect(CUPTI_RUNTIME_TRACE_CBID_cudaDeviceSynchronize_v3020, { 0 });
+        expect(CUPTI_RUNTIME_TRACE_CBID_cudaMalloc_v3020, { 1 });
+        expect(CUPTI_RUNTIME_TRACE_CBID_cudaPeekAtLastError_v3020, { 1 });
+        expect(CUPTI_RUNTIME_TRACE_CBID_cudaGetLastError_v3020, { 1, 12, 13 });
+        expect(CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy2D_v3020, { 12 });
+        expect(CUPTI_RUNTIME_TRACE_CBID_cudaGetDevice_v3020, { 0 });
+        expect(CUPTI_RUNTIME_TRACE_CBID_cudaGetSymbolAddress_v3020, { 13 });
     }
 
     // Callbacks.
@@ -459,12 +485,10 @@ int main()
     const Heard &inside = called(2, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuLaunchKernel);
     EXPECT_THAT(inside.symbol == "_Z12first_kernelPii" && grid == 4, "%s, %u", inside.symbol.c_str(), grid);
     CHECK(cudaMemcpy(device, pageable.data(), 444, cudaMemcpyHostToDevice));
-    if (dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD)) {
-        const Heard &outside = called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
-        EXPECT_THAT(outside.symbol == "_Z12first_kernelPii" && outside.correlation == inside.correlation, "%s, %u and %u", outside.symbol.c_str(), outside.correlation, inside.correlation);
-        called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020);
-        EXPECT_THAT(copied == 444, "%zu bytes", copied);
-    }
+    const Heard &outside = called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
+    EXPECT_THAT(outside.symbol == "_Z12first_kernelPii" && outside.correlation == inside.correlation, "%s, %u and %u", outside.symbol.c_str(), outside.correlation, inside.correlation);
+    called(1, RUNTIME, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020);
+    EXPECT_THAT(copied == 444, "%zu bytes", copied);
     OK(cuptiEnableDomain(0, subscriber, RUNTIME));
     OK(cuptiEnableDomain(0, subscriber, DRIVER));
     cuCtxSynchronize();
@@ -485,7 +509,22 @@ int main()
     CHECK(cudaDeviceSynchronize());
     OK(cuptiActivityFlushAll(1));
     EXPECT_THAT(kernels.empty() && calls.empty(), "it was recorded after the end");
+
+    // The end of everything: the subscriber, the records of single functions, the functions for buffers.
+    OK(cuptiSubscribe(&subscriber, callback, &entered));
+    OK(cuptiEnableCallback(1, subscriber, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize));
+    OK(cuptiActivityEnableDriverApi(CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize, 1));
+    cuCtxSynchronize();
+    called(3, DRIVER, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize);
+    OK(cuptiActivityFlushAll(1));
     OK(cuptiFinalize());
+    EXPECT_THAT(buffers_given == buffers_back, "%d given, %d back", buffers_given, buffers_back);
+    int so_far = entered, given = buffers_given;
+    cuCtxSynchronize();
+    EXPECT_THAT(entered == so_far && buffers_given == given, "%d calls, then %d", so_far, entered.load());
+    // Whoever comes next begins anew.
+    OK(cuptiSubscribe(&subscriber, callback, &entered));
+    OK(cuptiUnsubscribe(subscriber));
     CHECK(cudaFree(device));
     return pass("%d launches", many);
 }

@@ -34,7 +34,12 @@ pub struct Called {
     pub runtime: u32,
     /// The correlation of the runtime's call that makes this one; 0 if the program itself makes it.
     pub within: u32,
+    /// The function's number in CUPTI's headers; 0: its name and the runtime's version tell it.
+    pub number: u32,
 }
+
+/// The version and the number for [`enter`] that stand for a function of the driver.
+pub(crate) const DRIVER: (u32, u32) = (0, 0);
 
 /// Names the kernel that a call launches: takes the name and the arguments of the function. The result stays
 /// until the call ends.
@@ -55,7 +60,7 @@ pub struct Observer {
 static OBSERVER: AtomicPtr<Observer> = AtomicPtr::new(std::ptr::null_mut());
 /// What the driver's calls have as [`Called::kernel`].
 static KERNEL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-static CONTEXTS: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+static RESOURCES: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 static WORK: Mutex<Remembered> = Mutex::new(Remembered::new());
 
 /// Where a thread is.
@@ -72,10 +77,12 @@ thread_local! {
     static PLACE: Cell<Place> = const { Cell::new(Place::Program) };
     /// The correlation of the call that this thread is in; 0: none.
     static CURRENT: Cell<u32> = const { Cell::new(0) };
-    /// The call's status so far.
+    /// The status of the driver's call that this thread is in.
     static STATUS: Cell<u32> = const { Cell::new(0) };
     /// Whether the call copies memory that the program has not pinned.
     static PAGEABLE: Cell<bool> = const { Cell::new(false) };
+    /// The number of the graph that the call launches; 0: none.
+    static GRAPH: Cell<u32> = const { Cell::new(0) };
 }
 
 /// The call for which a record was appended.
@@ -87,6 +94,8 @@ pub struct Work {
     pub at: u64,
     /// Whether the call copies memory that the program has not pinned.
     pub pageable: bool,
+    /// The number of the graph that the call launches; 0: none.
+    pub graph: u32,
 }
 
 #[derive(Debug)]
@@ -130,22 +139,75 @@ pub fn is_observed() -> bool {
     !OBSERVER.load(Ordering::Acquire).is_null()
 }
 
-/// A function that is called for each new context, with its handle.
-pub type ContextObserver = unsafe extern "C" fn(usize);
+/// What [`Made`] is about: numbers of CUPTI (`CUpti_CallbackIdResource`).
+pub mod resource {
+    /// A context.
+    pub const CONTEXT_CREATED: u32 = 1;
+    /// A graph.
+    pub const GRAPH_CREATED: u32 = 9;
+    /// A graph that is a copy of another.
+    pub const GRAPH_CLONED: u32 = 11;
+    /// A node of a graph.
+    pub const GRAPH_NODE_CREATED: u32 = 13;
+    /// An instance of a graph.
+    pub const GRAPH_EXEC_CREATED: u32 = 18;
+    /// A node of a graph that is a copy of another.
+    pub const GRAPH_NODE_CLONED: u32 = 20;
+}
 
-/// Sets or removes the observer of new contexts.
-pub fn observe_contexts(observer: Option<ContextObserver>) {
+/// Something that this process has made, for an observer in another library: this has C's layout. Handles are
+/// 0 where they do not apply.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Made {
+    /// A number of [`resource`].
+    pub what: u32,
+    /// The context to which it belongs.
+    pub context: usize,
+    /// Handles of a graph, of the one that it was copied from, of a node, and of the node that it was copied
+    /// from, and the node's type (`CUgraphNodeType`): from here on this is CUPTI's `CUpti_GraphData`.
+    pub graph: usize,
+    /// See `graph`.
+    pub original_graph: usize,
+    /// See `graph`.
+    pub node: usize,
+    /// See `graph`.
+    pub original_node: usize,
+    /// See `graph`.
+    pub node_type: u32,
+    /// A node on which another one depends: never told.
+    pub dependency: usize,
+    /// The handle of an instance.
+    pub exec: usize,
+}
+
+/// A function that is called for what is made.
+pub type ResourceObserver = unsafe extern "C" fn(*const Made);
+
+/// Sets or removes the observer of what is made.
+pub fn observe_resources(observer: Option<ResourceObserver>) {
     let pointer = observer.map_or(std::ptr::null_mut(), |observer| observer as *mut c_void);
-    CONTEXTS.store(pointer, Ordering::Release);
+    RESOURCES.store(pointer, Ordering::Release);
+}
+
+/// Whether there is an observer of what is made.
+#[inline]
+pub fn resources_are_observed() -> bool {
+    !RESOURCES.load(Ordering::Relaxed).is_null()
+}
+
+/// Reports what was made.
+pub fn made(made: &Made) {
+    let observer = RESOURCES.load(Ordering::Acquire);
+    if !observer.is_null() {
+        // SAFETY: `observe_resources` has stored a function of this type, of a library that is never closed.
+        unsafe { std::mem::transmute::<*mut c_void, ResourceObserver>(observer)(made) };
+    }
 }
 
 /// Reports a new context.
 pub fn context_made(handle: usize) {
-    let observer = CONTEXTS.load(Ordering::Acquire);
-    if !observer.is_null() {
-        // SAFETY: `observe_contexts` has stored a function of this type, of a library that is never closed.
-        unsafe { std::mem::transmute::<*mut c_void, ContextObserver>(observer)(handle) };
-    }
+    made(&Made { what: resource::CONTEXT_CREATED, context: handle, ..Made::default() });
 }
 
 /// Drops all stored records.
@@ -165,8 +227,6 @@ pub(crate) struct Reported {
     correlation: u32,
     /// Where the thread was before.
     from: Place,
-    /// The status before: that of the runtime's call so far.
-    status: u32,
 }
 
 /// Calls the observer, unless the thread is being destroyed.
@@ -179,14 +239,15 @@ fn tell<R>(then: Place, call: impl FnOnce(&Observer) -> R) -> Option<R> {
     told
 }
 
-/// Reports that this thread enters a function, if there is an observer that hears of this call.
+/// Reports that this thread enters a function, if there is an observer that hears of this call. `runtime` and
+/// `number` are [`Called`]'s.
 ///
 /// # Safety
 /// The arguments stay until [`leave`], and are those of the function with this name.
 pub(crate) unsafe fn enter(
     name: &'static CStr,
     arguments: *const c_void,
-    runtime: u32,
+    (runtime, number): (u32, u32),
     kernel: Option<KernelOf>,
 ) -> Option<Reported> {
     if !is_observed() {
@@ -201,33 +262,36 @@ pub(crate) unsafe fn enter(
     };
     if from == Place::Program {
         let _ = PAGEABLE.try_with(|pageable| pageable.set(false));
+        let _ = GRAPH.try_with(|graph| graph.set(0));
     }
-    let status = STATUS.try_with(|status| status.replace(0)).unwrap_or(0);
+    let _ = STATUS.try_with(|status| status.set(0));
     let of_driver = KERNEL.load(Ordering::Acquire);
     let kernel = kernel.or_else(|| {
         // SAFETY: NULL, which is none, or a function of this type, which `observe` has stored.
         unsafe { std::mem::transmute::<*mut c_void, Option<KernelOf>>(of_driver) }
     });
-    let called = Called { name: name.as_ptr(), arguments, kernel, runtime, within };
+    let called = Called { name: name.as_ptr(), arguments, kernel, runtime, within, number };
     // SAFETY: the observer's own function, and a structure that lives through the call.
     let correlation = tell(then, |observer| unsafe { (observer.enters)(&called) }).unwrap_or(0);
     let _ = CURRENT.try_with(|current| current.set(correlation));
-    Some(Reported { called, correlation, from, status })
+    Some(Reported { called, correlation, from })
 }
 
-/// Reports that this thread leaves a function.
+/// Reports that this thread leaves a function of the driver. Its status is what [`failed`] has noted.
 pub(crate) fn leave(reported: &Reported) {
-    let Reported { called, correlation, from, status } = reported;
-    let own = STATUS.try_with(Cell::get).unwrap_or(0);
+    leave_with(reported, STATUS.try_with(Cell::get).unwrap_or(0));
+}
+
+/// Reports that this thread leaves a function, which returns `status`.
+pub(crate) fn leave_with(reported: &Reported, status: u32) {
+    let Reported { called, correlation, from } = reported;
     // SAFETY: the observer's own function, and a structure that lives through the call; its arguments are
     // there as `enter`'s caller says.
-    tell(*from, |observer| unsafe { (observer.leaves)(called, *correlation, own) });
+    tell(*from, |observer| unsafe { (observer.leaves)(called, *correlation, status) });
     let _ = CURRENT.try_with(|current| current.set(called.within));
-    // The runtime's call fails if a call of the driver does.
-    let _ = STATUS.try_with(|kept| kept.set(if own == 0 { *status } else { own }));
 }
 
-/// Notes that this thread's call has failed.
+/// Notes that this thread's call of the driver has failed.
 pub fn failed(status: u32) {
     let _ = STATUS.try_with(|kept| kept.set(status));
 }
@@ -240,12 +304,21 @@ pub fn copies_pageable() {
     }
 }
 
+/// Notes that this thread's call launches the graph with this number.
+#[inline]
+pub fn launches_graph(number: u32) {
+    if counters::calls_are_watched() {
+        let _ = GRAPH.try_with(|graph| graph.set(number));
+    }
+}
+
 /// Stores a record that this thread has appended.
 pub(crate) fn appended(seq: Seq) {
     let correlation = CURRENT.try_with(Cell::get).unwrap_or(0);
     if correlation != 0 && !OBSERVER.load(Ordering::Relaxed).is_null() {
         let pageable = PAGEABLE.try_with(Cell::get).unwrap_or(false);
-        lock(&WORK).keep(seq, Work { correlation, at: now(), pageable });
+        let graph = GRAPH.try_with(Cell::get).unwrap_or(0);
+        lock(&WORK).keep(seq, Work { correlation, at: now(), pageable, graph });
     }
 }
 
@@ -258,7 +331,7 @@ mod tests {
     #[test]
     fn the_number_of_stored_records_is_limited() {
         let mut kept = Remembered::new();
-        let work = Work { correlation: 3, at: 0, pageable: false };
+        let work = Work { correlation: 3, at: 0, pageable: false, graph: 0 };
         for number in 0..MOST as u64 + 5 {
             kept.keep(Seq::for_tests(0, number), work);
         }
@@ -280,7 +353,7 @@ mod tests {
         let (called, name) = unsafe { (&*called, CStr::from_ptr((*called).name)) };
         TOLD.with_borrow_mut(|told| told.push((name, called.within, 0, None)));
         // SAFETY: the observer's own call, without arguments.
-        assert!(unsafe { enter(c"cuObservers", std::ptr::null(), 0, None) }.is_none());
+        assert!(unsafe { enter(c"cuObservers", std::ptr::null(), DRIVER, None) }.is_none());
         if called.within == 0 { 77 } else { called.within }
     }
 
@@ -295,7 +368,7 @@ mod tests {
         static OBSERVED: Observer = Observer { enters, leaves };
         OBSERVER.store((&raw const OBSERVED).cast_mut(), Ordering::Release);
         // SAFETY: functions without arguments.
-        let enter = |name, runtime| unsafe { enter(name, std::ptr::null(), runtime, None) };
+        let enter = |name, runtime| unsafe { enter(name, std::ptr::null(), (runtime, 0), None) };
         let outer = enter(c"cudaOuter", 13).unwrap();
         for status in [2, 0] {
             let inner = enter(c"cuInner", 0).unwrap();
@@ -305,7 +378,8 @@ mod tests {
             }
             leave(&inner);
         }
-        leave(&outer);
+        // The runtime may find that nothing went wrong, or something that the driver does not know of.
+        leave_with(&outer, 98);
         let alone = enter(c"cuAlone", 0).unwrap();
         leave(&alone);
         OBSERVER.store(std::ptr::null_mut(), Ordering::Release);
@@ -316,7 +390,7 @@ mod tests {
             (c"cuInner", 77, 77, Some(2)),
             (c"cuInner", 77, 0, None),
             (c"cuInner", 77, 77, Some(0)),
-            (c"cudaOuter", 0, 77, Some(2)),
+            (c"cudaOuter", 0, 77, Some(98)),
             (c"cuAlone", 0, 0, None),
             (c"cuAlone", 0, 77, Some(0)),
         ];

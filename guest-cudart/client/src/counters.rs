@@ -136,6 +136,12 @@ pub(crate) fn calls_are_watched() -> bool {
     WATCHED.load(Ordering::Relaxed)
 }
 
+/// True while functions are to be marked. A library of the runtime API looks at it before it calls
+/// [`enter_runtime`].
+pub fn are_calls_marked() -> &'static AtomicBool {
+    &BY_CALL
+}
+
 /// From now on events are attributed to functions.
 fn count_calls() {
     COUNTED.store(true, Ordering::Relaxed);
@@ -236,7 +242,7 @@ fn enter_counted<'a>(call: &'static Call, arguments: *const c_void) -> Option<In
     }
     called(call);
     // SAFETY: `enter` keeps the arguments borrowed as long as the result lives.
-    let reported = unsafe { activity::enter(call.name, arguments, 0, None) };
+    let reported = unsafe { activity::enter(call.name, arguments, activity::DRIVER, None) };
     let inside = Inside { call, since: RECORDER.clock(), reported, arguments: PhantomData };
     INSIDE.try_with(|current| current.set(Some(call))).is_ok().then_some(inside)
 }
@@ -260,6 +266,8 @@ pub struct RuntimeCall<'a> {
     pub kernel: Option<KernelOf>,
     /// The library's major version.
     pub version: u32,
+    /// The function's number in CUPTI's `cupti_runtime_cbid.h`; 0 if the library does not know it.
+    pub number: u32,
 }
 
 /// Marks this thread as inside a runtime API function until [`leave_runtime`]. Returns false if another
@@ -268,7 +276,7 @@ pub struct RuntimeCall<'a> {
 /// # Safety
 /// The arguments are those of this function, and stay until [`leave_runtime`].
 pub unsafe fn enter_runtime(entered: &RuntimeCall<'_>) -> bool {
-    let RuntimeCall { known, name, arguments, kernel, version } = *entered;
+    let RuntimeCall { known, name, arguments, kernel, version, number } = *entered;
     if !BY_CALL.load(Ordering::Relaxed) || !matches!(RUNTIME.try_with(Cell::get), Ok(None)) {
         return false;
     }
@@ -287,17 +295,18 @@ pub unsafe fn enter_runtime(entered: &RuntimeCall<'_>) -> bool {
     });
     called(call);
     // SAFETY: as the caller says.
-    let reported = unsafe { activity::enter(call.name, arguments, version, kernel) };
+    let reported = unsafe { activity::enter(call.name, arguments, (version, number), kernel) };
     let _ = REPORTED.try_with(|kept| kept.set(reported));
     let _ = SINCE.try_with(|since| since.set(RECORDER.clock()));
     RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
 }
 
-/// Marks this thread as outside the runtime API function that it entered last.
-pub fn leave_runtime() {
+/// Marks this thread as outside the runtime API function that it entered last, which returns `status`.
+pub fn leave_runtime(status: u32) {
     if let Ok(Some(call)) = RUNTIME.try_with(|runtime| runtime.replace(None)) {
         note(call, SINCE.try_with(Cell::get).unwrap_or(0));
-        REPORTED.try_with(Cell::take).iter().flatten().for_each(activity::leave);
+        let reported = REPORTED.try_with(Cell::take).ok().flatten();
+        reported.iter().for_each(|reported| activity::leave_with(reported, status));
     }
 }
 
@@ -398,6 +407,7 @@ mod tests {
                 arguments: std::ptr::null(),
                 kernel: None,
                 version: 13,
+                number: 0,
             })
         }
     }
@@ -456,7 +466,7 @@ mod tests {
         let inside = inside(&DRIVERS);
         add(&COUNTERS.ring_full, 2);
         drop(inside);
-        leave_runtime();
+        leave_runtime(0);
         add(&COUNTERS.ring_full, 5);
         BY_CALL.store(false, Ordering::Relaxed);
         // SAFETY: `enter_runtime` made it, and it is never freed.

@@ -1,10 +1,9 @@
 //! Arrays and mipmapped arrays, and how the element formats of the two APIs correspond.
 
 use std::ffi::{c_int, c_uint};
-use std::mem::MaybeUninit;
 
 use crate::arguments::{In, Out};
-use crate::call_counts::{self, Call};
+use crate::call_counts::{Call, Inside};
 use crate::context;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
@@ -198,9 +197,10 @@ pub extern "C" fn cudaCreateChannelDesc(
 ) -> ChannelFormatDesc {
     static CALL: Call = Call::new(c"cudaCreateChannelDesc", None);
     let made = ChannelFormatDesc { x, y, z, w, f };
-    let mut arguments = MaybeUninit::uninit();
+    let inside = Inside::new(&CALL);
     // The arguments are the structure's fields.
-    let _inside = call_counts::enter(&CALL, &mut arguments, || made);
+    inside.enter(|| made);
+    inside.leave(0);
     made
 }
 

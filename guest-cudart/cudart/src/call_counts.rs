@@ -1,17 +1,17 @@
 //! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes,
 //! and with `RGPU_TRACE` it shows their calls in a timeline, if told when a function begins and ends; and it
-//! passes that on to a profiler (libcupti). No other libcuda has this table, so with those nothing is
-//! counted.
+//! passes that on to a profiler (libcupti), which may come at any time. A flag of libcuda's says whether it
+//! wants to be told. No other libcuda has this table, so with those nothing is counted.
 
-use std::ffi::{CStr, c_char, c_void};
-use std::marker::PhantomData;
+use std::cell::{Cell, UnsafeCell};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use crate::driver::Driver;
 use crate::types::CUuuid;
 
-/// libcuda's table: its size, and the functions `enter` and `leave`.
+/// libcuda's table: its size, and functions.
 #[repr(C)]
 pub(crate) struct Table {
     size: usize,
@@ -22,7 +22,8 @@ pub(crate) struct Table {
         Option<KernelOf>,
         u32,
     ) -> u32,
-    leave: unsafe extern "C" fn(),
+    leave: unsafe extern "C" fn(u32),
+    wanted: unsafe extern "C" fn() -> *const AtomicBool,
 }
 
 /// Names the kernel that a call launches: takes the name and the arguments of the function. NULL if it
@@ -32,6 +33,8 @@ pub(crate) type KernelOf = unsafe extern "C" fn(*const c_char, *const c_void) ->
 const ID: &[u8; 16] = b"rgpu counts call";
 
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
+/// libcuda's flag: whether it wants to be told of calls.
+static WANTED: AtomicPtr<AtomicBool> = AtomicPtr::new(std::ptr::null_mut());
 
 /// One exported function, and the word that libcuda keeps for it.
 pub(crate) struct Call {
@@ -46,67 +49,78 @@ impl Call {
     }
 }
 
-/// Marks the thread as inside a function until dropped.
-pub(crate) struct Inside<'a> {
-    table: &'static Table,
-    /// The function's arguments.
-    arguments: PhantomData<&'a ()>,
+/// A call of one of this library's functions, from its beginning to its end. `A` is a structure of the
+/// function's arguments, with C's layout, which is kept for a profiler.
+pub(crate) struct Inside<A> {
+    call: &'static Call,
+    /// Who was told that the call began.
+    told: Cell<Option<&'static Table>>,
+    arguments: UnsafeCell<MaybeUninit<A>>,
 }
 
-impl Drop for Inside<'_> {
-    fn drop(&mut self) {
-        // SAFETY: the table belongs to a library that is never closed.
-        unsafe { (self.table.leave)() }
+impl<A> Inside<A> {
+    #[inline]
+    pub fn new(call: &'static Call) -> Self {
+        Inside { call, told: Cell::new(None), arguments: UnsafeCell::new(MaybeUninit::uninit()) }
+    }
+
+    /// Tells libcuda that this thread enters the function, unless it was told already, or nothing is counted,
+    /// or another function of this library made the call.
+    #[inline]
+    pub fn enter(&self, arguments: impl FnOnce() -> A) {
+        // SAFETY: `connect` alone stores the addresses, of a flag and a table in a library that is never
+        // closed.
+        let table = unsafe {
+            match WANTED.load(Ordering::Acquire).as_ref() {
+                Some(wanted) if wanted.load(Ordering::Relaxed) => TABLE.load(Ordering::Acquire).as_ref(),
+                _ => None,
+            }
+        };
+        if let Some(table) = table
+            && self.told.get().is_none()
+        {
+            self.enter_counted(table, arguments());
+        }
+    }
+
+    #[cold]
+    fn enter_counted(&self, table: &'static Table, arguments: A) {
+        let version = if cfg!(feature = "v12") { 12 } else { 13 };
+        let Call { name, kernel, known } = self.call;
+        // SAFETY: nobody else has a reference to the place: it is written once before it is told, and only
+        // read from then on. The word and the name live as long as this library, and the arguments until
+        // `leave`, which takes this.
+        let told = unsafe {
+            (*self.arguments.get()).write(arguments);
+            (table.enter)(known, name.as_ptr(), self.arguments.get().cast(), *kernel, version)
+        };
+        if told != 0 {
+            self.told.set(Some(table));
+        }
+    }
+
+    /// Tells libcuda that this thread leaves the function, which returns `status`.
+    #[inline]
+    pub fn leave(self, status: c_int) {
+        if let Some(table) = self.told.take() {
+            // SAFETY: the table belongs to a library that is never closed.
+            unsafe { (table.leave)(status.cast_unsigned()) }
+        }
     }
 }
 
-/// Whether the program has loaded a libcupti, and so may want to know of its calls.
-fn has_profiler() -> bool {
-    // SAFETY: a name that ends with NUL. Nothing is loaded that is not there, and what is there stays.
-    unsafe { !libc::dlopen(c"libcupti.so.13".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD).is_null() }
-}
-
-/// Gets the driver's table if counts are wanted, or a profiler may want to know of calls.
+/// Gets the driver's table, if it has one.
 pub(crate) fn connect(driver: &Driver) {
-    let counts = std::env::var_os("RGPU_STATS").is_some_and(|value| value == "1");
-    if !counts && std::env::var_os("RGPU_TRACE").is_none_or(|folder| folder.is_empty()) && !has_profiler() {
-        return;
-    }
     let mut table = std::ptr::null();
     // SAFETY: the table's address is written to a live local variable; the name has the 16 bytes of a
     // `CUuuid`.
     let found = unsafe { driver.cuGetExportTable(&mut table, ID.as_ptr().cast::<CUuuid>()) };
     // SAFETY: a driver that knows this ID returns its table or NULL; the first word of every export table is
     // its size.
-    let whole = unsafe { table.cast::<Table>().as_ref() }.is_some_and(|t| t.size == size_of::<Table>());
-    if found.is_ok() && whole {
-        TABLE.store(table.cast_mut().cast(), Ordering::Release);
+    let whole = unsafe { table.cast::<Table>().as_ref() }.filter(|table| table.size == size_of::<Table>());
+    if let (true, Some(whole)) = (found.is_ok(), whole) {
+        TABLE.store(std::ptr::from_ref(whole).cast_mut(), Ordering::Release);
+        // SAFETY: takes nothing.
+        WANTED.store(unsafe { (whole.wanted)() }.cast_mut(), Ordering::Release);
     }
-}
-
-/// Tells libcuda that this thread enters a function. Returns `None` if nothing is counted or if another
-/// function of this library made the call. `arguments` makes a structure of the function's arguments, with
-/// C's layout, which is kept in `place` for a profiler.
-#[inline]
-pub(crate) fn enter<'a, A>(
-    call: &'static Call,
-    place: &'a mut MaybeUninit<A>,
-    arguments: impl FnOnce() -> A,
-) -> Option<Inside<'a>> {
-    // SAFETY: `connect` alone stores the address, of a table in a library that is never closed.
-    let table = unsafe { TABLE.load(Ordering::Acquire).as_ref() }?;
-    enter_counted(table, call, std::ptr::from_mut(place.write(arguments())).cast())
-}
-
-#[cold]
-fn enter_counted<'a>(
-    table: &'static Table,
-    call: &'static Call,
-    arguments: *const c_void,
-) -> Option<Inside<'a>> {
-    let version = if cfg!(feature = "v12") { 12 } else { 13 };
-    // SAFETY: the word and the name live as long as this library, and `enter` keeps the arguments borrowed as
-    // long as the result lives.
-    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr(), arguments, call.kernel, version) };
-    (counted != 0).then_some(Inside { table, arguments: PhantomData })
 }

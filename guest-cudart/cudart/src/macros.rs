@@ -69,13 +69,15 @@ macro_rules! api {
                 },
                 Some($crate::launch::kernel_of),
             );
-            $crate::error::remember($crate::context::$need(|$d| {
+            let inside = $crate::call_counts::Inside::new(&CALL);
+            let status = $crate::error::remember($crate::context::$need(|$d| {
                 // Entered here so that initialization on the first call is not counted as this function's
                 // work.
-                let mut arguments = ::std::mem::MaybeUninit::uninit();
-                let _inside = $crate::call_counts::enter(&CALL, &mut arguments, || Arguments { $($arg),* });
+                inside.enter(|| Arguments { $($arg),* });
                 $body
-            }))
+            }));
+            inside.leave(status);
+            status
         }
     };
 }

@@ -15,7 +15,7 @@ use crate::result::{
     CUptiResult, INVALID_CONTEXT, INVALID_KIND, INVALID_OPERATION, INVALID_PARAMETER, INVALID_STREAM,
     NOT_SUPPORTED, PARAMETER_SIZE_NOT_SUFFICIENT, Result, finish, put,
 };
-use crate::{buffers, lock, names};
+use crate::{buffers, lock, names, subscriber};
 
 /// `CUPTI_API_VERSION` of CUDA 13.0.
 const VERSION: u32 = 130_001;
@@ -461,6 +461,26 @@ pub unsafe extern "C" fn cuptiGetContextId(context: usize, id: *mut u32) -> CUpt
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetGraphId(graph: usize, id: *mut u32) -> CUptiResult {
+    let found = table().and_then(|table| table.graph_id(graph));
+    // SAFETY: the caller gives a place for a number.
+    finish(found.and_then(|number| unsafe { put(id, number) }))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetGraphExecId(exec: usize, id: *mut u32) -> CUptiResult {
+    // SAFETY: as the caller says. Graphs and instances have no handles and no numbers in common.
+    unsafe { cuptiGetGraphId(exec, id) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuptiGetGraphNodeId(node: usize, id: *mut u64) -> CUptiResult {
+    let found = table().and_then(|table| table.graph_node_id(node));
+    // SAFETY: the caller gives a place for a number.
+    finish(found.and_then(|number| unsafe { put(id, number) }))
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuptiGetStreamIdEx(
     _context: usize,
     stream: usize,
@@ -495,12 +515,19 @@ pub unsafe extern "C" fn cuptiGetThreadIdType(kind: *mut u32) -> CUptiResult {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuptiFinalize() -> CUptiResult {
+    // The program may call this from its subscriber's function, and may be unloaded afterwards: nothing of it
+    // is called any more.
+    let ended = subscriber::end();
     for number in 1..kind::COUNT {
         // A kind that is not enabled needs nothing.
         let _ = disable(number);
     }
-    buffers::flush();
-    0
+    buffers::end();
+    WANTED.iter().for_each(|wanted| wanted.set(false));
+    clock::use_callback(None);
+    SYSTEM_THREADS.store(false, Ordering::Relaxed);
+    *lock(&ATTRIBUTES) = [0; attribute::LAST as usize + 1];
+    finish(ended.and_then(|()| calls::observe()))
 }
 
 #[cfg(test)]

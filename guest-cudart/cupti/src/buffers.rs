@@ -185,6 +185,12 @@ pub fn flush() {
     }
 }
 
+/// Returns the buffer to the program, and forgets its functions.
+pub fn end() {
+    flush();
+    lock(&BUFFERS).callbacks = None;
+}
+
 /// The record after `record` in a buffer with `valid` bytes. For NULL, the first record.
 ///
 /// # Safety

@@ -109,7 +109,8 @@ impl<'a> Call<'a> {
     /// The name is text that ends with NUL.
     unsafe fn of(told: &'a Called, correlation: u32) -> Call<'a> {
         let domain = if told.runtime == 0 { names::DRIVER } else { names::RUNTIME };
-        Call { told, domain, number: OnceCell::new(), correlation }
+        let number = if told.number == 0 { OnceCell::new() } else { OnceCell::from(told.number) };
+        Call { told, domain, number, correlation }
     }
 
     /// The function's number in its domain; 0 if it has none. Looked up only for whoever asks.
@@ -143,7 +144,9 @@ unsafe extern "C" fn leaves(told: *const Called, correlation: u32, status: u32) 
     let end = clock::now();
     // SAFETY: libcuda passes a call, with the function's name.
     let call = unsafe { Call::of(&*told, correlation) };
-    if WANTED[call.place()].has(call.number()) {
+    // NVIDIA's library records no calls of the driver by which the runtime does its work. A subscriber hears
+    // of them all the same.
+    if call.told.within == 0 && WANTED[call.place()].has(call.number()) {
         note_external(correlation);
         buffers::write(&Api {
             kind: if call.domain == names::DRIVER { kind::DRIVER } else { kind::RUNTIME },

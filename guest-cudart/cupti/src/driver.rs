@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::result::{CUptiResult, NOT_INITIALIZED, NOT_SUPPORTED, Result};
+use crate::result::{CUptiResult, INVALID_PARAMETER, NOT_INITIALIZED, NOT_SUPPORTED, Result};
 
 /// libcuda's table: its size, and functions. Statuses are `CUresult`s.
 #[repr(C)]
@@ -16,8 +16,10 @@ pub struct Table {
     dropped: unsafe extern "C" fn() -> u64,
     context_ids: unsafe extern "C" fn(usize, *mut u32, *mut u32) -> u32,
     stream_id: unsafe extern "C" fn(usize, u32, *mut u32) -> u32,
-    observe_contexts: unsafe extern "C" fn(Option<unsafe extern "C" fn(usize)>) -> u32,
+    observe_resources: unsafe extern "C" fn(Option<ResourceObserver>) -> u32,
     current_context: unsafe extern "C" fn(*mut u32) -> usize,
+    graph_id: unsafe extern "C" fn(usize, *mut u32) -> u32,
+    graph_node_id: unsafe extern "C" fn(usize, *mut u64) -> u32,
 }
 
 /// A call of the program's, as in the crate `client`.
@@ -33,7 +35,32 @@ pub struct Called {
     pub runtime: u32,
     /// The correlation of the runtime's call that makes this one; 0 if the program itself makes it.
     pub within: u32,
+    /// The function's number; 0: its name and the runtime's version tell it.
+    pub number: u32,
 }
+
+/// Something that the program has made, as in the crate `client`.
+#[repr(C)]
+pub struct Made {
+    /// `CUpti_CallbackIdResource`.
+    pub what: u32,
+    pub context: usize,
+    pub graph: GraphData,
+}
+
+/// `CUpti_GraphData`.
+#[repr(C)]
+pub struct GraphData {
+    graph: usize,
+    original_graph: usize,
+    node: usize,
+    original_node: usize,
+    node_type: u32,
+    dependency: usize,
+    exec: usize,
+}
+
+pub type ResourceObserver = unsafe extern "C" fn(*const Made);
 
 /// The observer of calls, as in the crate `client`.
 #[repr(C)]
@@ -137,10 +164,10 @@ impl Table {
         unsafe { (self.observe)(observer) };
     }
 
-    /// Sets the function that is called for new contexts, with their handles.
-    pub fn observe_contexts(&self, observer: Option<unsafe extern "C" fn(usize)>) {
+    /// Sets the function that is called for new contexts, graphs, nodes and instances.
+    pub fn observe_resources(&self, observer: Option<ResourceObserver>) {
         // SAFETY: none, or a function of this library, which is never unloaded.
-        unsafe { (self.observe_contexts)(observer) };
+        unsafe { (self.observe_resources)(observer) };
     }
 
     /// Starts recording the devices' work.
@@ -191,6 +218,22 @@ impl Table {
         (context, number)
     }
 
+    /// The number of a graph or an instance.
+    pub fn graph_id(&self, handle: usize) -> Result<u32> {
+        let mut id = 0;
+        // SAFETY: writes a number.
+        result(unsafe { (self.graph_id)(handle, &mut id) }, INVALID_PARAMETER)?;
+        Ok(id)
+    }
+
+    /// The number of a graph's node.
+    pub fn graph_node_id(&self, node: usize) -> Result<u64> {
+        let mut id = 0;
+        // SAFETY: writes a number.
+        result(unsafe { (self.graph_node_id)(node, &mut id) }, INVALID_PARAMETER)?;
+        Ok(id)
+    }
+
     /// A stream's number.
     pub fn stream_id(&self, stream: usize, per_thread: bool, otherwise: CUptiResult) -> Result<u32> {
         let mut id = 0;
@@ -239,7 +282,15 @@ pub mod fake {
         0
     }
 
-    unsafe extern "C" fn observe_contexts(_: Option<unsafe extern "C" fn(usize)>) -> u32 {
+    unsafe extern "C" fn observe_resources(_: Option<ResourceObserver>) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn graph_id(_: usize, _: *mut u32) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn graph_node_id(_: usize, _: *mut u64) -> u32 {
         0
     }
 
@@ -260,7 +311,9 @@ pub mod fake {
         dropped,
         context_ids,
         stream_id,
-        observe_contexts,
+        observe_resources,
         current_context,
+        graph_id,
+        graph_node_id,
     };
 }

@@ -1,5 +1,5 @@
-//! Callbacks for calls and new contexts: at most one subscriber, for the driver API, the runtime API, and the
-//! creation of contexts.
+//! Callbacks for calls and for what the program makes: at most one subscriber, for the driver API, the
+//! runtime API, and new contexts, graphs, nodes and instances of graphs.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::calls::Call;
-use crate::driver::{Called, table};
+use crate::driver::{Called, Made, table};
 use crate::names::{DRIVER, RUNTIME};
 use crate::result::{
     CUptiResult, INVALID_PARAMETER, MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED, NOT_SUPPORTED, Result, finish, put,
@@ -19,9 +19,11 @@ type Callback = unsafe extern "C" fn(*mut c_void, u32, u32, *const c_void);
 
 /// One more than the last `CUpti_CallbackDomain`.
 const DOMAINS: u32 = 7;
-/// `CUPTI_CB_DOMAIN_RESOURCE`, and its `CUPTI_CBID_RESOURCE_CONTEXT_CREATED`.
+/// `CUPTI_CB_DOMAIN_RESOURCE`, and those of its numbers that are ever told: `CONTEXT_CREATED`,
+/// `GRAPH_CREATED`, `GRAPH_CLONED`, `GRAPHNODE_CREATED`, `GRAPHEXEC_CREATED` and `GRAPHNODE_CLONED`.
 const RESOURCE: u32 = 3;
 const CONTEXT_CREATED: u32 = 1;
+const TOLD: [u32; 6] = [CONTEXT_CREATED, 9, 11, 13, 18, 20];
 /// One more than the last `CUpti_CallbackIdResource`.
 const RESOURCES: u32 = 24;
 /// The address that stands for the only subscriber.
@@ -85,27 +87,31 @@ fn update(subscriber: Option<&Subscriber>) {
 struct ResourceData {
     context: usize,
     stream: *mut c_void,
-    descriptor: *mut c_void,
+    descriptor: *const c_void,
 }
 
-/// Calls the subscriber for a new context.
-unsafe extern "C" fn context_made(context: usize) {
+/// Calls the subscriber for what the program has made.
+unsafe extern "C" fn was_made(made: *const Made) {
+    // SAFETY: libcuda passes a structure that lives until this returns.
+    let Made { what, context, graph } = unsafe { &*made };
     let found = lock(&SUBSCRIBER)
         .as_ref()
-        .and_then(|s| s.exceptions.contains(&(RESOURCE, CONTEXT_CREATED)).then_some((s.callback, s.user)));
+        .and_then(|s| s.exceptions.contains(&(RESOURCE, *what)).then_some((s.callback, s.user)));
     if let Some((callback, user)) = found {
-        let told = ResourceData { context, stream: std::ptr::null_mut(), descriptor: std::ptr::null_mut() };
-        // SAFETY: the program's function and word, as it has given them; the structure lives until it
+        let descriptor = if *what == CONTEXT_CREATED { std::ptr::null() } else { std::ptr::from_ref(graph) };
+        let (stream, descriptor) = (std::ptr::null_mut(), descriptor.cast());
+        let told = ResourceData { context: *context, stream, descriptor };
+        // SAFETY: the program's function and word, as it has given them; the structures live until it
         // returns.
-        unsafe { callback(user.0, RESOURCE, CONTEXT_CREATED, (&raw const told).cast()) };
+        unsafe { callback(user.0, RESOURCE, *what, (&raw const told).cast()) };
     }
 }
 
-/// Makes libcuda report new contexts if the subscriber wants them.
-fn observe_contexts() -> Result {
-    let wanted =
-        lock(&SUBSCRIBER).as_ref().is_some_and(|s| s.exceptions.contains(&(RESOURCE, CONTEXT_CREATED)));
-    table()?.observe_contexts(wanted.then_some(context_made));
+/// Makes libcuda report what is made if the subscriber wants to know.
+fn observe_resources() -> Result {
+    let wants = |s: &Subscriber| TOLD.iter().any(|what| s.exceptions.contains(&(RESOURCE, *what)));
+    let wanted = lock(&SUBSCRIBER).as_ref().is_some_and(wants);
+    table()?.observe_resources(wanted.then_some(was_made));
     Ok(())
 }
 
@@ -162,7 +168,7 @@ fn with_subscriber(handle: *mut c_void, f: impl FnOnce(&mut Subscriber) -> Resul
             None => Err(INVALID_PARAMETER),
         }
     };
-    finish(done.and_then(|()| calls::observe()).and_then(|()| observe_contexts()))
+    finish(done.and_then(|()| calls::observe()).and_then(|()| observe_resources()))
 }
 
 fn check(domain: u32) -> Result {
@@ -203,7 +209,14 @@ pub extern "C" fn cuptiUnsubscribe(subscriber: *mut c_void) -> CUptiResult {
         *current = None;
         update(None);
     }
-    finish(calls::observe().and_then(|()| observe_contexts()))
+    finish(calls::observe().and_then(|()| observe_resources()))
+}
+
+/// Drops the subscriber, if there is one.
+pub fn end() -> Result {
+    *lock(&SUBSCRIBER) = None;
+    update(None);
+    observe_resources()
 }
 
 #[unsafe(no_mangle)]
@@ -215,11 +228,11 @@ pub extern "C" fn cuptiEnableCallback(
 ) -> CUptiResult {
     with_subscriber(subscriber, |s| {
         match (domain, cbid) {
-            (RESOURCE, CONTEXT_CREATED) => {}
+            (RESOURCE, what) if TOLD.contains(&what) => {}
             // Kineto passes a number of its own instead of CUPTI's, and records no device activity if that is
             // refused.
             (RESOURCE, 1..RESOURCES) => log::info(format_args!(
-                "libcupti: a subscriber is called for new contexts, but never for resource {cbid}"
+                "libcupti: a subscriber is called for new contexts and graphs, but never for resource {cbid}"
             )),
             _ => check(domain)?,
         }
@@ -311,7 +324,7 @@ mod tests {
             let arguments = (&raw const ARGUMENTS).cast();
             let runtime = if domain == DRIVER { 0 } else { 13 };
             let name = c"cuInit".as_ptr();
-            let told = &Called { name, arguments, kernel: Some(kernel), runtime, within: 0 };
+            let told = &Called { name, arguments, kernel: Some(kernel), runtime, within: 0, number: 0 };
             call(&Call { told, domain, number: 1.into(), correlation }, status);
         };
         std::thread::scope(|scope| {

@@ -9,7 +9,9 @@ use crate::abi::types::{
     MemAllocNodeParams, Memcpy3D, MemsetNodeParams,
 };
 use crate::graph::node_work::Work;
-use crate::graph::{Edge, EdgeData, GRAPHS, Graph, edge_data, edges, node, node_description, nodes, of};
+use crate::graph::{
+    Edge, EdgeData, GRAPHS, Graph, edge_data, edges, node, node_description, nodes, of, told,
+};
 use crate::process::context;
 use crate::process::driver::driver;
 use client::Status;
@@ -28,7 +30,9 @@ fn add(
     let before = edges(&graph, before, data, count)?;
     let work = work(&graph, &before)?;
     let id = graph.add(work, before)?;
-    to.put(Graph::node(&graph, id)?)
+    to.put(Graph::node(&graph, id)?)?;
+    told::node_added(&graph, id);
+    Ok(())
 }
 
 /// The node numbers at both ends of each dependency.
@@ -58,7 +62,10 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        graph.put(Graph::handle(&Arc::new(Graph::new(context)))?)
+        let made = Arc::new(Graph::new(context));
+        graph.put(Graph::handle(&made)?)?;
+        told::made(&made);
+        Ok(())
     }
 
     fn cuGraphDestroy(handle: usize) {
@@ -72,7 +79,11 @@ api! {
 
     fn cuGraphClone(to: Out<usize>, graph: usize) {
         to.required()?;
-        to.put(Graph::handle(&Arc::new(of(graph)?.copy(false)?))?)
+        let original = of(graph)?;
+        let clone = Arc::new(original.copy(false)?);
+        to.put(Graph::handle(&clone)?)?;
+        told::cloned(&original, &clone);
+        Ok(())
     }
 
     fn cuGraphNodeFindInClone(to: Out<usize>, original: usize, clone: usize) {

@@ -12,7 +12,7 @@ use crate::abi::types::{
 use crate::api::execution::wait_if_blocking;
 use crate::graph::instance::{EXECS, Exec, flag, update};
 use crate::graph::node_work::Work;
-use crate::graph::{Graph, conditional, node_description, of, work_of};
+use crate::graph::{Graph, conditional, node_description, of, told, work_of};
 use crate::process::context;
 use crate::process::driver::{Driver, driver};
 use crate::process::stream::Stream;
@@ -49,7 +49,9 @@ fn instantiate(graph: usize, flags: u64) -> Result<usize> {
     if conditional::has_unused(&graph) {
         return Err(Status::INVALID_VALUE);
     }
-    EXECS.insert(Arc::new(Exec::new(&graph, flags)?)).ok_or(Status::OUT_OF_MEMORY)
+    let handle = EXECS.insert(Arc::new(Exec::new(&graph, flags)?)).ok_or(Status::OUT_OF_MEMORY)?;
+    told::instantiated(&graph, handle);
+    Ok(handle)
 }
 
 /// The stream of a launch or upload, of any context: a graph may have kernels of several.

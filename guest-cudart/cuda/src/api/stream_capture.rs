@@ -6,7 +6,7 @@ use crate::abi::arguments::{Array, Count, Out};
 use crate::abi::result::{Result, code};
 use crate::abi::types::EdgeData;
 use crate::graph::recording::{self, graph_of};
-use crate::graph::{self, Graph};
+use crate::graph::{self, Graph, told};
 use crate::process::capture::{Capture, RELAXED, Recorded};
 use crate::process::stream::Stream;
 use crate::streams::{capture_rules, stream_table};
@@ -35,6 +35,9 @@ pub(crate) fn begin(
     let context = graph.context.unique;
     let capture = Capture::begin(mode, stream.unique(), context, graph, destroy, before);
     capture_rules::enter(&capture, &stream);
+    if destroy.is_some() {
+        told::made(&graph_of(&capture)?);
+    }
     Ok(())
 }
 

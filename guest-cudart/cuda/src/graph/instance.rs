@@ -26,6 +26,7 @@ use crate::process::context::Context;
 use crate::process::driver::{Driver, Server, driver};
 use crate::process::fences::{self, OwnEvent};
 use crate::process::holds;
+use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use crate::work::{copy_boxes, fill};
@@ -92,6 +93,7 @@ enum Step {
 /// An instantiated graph.
 pub(crate) struct Exec {
     pub context: &'static Context,
+    pub unique: u64,
     pub flags: u64,
     state: Mutex<State>,
     /// The graph, if it has memory nodes: then this is its only instance.
@@ -597,7 +599,7 @@ impl Exec {
         } else {
             state.instantiate(driver, context, flags)
         };
-        let exec = Exec { context, flags, state: Mutex::new(state), claimed };
+        let exec = Exec { context, unique: unique_id(), flags, state: Mutex::new(state), claimed };
         made.map(|()| exec)
     }
 
@@ -622,6 +624,7 @@ impl Exec {
 
     /// Enqueues a launch on a stream that is not being captured.
     pub fn launch(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        client::activity::launches_graph(self.unique as u32);
         self.at_home(stream, |stream| self.launch_at_home(driver, stream))
     }
 

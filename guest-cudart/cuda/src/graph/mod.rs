@@ -7,6 +7,7 @@
 //! - [`recording`]: nodes from work that is enqueued on a captured stream;
 //! - [`conditional`]: conditional nodes, which the server knows before the graph is instantiated;
 //! - [`instance`], [`launch_steps`]: launching and updating instantiated graphs;
+//! - [`told`]: what a profiler hears of graphs;
 //! - [`user_object`]: objects of the program that a graph keeps alive. The memory of allocation nodes is in
 //!   `memory::graph_memory`.
 
@@ -16,6 +17,7 @@ pub(crate) mod launch_steps;
 pub(crate) mod node_description;
 pub(crate) mod node_work;
 pub(crate) mod recording;
+pub(crate) mod told;
 pub(crate) mod user_object;
 
 use std::collections::{BTreeMap, HashSet};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::abi::result::Result;
 use crate::graph::node_work::Work;
-use crate::graph::{Edge, Graph};
+use crate::graph::{Edge, Graph, told};
 use crate::memory::graph_memory;
 use crate::process::capture::{Capture, Recorded};
 use crate::process::driver::Driver;
@@ -37,6 +37,8 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     let node = graph.add(work, before).inspect_err(|_| capture.spoil())?;
     lock(&capture.added).insert(node);
     *end = vec![node];
+    drop(ends);
+    told::node_added(&graph, node);
     Ok(())
 }
 

@@ -279,7 +279,7 @@ fn describe(
         end,
         bytes: record.bytes,
         node: record.node,
-        graph: record.graph,
+        graph: if work.graph == 0 { record.graph } else { work.graph },
         memory: [copy, host(from), host(to), 0],
         ends: record.ends.map(ordinal),
         grid: record.grid,

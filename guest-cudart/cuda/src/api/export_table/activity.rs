@@ -2,20 +2,22 @@
 
 use std::ffi::{CStr, c_char, c_void};
 
-use super::{Slot, Table, table};
+use super::{Slot, Table, runtime_hooks, table};
+use crate::abi::arguments::put;
 use crate::abi::result::{Result, finish};
 use crate::code::library;
-
+use crate::graph::told;
 use crate::process::{context, driver};
 use crate::streams::stream_table;
 use crate::work::activity::{self, DeviceRecord};
 use client::Status;
-use client::activity::{ContextObserver, Observer};
+use client::activity::{Observer, ResourceObserver};
 
 /// Sets the observer that is called for each CUDA call. NULL removes it.
 unsafe extern "C" fn observe(observer: *const Observer) -> u32 {
     // SAFETY: NULL, or a static of a library that is never closed.
     client::activity::observe(unsafe { observer.as_ref() }, kernel_of);
+    runtime_hooks::want(!observer.is_null());
     0
 }
 
@@ -79,8 +81,8 @@ unsafe extern "C" fn context_ids(handle: usize, context_id: *mut u32, device: *m
         let context = if handle == 0 { context::current()? } else { context::of(handle)? };
         // SAFETY: the caller passes two places for numbers.
         unsafe {
-            crate::abi::arguments::put(context_id, activity::context_number(context.device))?;
-            crate::abi::arguments::put(device, context.device)
+            put(context_id, activity::context_number(context.device))?;
+            put(device, context.device)
         }
     })();
     finish("context id", result)
@@ -92,18 +94,30 @@ unsafe extern "C" fn stream_id(stream: usize, per_thread: u32, id: *mut u32) -> 
         // Whatever a profiler asks, captures go on.
         let stream = stream_table::asked(stream, per_thread != 0)?;
         // SAFETY: the caller passes a place for a number.
-        unsafe { crate::abi::arguments::put(id, activity::stream_number(stream.id.0)) }
+        unsafe { put(id, activity::stream_number(stream.id.0)) }
     })();
     finish("stream id", result)
 }
 
-/// Sets the observer that is called for each new context. NULL removes it.
-extern "C" fn observe_contexts(observer: Option<ContextObserver>) -> u32 {
-    client::activity::observe_contexts(observer);
+/// Sets the observer that is called for each new context, graph, node and instance. NULL removes it.
+extern "C" fn observe_resources(observer: Option<ResourceObserver>) -> u32 {
+    client::activity::observe_resources(observer);
     0
 }
 
-pub(super) static ACTIVITY: Table<10> = table(&[
+/// The number of a graph or an instance.
+unsafe extern "C" fn graph_id(handle: usize, id: *mut u32) -> u32 {
+    // SAFETY: the caller passes a place for a number.
+    finish("graph id", told::number(handle).and_then(|number| unsafe { put(id, number) }))
+}
+
+/// The number of a graph's node.
+unsafe extern "C" fn graph_node_id(node: usize, id: *mut u64) -> u32 {
+    // SAFETY: the caller passes a place for a number.
+    finish("graph node id", told::node_number(node).and_then(|number| unsafe { put(id, number) }))
+}
+
+pub(super) static ACTIVITY: Table<12> = table(&[
     (1, observe as Slot),
     (2, start as Slot),
     (3, stop as Slot),
@@ -111,6 +125,8 @@ pub(super) static ACTIVITY: Table<10> = table(&[
     (5, dropped as Slot),
     (6, context_ids as Slot),
     (7, stream_id as Slot),
-    (8, observe_contexts as Slot),
+    (8, observe_resources as Slot),
     (9, current_context as Slot),
+    (10, graph_id as Slot),
+    (11, graph_node_id as Slot),
 ]);

@@ -8,10 +8,11 @@
 mod activity;
 pub(crate) mod compile_cache;
 pub(crate) mod integrity;
+mod runtime_hooks;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::Mutex;
-use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::{AtomicBool, AtomicPtr};
 
 use crate::abi::arguments::{In, Out, non_null, put};
 use crate::abi::result::{Result, finish};
@@ -60,32 +61,6 @@ unsafe extern "C" fn primary(pctx: *mut usize, dev: i32) -> u32 {
         unsafe { put(pctx, device.primary.handle) }
     })();
     finish("primary context", result)
-}
-
-/// A buffer that NVIDIA's libraries fill and read by themselves, larger than they are told.
-struct Buffer<const N: usize>(std::cell::UnsafeCell<[u64; N]>);
-
-// SAFETY: nothing here accesses the bytes; the libraries that get the address synchronize among themselves.
-unsafe impl<const N: usize> Sync for Buffer<N> {}
-
-static BUFFER_2: Buffer<1024> = Buffer(std::cell::UnsafeCell::new([0; 1024]));
-
-static BUFFER_6: Buffer<16> = Buffer(std::cell::UnsafeCell::new([0; 16]));
-
-unsafe extern "C" fn buffer_2(ptr: *mut *mut c_void, size: *mut usize) {
-    // SAFETY: the caller passes two writable places.
-    unsafe {
-        let _ = put(ptr, BUFFER_2.0.get().cast());
-        let _ = put(size, 1024);
-    }
-}
-
-unsafe extern "C" fn buffer_6(ptr: *mut *mut c_void, size: *mut usize) {
-    // SAFETY: the caller passes two writable places.
-    unsafe {
-        let _ = put(ptr, BUFFER_6.0.get().cast());
-        let _ = put(size, 14);
-    }
 }
 
 /// The current context.
@@ -240,17 +215,16 @@ unsafe extern "C" fn runtime_enters(
     // arguments stay until it leaves the function.
     u32::from(unsafe {
         let (known, name) = (&*known, CStr::from_ptr(name));
-        counters::enter_runtime(&RuntimeCall { known, name, arguments, kernel, version })
+        counters::enter_runtime(&RuntimeCall { known, name, arguments, kernel, version, number: 0 })
     })
 }
 
-extern "C" fn runtime_leaves() {
-    counters::leave_runtime();
+/// It leaves the function, which returns `status`.
+extern "C" fn runtime_leaves(status: u32) {
+    counters::leave_runtime(status);
 }
 
 static RUNTIME: Table<13> = table(&[(2, primary as Slot), (7, nothing as Slot), (12, nothing as Slot)]);
-
-static HOOKS: Table<7> = table(&[(2, buffer_2 as Slot), (6, buffer_6 as Slot)]);
 
 static CURRENT: Table<4> = table(&[(2, current as Slot)]);
 
@@ -276,8 +250,14 @@ static COMPILE_CACHE: Table<7> = table(&[
     (6, compile_cache::give_back as Slot),
 ]);
 
-/// Requested by rgpu's libcudart if `RGPU_STATS=1`, so that its functions are counted.
-static COUNTS: Table<3> = table(&[(1, runtime_enters as Slot), (2, runtime_leaves as Slot)]);
+/// Where it says whether libcudart's calls are wanted at the moment.
+extern "C" fn runtime_wanted() -> *const AtomicBool {
+    counters::are_calls_marked()
+}
+
+/// Requested by rgpu's libcudart, which tells of its calls while they are wanted.
+static COUNTS: Table<4> =
+    table(&[(1, runtime_enters as Slot), (2, runtime_leaves as Slot), (3, runtime_wanted as Slot)]);
 
 /// Requested by NVIDIA's CUPTI when a program starts using it.
 const OF_CUPTI: u128 = 0x2C8E0AD8_0710_AB4E_90DD_54719FE5F74B;
@@ -286,7 +266,7 @@ const OF_CUPTI: u128 = 0x2C8E0AD8_0710_AB4E_90DD_54719FE5F74B;
 fn find(guid: &[u8; 16]) -> Option<*const c_void> {
     let table = match u128::from_be_bytes(*guid) {
         0x6BD5FB6C_5BF4_E74A_8987_D93912FD9DF9 => RUNTIME.0.as_ptr(),
-        0xA094798C_2E74_2E74_93F2_0800200C0A66 => HOOKS.0.as_ptr(),
+        0xA094798C_2E74_2E74_93F2_0800200C0A66 => runtime_hooks::HOOKS.0.as_ptr(),
         0x42D85A81_23F6_CB47_8298_F6E78A3AECDC => CURRENT.0.as_ptr(),
         0xC693336E_1121_DF11_A8C3_68F355D89593 => STORAGE.0.as_ptr(),
         0x263E8860_7CD2_6143_92F6_BBD5006DFA7E => CHECKS.0.as_ptr(),
