@@ -5,13 +5,15 @@
 //! [`recv_frame`]) during the handshake and on the control path of `local`; buffered and non-blocking
 //! ([`FrameReader`]) in a relay's event loop.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, IoSlice, Read};
-use std::net::{Ipv6Addr, TcpStream, ToSocketAddrs};
+use std::net::{Ipv6Addr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -108,19 +110,48 @@ pub(crate) fn round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
     (answer == 0 && info.tcpi_rtt > 0).then(|| Duration::from_micros(info.tcpi_rtt.into()))
 }
 
+/// Where names were reached last by this process, by name and port.
+static REACHED: Mutex<BTreeMap<(String, u16), SocketAddr>> = Mutex::new(BTreeMap::new());
+/// Of how many names that is remembered. Who has so many servers loses nothing but this.
+const MOST_REACHED: usize = 4096;
+
 /// Connects over TCP, trying each address that the name has, with `timeout` for each. `TCP_NODELAY` is set.
+///
+/// If the name cannot be looked up, tries where it was reached last: whoever renews a lease, or goes on with a
+/// session, must not lose it because a nameserver is away. A server is known by its key, not by its address.
 pub fn connect_tcp(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
+    connect_looked_up(host, port, timeout, || Ok((host, port).to_socket_addrs()?.collect()))
+}
+
+fn connect_looked_up(
+    host: &str,
+    port: u16,
+    timeout: Duration,
+    look_up: impl FnOnce() -> io::Result<Vec<SocketAddr>>,
+) -> io::Result<TcpStream> {
+    let reached = || REACHED.lock().unwrap_or_else(PoisonError::into_inner);
+    let name = (host.to_owned(), port);
+    let addresses = look_up().or_else(|e| reached().get(&name).map(|address| vec![*address]).ok_or(e))?;
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in (host, port).to_socket_addrs()? {
+    for address in addresses {
         match TcpStream::connect_timeout(&address, timeout) {
             Ok(stream) => {
                 stream.set_nodelay(true)?;
+                let mut reached = reached();
+                if reached.len() < MOST_REACHED || reached.contains_key(&name) {
+                    reached.insert(name, address);
+                }
                 return Ok(stream);
             }
             Err(e) => last = e,
         }
     }
     Err(last)
+}
+
+/// A peer's words for people: nothing in them may steer a terminal, or begin another line of a log.
+pub fn without_control(words: &str) -> String {
+    words.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 /// An error with its causes, in one line. A cause that the error's own text ends with is not repeated.
@@ -587,6 +618,21 @@ impl FrameReader {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_that_cannot_be_looked_up_is_where_it_was_last() {
+        let listening = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listening.local_addr().unwrap();
+        let connect = |host: &str, found: io::Result<Vec<SocketAddr>>| {
+            connect_looked_up(host, 1, Duration::from_secs(60), || found)
+        };
+        let none = || Err(io::Error::other("no nameserver"));
+        assert!(connect("gpu1", none()).is_err(), "nobody knows where that is");
+        connect("gpu1", Ok(vec![address])).unwrap();
+        assert_eq!(connect("gpu1", none()).unwrap().peer_addr().unwrap(), address);
+        assert!(connect("gpu2", none()).is_err(), "another name");
+        assert!(connect("gpu1", Ok(Vec::new())).is_err(), "it has no address any more");
+    }
 
     #[test]
     fn no_descriptor_of_a_packet_that_has_too_many_stays_open() {

@@ -18,6 +18,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use nix::sys::stat::SFlag;
 use protocol::channel::{
     Consumer, Geometry, GeometryError, HEADER_SIZE, Header, HeaderFields, Position, Progress, Record,
     RecordError, ReplySlot, RingMemory, SLOT_SIZE,
@@ -89,6 +90,15 @@ pub enum MemoryError {
         offset: u64,
         /// The file's size.
         file: u64,
+    },
+    /// Not the memory of a file, which can be mapped page by page.
+    #[error(
+        "a client memory of {size:#x} bytes in something that is no file, for example a device (/dev/dax), whose pages can only be mapped in large blocks: \
+         give the guest memory from memfd or shared memory"
+    )]
+    NoFile {
+        /// The memory's size.
+        size: u64,
     },
     /// The channel's header is wrong.
     #[error(transparent)]
@@ -173,6 +183,9 @@ impl Memories {
         for (memory, file) in memories {
             let stat = nix::sys::stat::fstat(&file)
                 .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
+            if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT != SFlag::S_IFREG {
+                return Err(MemoryError::NoFile { size: memory.size });
+            }
             let end = memory.file_offset.checked_add(memory.size);
             let length = usize::try_from(memory.size).ok().and_then(NonZeroUsize::new);
             let (Some(length), true) = (length, end.is_some_and(|end| end <= stat.st_size as u64)) else {
@@ -216,6 +229,26 @@ impl Memories {
         };
         Arc::ptr_eq(&self.mappings, &other.mappings)
             || extents.iter().all(|extent| other.find(extent).is_some_and(|(theirs, _)| has(theirs)))
+    }
+
+    /// Checks extents, and puts those together that adjoin in one memory. A client may cut its memory as
+    /// small as it likes, and whatever keeps or passes on extents takes room for each.
+    pub fn joined(&self, extents: &[Extent]) -> Result<Vec<Extent>, MemoryError> {
+        let mut joined: Vec<Extent> = Vec::new();
+        for (index, extent) in extents.iter().enumerate() {
+            let Extent { addr, len } = *extent;
+            let adjoins = |last: &Extent| {
+                let both = Extent { addr: last.addr, len: last.len.checked_add(len)? };
+                (last.addr.checked_add(last.len) == Some(addr)).then(|| self.find(&both))?
+            };
+            match joined.last_mut() {
+                Some(last) if adjoins(last).is_some() => last.len += len,
+                _ if self.find(extent).is_none() => return Err(MemoryError::Outside { index, addr, len }),
+                _ => joined.push(*extent),
+            }
+        }
+        joined.shrink_to_fit();
+        Ok(joined)
     }
 
     /// Checks extents against the client's memory and takes them together as one range of `size` bytes.
@@ -587,6 +620,22 @@ mod tests {
     }
 
     #[test]
+    fn extents_that_adjoin_in_a_memory_are_joined() {
+        let memories = memories(&[(0, 0x2000), (0x2000, 0x1000)]);
+        let joined = |extents: &[Extent]| {
+            memories.joined(extents).unwrap().iter().map(|e| (e.addr, e.len)).collect::<Vec<_>>()
+        };
+        let bytes: Vec<Extent> = (0x800..0x2800).map(|addr| e(addr, 1)).collect();
+        // Two memories adjoin, and no extent lies in both.
+        assert_eq!(joined(&bytes), [(0x800, 0x1800), (0x2000, 0x800)]);
+        assert_eq!(joined(&[e(2, 1), e(1, 1), e(0, 1), e(1, 9)]), [(2, 1), (1, 1), (0, 10)]);
+        for outside in [e(0x3000, 1), e(0x1fff, 2), e(u64::MAX, 2), e(1, u64::MAX)] {
+            let refused = memories.joined(&[e(0, 1), outside]);
+            assert!(matches!(refused, Err(MemoryError::Outside { index: 1, .. })), "{refused:?}");
+        }
+    }
+
+    #[test]
     fn adjoining_extents_of_a_channel_cost_one_mapping() {
         let size = 64 * 0x1000;
         let memories = memories(&[(0, size), (size, size)]);
@@ -607,5 +656,7 @@ mod tests {
         nix::unistd::ftruncate(&file, 100).unwrap();
         let memory = Memory { addr: 0, size: 4096, file_offset: 0 };
         assert!(matches!(Memories::map(vec![(memory, file)]), Err(MemoryError::ShortFile { .. })));
+        let device = std::fs::File::open("/dev/zero").unwrap().into();
+        assert!(matches!(Memories::map(vec![(memory, device)]), Err(MemoryError::NoFile { size: 4096 })));
     }
 }

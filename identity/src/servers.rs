@@ -3,6 +3,7 @@
 
 use std::fmt::Debug;
 use std::fs::File;
+use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -92,7 +93,7 @@ pub fn add(folder: &Path, addresses: &[String], key: Fingerprint, principal: &st
     let lock = || File::open(folder).and_then(|folder| folder.lock().map(|()| folder));
     let _lock = lock().map_err(|source| FileError::Read { path: folder.to_owned(), source })?;
     let mut all = known(folder)?;
-    all.retain(|server| !addresses.contains(&server.address));
+    all.retain(|server| !addresses.iter().any(|address| is_same(address, &server.address)));
     all.extend(addresses.iter().map(|address| KnownServer {
         address: address.clone(),
         key,
@@ -101,6 +102,19 @@ pub fn add(folder: &Path, addresses: &[String], key: Fingerprint, principal: &st
     let path = folder.join(FILE);
     let text = serde_json::to_vec_pretty(&all).map_err(|e| FileError::content(&path, e.to_string()))?;
     files::replace(&path, &text)
+}
+
+/// Whether two texts are the same address: names in DNS have no case and may end with a dot, and an IPv6
+/// address can be written in several ways.
+fn is_same(one: &str, other: &str) -> bool {
+    let parts = |address: &str| {
+        let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
+        let host = host.strip_prefix("tcp:").unwrap_or(host);
+        let host = host.trim_start_matches('[').trim_end_matches(']').trim_end_matches('.').to_lowercase();
+        let host = host.parse::<Ipv6Addr>().map_or(host, |address| address.to_string());
+        (host, port.to_owned())
+    };
+    parts(one) == parts(other)
 }
 
 /// The files with a client's key and its servers' fingerprints.
@@ -171,7 +185,7 @@ impl Source for ClientFiles {
     fn credentials(&self, address: &str) -> Result<Credentials, CredentialsError> {
         let identity = self.identity()?;
         let (folder, all) = (self.folder.clone(), known(&self.folder)?);
-        let pinned = all.iter().find(|server| server.address == address);
+        let pinned = all.iter().find(|server| is_same(&server.address, address));
         match (pinned, Authority::load(&self.folder)?) {
             (Some(server), _) => Credentials::pinning(identity, server.key),
             (None, Some(authority)) => Credentials::certified(identity, authority, host_of(address)?),
@@ -241,6 +255,25 @@ mod tests {
             }
         });
         assert_eq!(known(folder.path()).unwrap().len(), 16);
+    }
+
+    #[test]
+    fn an_address_is_the_same_however_it_is_written() {
+        for (one, other) in [
+            ("tcp:GPU7:9700", "tcp:gpu7:9700"),
+            ("tcp:gpu7.example.:9700", "tcp:gpu7.Example:9700"),
+            ("tcp:[2001:DB8::1]:9700", "tcp:[2001:db8:0:0::1]:9700"),
+        ] {
+            assert!(is_same(one, other), "{one} and {other}");
+        }
+        for (one, other) in [
+            ("tcp:gpu7:9700", "tcp:gpu7:9701"),
+            ("tcp:gpu7:9700", "tcp:gpu70:9700"),
+            ("unix:/run/A", "unix:/run/a"),
+            ("tcp:[2001:db8::1]:9700", "tcp:[2001:db8::2]:9700"),
+        ] {
+            assert!(!is_same(one, other), "{one} and {other}");
+        }
     }
 
     #[test]

@@ -22,6 +22,10 @@ const CHECK: usize = 4;
 /// Maximum bytes of a token's text.
 const MAX_TEXT: usize = 4096;
 
+/// Maximum bytes of a token's addresses, with one between any two. A terminal takes no line of more than 4095
+/// characters, and [`MAX_TEXT`] is no more.
+pub const MAX_ADDRESSES: usize = 2048;
+
 /// A secret of 32 random bytes. It is neither printed nor logged.
 #[derive(Clone, Copy)]
 pub struct Secret(pub [u8; 32]);
@@ -79,6 +83,18 @@ pub struct Token {
     pub secret: Secret,
     /// Addresses of the server: `tcp:HOST:PORT`, to try in this order.
     pub addresses: Vec<String>,
+}
+
+impl Token {
+    /// How many of these addresses a token has room for.
+    pub fn room_for(addresses: &[String]) -> usize {
+        let mut bytes = 0;
+        let fits = |address: &&String| {
+            bytes += address.len() + 1;
+            bytes <= MAX_ADDRESSES + 1
+        };
+        addresses.iter().take_while(fits).count()
+    }
 }
 
 /// Why a text is not a token.
@@ -161,6 +177,23 @@ mod tests {
                 text[at] = if text[at] == b'A' { b'B' } else { b'A' };
             }
             prop_assert_eq!(String::from_utf8(text).unwrap().parse::<Token>().unwrap_err(), TokenError::Damaged);
+        }
+    }
+
+    #[test]
+    fn a_token_with_all_addresses_that_there_is_room_for_reads_back() {
+        for address in ["10.0.0.1:9700", "[2001:db8:85a3:8d3:1319:8a2e:370:7348]:9700", "a"] {
+            let all = vec![format!("tcp:{address}"); 3000];
+            let room = Token::room_for(&all);
+            assert!((1..3000).contains(&room) && Token::room_for(&all[..room]) == room);
+            let token = Token {
+                server: Fingerprint([3; 32]),
+                secret: Secret([5; 32]),
+                addresses: all[..room].to_vec(),
+            };
+            let text = token.to_string();
+            assert!(text.len() < 4095, "{} characters", text.len());
+            assert_eq!(text.parse::<Token>().unwrap().addresses.len(), room);
         }
     }
 

@@ -191,7 +191,13 @@ fn write(path: &Path, text: &str) -> Result<()> {
         true => format!("cannot write {}", path.display()),
         false => format!("cannot write {} (as root it can be written, or say --output FILE)", path.display()),
     };
+    let made: Vec<&Path> = folder.ancestors().take_while(|folder| !folder.exists()).collect();
     std::fs::create_dir_all(folder).with_context(context)?;
+    // Whoever runs containers reads the file, whatever files of this user are usually like.
+    for folder in made {
+        let readable = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(folder, readable).with_context(context)?;
+    }
     // Engines only read files with names of specifications, so they ignore this one.
     let mut name = OsString::from(".");
     name.push(path.file_name().with_context(|| format!("{} is not a file's name", path.display()))?);

@@ -104,7 +104,7 @@ impl Drop for Daemon {
             }
             std::thread::sleep(Duration::from_millis(2));
         }
-        eprintln!(
+        say!(
             "rgpuctl: {} did not end within {} s of SIGTERM and was killed",
             self.name,
             END_WITHIN.as_secs()

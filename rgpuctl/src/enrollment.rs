@@ -3,7 +3,7 @@
 //! `enroll`, `clients` and `revoke` send requests to this machine's daemon, over its admin socket. `join`
 //! runs on the other machine, and talks to the server over TLS.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{BufRead, ErrorKind, IsTerminal, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ pub struct Admin {
 #[derive(Args)]
 #[command(after_long_help = "Example:
   gpu7# rgpuctl enroll host1          prints a token
-  host1# rgpuctl join rgpu1-…         makes a key on host1, which gpu7 knows as \"host1\" from then on")]
+  host1# rgpuctl join                 asks for the token, and makes a key on host1, which gpu7 knows as \"host1\" from then on")]
 pub struct Enroll {
     /// Name of the other machine: letters, digits, "-", "_" and "."
     name: String,
@@ -62,7 +62,9 @@ pub struct Enroll {
 /// where vhost-rgpu looks, or ~/.config/rgpu for another user's `rgpuctl run`.
 #[derive(Args)]
 pub struct Join {
-    /// The token
+    /// The token. "-" reads it from standard input: other users of this machine can see the command line of a
+    /// process
+    #[arg(default_value = "-")]
     token: String,
     /// Folder of this machine's key and of the servers that it trusts. By default /var/lib/rgpu/client for
     /// root, and ~/.config/rgpu for other users
@@ -153,14 +155,30 @@ pub fn enroll(arguments: &Enroll) -> Result<ExitCode> {
     } });
     let answer = request_answer(&arguments.admin.socket, &request)?;
     let token = answer["token"].as_str().context("rgpu-server gave no token")?;
-    eprintln!("Run this on {}, as root, within {} minutes:\n", arguments.name, arguments.valid_minutes);
+    say!("Run this on {}, as root, within {} minutes:\n", arguments.name, arguments.valid_minutes);
     println!("rgpuctl join {token}");
     Ok(ExitCode::SUCCESS)
 }
 
+/// Reads a token, or the whole line that [`enroll`] prints, from standard input.
+fn token_from_input() -> Result<Token> {
+    let input = std::io::stdin();
+    if input.is_terminal() {
+        say!("The token of rgpuctl enroll:");
+    }
+    let mut line = String::new();
+    // Longer than any token.
+    input.lock().take(1 << 16).read_line(&mut line).context("reading the token from standard input")?;
+    let line = line.trim();
+    Ok(line.strip_prefix("rgpuctl join ").unwrap_or(line).parse()?)
+}
+
 /// Joins a server.
 pub fn join(arguments: &Join) -> Result<ExitCode> {
-    let token: Token = arguments.token.parse()?;
+    let token: Token = match arguments.token.as_str() {
+        "-" => token_from_input()?,
+        token => token.parse()?,
+    };
     let folder = arguments.identity.clone().unwrap_or_else(client_folder);
     let identity = Identity::load_or_create(&folder)?;
     let credentials = Credentials::pinning(identity, token.server)?;

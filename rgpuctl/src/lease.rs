@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use host_bridge::ask::{Answer, Lease as Row, Question};
 use host_bridge::bridge::ConnectError;
-use host_bridge::framing::with_causes;
+use host_bridge::framing::{with_causes, without_control};
 use host_bridge::server::Server;
 use nix::sys::signal::{SigSet, SigmaskHow};
 use protocol::device::Answer as Refusal;
@@ -141,7 +141,7 @@ pub fn lease(arguments: &Lease) -> Result<ExitCode> {
     let asker = place.asker();
     let held = match pool::lease(&asker, &place.members()?, wanted, name, minutes * 60) {
         Err(error) if error.is::<Never>() => {
-            eprintln!("rgpuctl: {error}");
+            say!("rgpuctl: {error}");
             return Ok(ExitCode::from(NEVER));
         }
         held => held?,
@@ -170,7 +170,7 @@ fn print_leases(held: &[Held], json: bool) -> std::io::Result<()> {
         let _ = writeln!(
             log,
             "lease {} of {server}: devices {}, {how}, for {minutes} min",
-            lease.id,
+            without_control(&lease.id.to_string()),
             devices.join(", "),
         );
     }
@@ -216,7 +216,7 @@ fn parse(text: &str) -> Result<Server> {
 pub fn renew(arguments: &Renew) -> Result<ExitCode> {
     let mut failed = false;
     let mut wrong = |error: &(dyn std::error::Error + 'static)| {
-        eprintln!("rgpuctl: {}", with_causes(error));
+        say!("rgpuctl: {}", with_causes(error));
         failed = true;
     };
     let mut servers = Vec::new();
@@ -235,13 +235,13 @@ pub fn renew(arguments: &Renew) -> Result<ExitCode> {
 pub fn release(arguments: &Release) -> Result<ExitCode> {
     let mut failed = false;
     let mut wrong = |error: &(dyn std::error::Error + 'static)| {
-        eprintln!("rgpuctl: {}", with_causes(error));
+        say!("rgpuctl: {}", with_causes(error));
         failed = true;
     };
     let ended = |sessions: u64| {
         if sessions > 0 {
             let s = if sessions == 1 { "" } else { "s" };
-            eprintln!("{sessions} session{s} ended with the lease");
+            say!("{sessions} session{s} ended with the lease");
         }
     };
     let number = |text: &str| text.len() == 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -283,7 +283,7 @@ fn print(rows: &[Value], json: bool, missing: &[String]) -> ExitCode {
         print!("{}", table(rows, 0));
     }
     for why in missing {
-        eprintln!("rgpuctl: {why}");
+        say!("rgpuctl: {why}");
     }
     if missing.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -356,7 +356,7 @@ impl Renewed {
                 let mut renewed = own_asker.renew_all(&own).into_iter();
                 own.retain(|_| {
                     let Some(Err(error)) = renewed.next() else { return true };
-                    eprintln!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
+                    say!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
                     // A lease that has ended does not come back.
                     !matches!(error, ConnectError::Refused { answer: Refusal::Denied, .. })
                 });

@@ -14,6 +14,15 @@
 //! - [`cdi`]: describes the GPUs to container engines;
 //! - [`doctor`]: checks this machine's setup and suggests fixes.
 
+/// Prints a line to standard error. Unlike `eprintln!`, it does not panic if the terminal is gone or nobody
+/// reads there: programs and leases go on without it.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        let text = format!("{}\n", format_args!($($text)*));
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes());
+    }};
+}
+
 mod bench;
 mod cdi;
 mod daemon;
@@ -126,7 +135,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("rgpuctl: {}", with_causes(error.as_ref()));
+            say!("rgpuctl: {}", with_causes(error.as_ref()));
             ExitCode::from(FAILED)
         }
     }
@@ -145,7 +154,7 @@ fn prepare_signals() {
                 run::end_by(Signal::SIGPIPE);
             }
             Some(why) => {
-                eprintln!("rgpuctl: cannot print: {why}");
+                say!("rgpuctl: cannot print: {why}");
                 std::process::exit(FAILED.into());
             }
             None => others(panic),

@@ -16,7 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use host_bridge::ask::{Answer, Gpu, Lease, MAX_GPUS, Question, Wish};
 use host_bridge::bridge::{ConnectError, Security, ask};
-use host_bridge::framing::with_causes;
+use host_bridge::framing::{with_causes, without_control};
 use host_bridge::server::Server;
 use identity::{ClientFiles, Secret};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
@@ -354,8 +354,8 @@ fn could_lease(
     let kinds: BTreeSet<String> = gpus
         .iter()
         .map(|gpu| match gpu.memory {
-            Some(bytes) => format!("{} with {} MiB", gpu.model, bytes >> 20),
-            None => gpu.model.clone(),
+            Some(bytes) => format!("{} with {} MiB", without_control(&gpu.model), bytes >> 20),
+            None => without_control(&gpu.model),
         })
         .collect();
     let kinds: Vec<String> = kinds.into_iter().collect();
@@ -498,7 +498,7 @@ pub fn lease(
         }
         if !waits {
             waits = true;
-            eprintln!(
+            say!(
                 "rgpuctl: waiting for {s}, up to {} s: {}",
                 wanted.wait,
                 said.join("; "),
@@ -530,7 +530,7 @@ fn take_whole(asker: &Asker, take: impl FnOnce() -> Taken) -> Result<Taken> {
 /// Does something to its end. Returns the signal that would have ended this process meanwhile, if there was
 /// one.
 fn uninterrupted<T>(work: impl FnOnce() -> T) -> Result<(T, Option<Signal>)> {
-    let set = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+    let set = SigSet::from_iter([Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM, Signal::SIGHUP]);
     let signals = SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK);
     let signals = signals.context("cannot create a signal descriptor")?;
     let before = set.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("cannot block signals")?;
@@ -593,7 +593,7 @@ fn granted(answer: Answer) -> Option<(Lease, Secret)> {
 /// over.
 pub fn release(asker: &Asker, leases: &[Server]) {
     for error in asker.release_all(leases).into_iter().filter_map(Result::err) {
-        eprintln!("rgpuctl: a lease was not released: {}", with_causes(&error));
+        say!("rgpuctl: a lease was not released: {}", with_causes(&error));
     }
 }
 
@@ -803,8 +803,10 @@ mod tests {
 
     #[test]
     fn a_signal_waits_until_all_leases_are_known() {
-        let raised = || nix::sys::signal::raise(Signal::SIGTERM).is_ok();
-        assert_eq!(uninterrupted(raised).unwrap(), (true, Some(Signal::SIGTERM)));
+        for signal in [Signal::SIGTERM, Signal::SIGQUIT] {
+            let raised = || nix::sys::signal::raise(signal).is_ok();
+            assert_eq!(uninterrupted(raised).unwrap(), (true, Some(signal)));
+        }
         assert_eq!(uninterrupted(|| 7).unwrap(), (7, None));
     }
 
@@ -831,6 +833,9 @@ mod tests {
             let error = failure(&servers, &wanted, gpus);
             assert!(error.is::<Never>() && error.to_string().contains(words), "{error}");
         }
+        let steers = Gpu { model: "A\u{1b}[2J\n".into(), ..gpu(0, 0, 80) };
+        let (_, words) = could_lease(&servers[0], &[steers], None, &wanted(false, 0, "")).unwrap();
+        assert!(words.contains("(A?[2J? with 81920 MiB)"), "{words:?}");
         assert!(failure(&servers, &wanted(false, 0, ""), 33).to_string().contains("32 at most"));
         let one_of_two = Server { devices: vec![1], ..servers[0].clone() };
         assert!(failure(&[one_of_two], &wanted(false, 0, ""), 2).is::<Never>());

@@ -9,7 +9,7 @@ use clap::Args;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, raise};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, getpgid, getpgrp, getsid};
 
 use crate::FAILED;
 use crate::daemon::{describe, end_with_parent};
@@ -76,11 +76,21 @@ fn wait(mut program: Child, signals: &Signals, session: &mut Session) -> Result<
                 session.report_ended();
             }
             // The program has not been waited for, so the process id is still its own.
-            Received::Forward(signal) => {
-                kill(pid, signal).with_context(|| format!("cannot forward {signal}"))?;
+            Received::Forward { signal, of_terminal } => {
+                if !of_terminal || !has_it_from_terminal(pid, signal) {
+                    kill(pid, signal).with_context(|| format!("cannot forward {signal}"))?;
+                }
             }
         }
     }
+}
+
+/// Whether the terminal has sent the program a signal that it has sent this process. It sends signals to the
+/// whole foreground group, which the program may have left. That the terminal is gone, it tells only the
+/// process that leads the session: the others hear of it when that one ends.
+fn has_it_from_terminal(program: Pid, signal: Signal) -> bool {
+    let leads = getsid(None).is_ok_and(|session| session == Pid::this());
+    getpgid(Some(program)) == Ok(getpgrp()) && !(signal == Signal::SIGHUP && leads)
 }
 
 /// Signals that come from a terminal or a supervisor, and not from a fault of the program.
@@ -93,7 +103,7 @@ pub fn exit(status: ExitStatus) -> ExitCode {
     match (status.code(), status.signal()) {
         (Some(code), _) => ExitCode::from(u8::try_from(code).unwrap_or(FAILED)),
         (None, Some(number)) => {
-            eprintln!("rgpuctl: the program was ended by {}", describe(status));
+            say!("rgpuctl: the program was ended by {}", describe(status));
             if let Some(signal) = FROM_OUTSIDE.into_iter().find(|signal| *signal as i32 == number) {
                 end_by(signal);
             }
@@ -118,8 +128,8 @@ pub fn end_by(signal: Signal) {
 enum Received {
     /// A child ended, stopped or continued.
     ChildChanged,
-    /// Forward this signal to the program.
-    Forward(Signal),
+    /// Forward this signal to the program, which may have it already if it is the terminal's.
+    Forward { signal: Signal, of_terminal: bool },
 }
 
 /// The signals of this process, read from a descriptor.
@@ -148,7 +158,7 @@ impl Signals {
         Ok(Self { descriptor })
     }
 
-    /// Waits for the next signal that has a meaning.
+    /// Waits for the next signal.
     fn next(&self) -> Result<Received> {
         loop {
             let Some(info) = self.descriptor.read_signal().context("cannot read signals")? else { continue };
@@ -156,10 +166,7 @@ impl Signals {
             if signal == Signal::SIGCHLD {
                 return Ok(Received::ChildChanged);
             }
-            // The terminal sends its signals to the whole foreground group, so the program has them already.
-            if info.ssi_code != libc::SI_KERNEL {
-                return Ok(Received::Forward(signal));
-            }
+            return Ok(Received::Forward { signal, of_terminal: info.ssi_code == libc::SI_KERNEL });
         }
     }
 }

@@ -189,7 +189,7 @@ impl Session {
     pub fn report_ended(&mut self) {
         self.daemons.retain_mut(|daemon| match daemon.ended() {
             Some(status) => {
-                eprintln!("rgpuctl: {} while the program was still running", daemon.describe_end(status));
+                say!("rgpuctl: {} while the program was still running", daemon.describe_end(status));
                 false
             }
             None => true,
@@ -356,7 +356,7 @@ impl RuntimeFolder {
 impl Drop for RuntimeFolder {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_dir_all(&self.path) {
-            eprintln!("rgpuctl: cannot remove {}: {error}", self.path.display());
+            say!("rgpuctl: cannot remove {}: {error}", self.path.display());
         }
     }
 }

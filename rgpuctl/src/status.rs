@@ -55,7 +55,7 @@ pub fn status(arguments: &Arguments) -> Result<ExitCode> {
             Ok(answer) => {
                 answers.insert(socket.display().to_string(), answer);
             }
-            Err(error) => eprintln!("rgpuctl: {error:#}"),
+            Err(error) => say!("rgpuctl: {error:#}"),
         }
     }
     let none = answers.is_empty();

@@ -92,7 +92,7 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
     let (status, shown) = ended?;
     if let Err(error) = shown {
         let (why, folder) = (with_causes(error.as_ref()), folder.display());
-        eprintln!("rgpuctl: {why}; the recordings are in {folder}");
+        say!("rgpuctl: {why}; the recordings are in {folder}");
     }
     Ok(run::exit(status))
 }
@@ -101,7 +101,7 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
 fn show(folder: &Path, output: Option<(&Path, File)>) -> Result<()> {
     let traced = recording::read(folder)?;
     if traced.is_empty() {
-        eprintln!(
+        say!(
             "rgpuctl: there is no recording: a process that uses the GPU writes one when it exits, not if a signal ends it"
         );
     }
@@ -114,11 +114,11 @@ fn show(folder: &Path, output: Option<(&Path, File)>) -> Result<()> {
     if let Some((path, file)) = output {
         let written = timeline::write(&traced, file);
         let written = written.with_context(|| format!("cannot write {}", path.display()))?;
-        eprintln!("rgpuctl: {written} events in {}; open it at https://ui.perfetto.dev", path.display());
+        say!("rgpuctl: {written} events in {}; open it at https://ui.perfetto.dev", path.display());
     }
     let lost: u64 = traced.iter().map(recording::Traced::lost).sum();
     if lost > 0 {
-        eprintln!("rgpuctl: {lost} entries are missing: a process keeps the first million");
+        say!("rgpuctl: {lost} entries are missing: a process keeps the first million");
     }
     Ok(())
 }

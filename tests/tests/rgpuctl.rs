@@ -2,9 +2,14 @@
 
 mod support;
 
+use std::ffi::CStr;
+use std::fs::File;
+use std::io::Write;
 use std::net::TcpStream;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::Command;
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use rgpu_tests::daemons::Daemon;
@@ -312,6 +317,92 @@ fn run_ends_by_the_signal_from_outside_that_ended_its_program() -> Result<()> {
     Ok(())
 }
 
+/// Starts `rgpuctl run` as a terminal starts a program: it leads the terminal's session. Gives the terminal's
+/// own end, too.
+fn in_terminal(program: &[&str]) -> Result<(OwnedFd, Child)> {
+    // SAFETY: plain system calls with numbers, and the name's buffer is as long as said.
+    let (terminal, name) = unsafe {
+        let terminal = libc::posix_openpt(libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC);
+        let mut name = [0u8; 64];
+        let opened = terminal >= 0
+            && libc::unlockpt(terminal) == 0
+            && libc::ptsname_r(terminal, name.as_mut_ptr().cast(), name.len()) == 0;
+        ensure!(opened, "no terminal: {}", std::io::Error::last_os_error());
+        (OwnedFd::from_raw_fd(terminal), name)
+    };
+    let name = CStr::from_bytes_until_nul(&name)?.to_str()?;
+    let other = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(name)?;
+    let mut command = private(program);
+    command.stdin(other.try_clone()?).stdout(other.try_clone()?).stderr(other);
+    let lead = || {
+        // SAFETY: plain system calls, async-signal-safe. Whoever runs tests may have signals ignored.
+        let leads = unsafe {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            libc::signal(libc::SIGHUP, libc::SIG_DFL);
+            libc::setsid() >= 0 && libc::ioctl(0, libc::TIOCSCTTY, 0) == 0
+        };
+        if leads { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    };
+    // SAFETY: as above.
+    unsafe { command.pre_exec(lead) };
+    Ok((terminal, command.spawn()?))
+}
+
+/// Waits until a program has ended.
+fn end_of(mut child: Child) -> Result<ExitStatus> {
+    let mut status = None;
+    let ended = eventually(|| {
+        status = child.try_wait()?;
+        ensure!(status.is_some(), "rgpuctl is still running");
+        Ok(())
+    });
+    if ended.is_err() {
+        child.kill()?;
+        child.wait()?;
+    }
+    ended?;
+    status.context("no status")
+}
+
+#[test]
+fn a_program_hears_that_its_terminal_was_closed() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (ready, hung_up) = (folder.path().join("ready"), folder.path().join("hung up"));
+    let script = format!(
+        "trap 'echo > \"{}\"; exit 7' HUP; echo > \"{}\"; while :; do sleep 0.1; done",
+        hung_up.display(),
+        ready.display()
+    );
+    let (terminal, child) = in_terminal(&["sh", "-c", &script])?;
+    eventually(|| Ok(std::fs::metadata(&ready).map(drop)?))?;
+    drop(terminal);
+    let status = end_of(child)?;
+    ensure!(hung_up.exists() && status.code() == Some(7), "{status}");
+    Ok(())
+}
+
+#[test]
+fn ctrl_c_ends_a_program_that_has_left_the_terminals_foreground() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let ready = folder.path().join("ready");
+    let script = format!("echo > \"{}\"; sleep 10000", ready.display());
+    // `timeout` makes a group of its own, which the terminal does not know.
+    let (terminal, child) = in_terminal(&["timeout", "10000", "sh", "-c", &script])?;
+    eventually(|| Ok(std::fs::metadata(&ready).map(drop)?))?;
+    File::from(terminal.try_clone()?).write_all(b"\x03")?;
+    end_of(child)?;
+    Ok(())
+}
+
+#[test]
+fn messages_that_nobody_reads_change_no_programs_status() -> Result<()> {
+    let (reader, writer) = std::io::pipe()?;
+    drop(reader);
+    let status = private(&["sh", "-c", "kill -TERM $$"]).stderr(writer).status()?;
+    ensure!(status.signal() == Some(libc::SIGTERM), "{status}");
+    Ok(())
+}
+
 #[test]
 fn a_timeline_that_cannot_be_written_is_noticed_before_the_program_runs() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -363,6 +454,23 @@ fn leases_that_cannot_be_printed_are_released() -> Result<()> {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure!(output.status.code() == Some(125) && said.contains("they were released"), "{said}");
         ensure!(leases()?.stdout == "none\n", "{:?}", leases()?);
+    }
+    Ok(())
+}
+
+/// Rootless engines read it as another user than root.
+#[test]
+fn everybody_can_read_a_specification_of_root_with_a_strict_umask() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("etc/cdi/rgpu.json");
+    let mut command = Command::new("sh");
+    command.args(["-c", "umask 077; exec \"$@\"", "sh"]).arg(tree::binaries().join("rgpuctl"));
+    command.args(["cdi", "generate", "--socket", "/x", "--output"]).arg(&file);
+    let outcome = run(command.arg("--libraries").arg(tree::guest_libraries()), LIMIT)?;
+    ensure!(outcome.status == Some(0), "{outcome:?}");
+    for (place, mode) in [("etc", 0o755), ("etc/cdi", 0o755), ("etc/cdi/rgpu.json", 0o644)] {
+        let is = std::fs::metadata(folder.path().join(place))?.mode() & 0o777;
+        ensure!(is == mode, "{place}: {is:o}");
     }
     Ok(())
 }
@@ -426,9 +534,17 @@ fn a_machine_joins_a_server_and_runs_programs_there_until_it_is_revoked() -> Res
 
     let refusal = vector_add(&["--insecure"])?;
     ensure!(refusal.stderr.contains("leave --insecure out"), "{refusal:?}");
-    // The machine may not have heard that it joined, and show its token again. Nobody else may.
-    let again = rgpuctl(&words[1..])?;
-    ensure!(again.status == Some(0) && again.stdout.contains("\"host1\""), "{again:?}");
+    // The machine may not have heard that it joined, and show its token again. Nobody else may. On standard
+    // input, no other user of the machine sees it.
+    for place in [&["-"][..], &[]] {
+        let mut command = Command::new(tree::binaries().join("rgpuctl"));
+        command.arg("join").args(place).args(protected).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut joins = command.spawn()?;
+        joins.stdin.take().context("its input")?.write_all(format!("{}\n", words[2]).as_bytes())?;
+        let again = joins.wait_with_output()?;
+        let said = String::from_utf8_lossy(&again.stdout).into_owned();
+        ensure!(again.status.success() && said.contains("\"host1\""), "{place:?}: {}: {said}", again.status);
+    }
     let stranger = path("stranger");
     let again = rgpuctl(&[&words[1..3], &["--identity", &stranger]].concat())?;
     ensure!(again.status != Some(0) && again.stderr.contains("was used already"), "{again:?}");

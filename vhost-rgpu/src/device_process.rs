@@ -5,7 +5,7 @@
 //! ([`link`](crate::link)), and tells it when to end. It ends by itself when its VMM disconnects, and
 //! immediately when the keeper ends.
 
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -16,9 +16,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use host_bridge::bridge::{Security, finish_farewells};
 use identity::remote::Remote;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
+use nix::unistd::write;
 
 use sandbox::Orders;
 
@@ -154,6 +156,7 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
         match (next(), &mut serving) {
             (ToDevice::End { lingers }, _) => break lingers,
             (ToDevice::AskStatus { question }, _) => report(question),
+            (ToDevice::Notify { event }, Serving::Vm(_)) => notify(&event),
             (ToDevice::Restore { channel, stored }, Serving::Vm(vm)) => vm.restore(channel, stored),
             (ToDevice::Vmm { listening, requests, resumed }, Serving::Vm(vm)) => {
                 vm.serve(listening, requests, resumed)?;
@@ -187,6 +190,15 @@ pub fn run(config: Config, control: Control, orders: &Orders) -> Result<()> {
         report(0);
         exit(0)
     })
+}
+
+/// Notifies, unless so many notifications are pending that the eventfd is full.
+fn notify(event: &OwnedFd) {
+    let mut watched = [PollFd::new(event.as_fd(), PollFlags::POLLOUT)];
+    if poll(&mut watched, PollTimeout::ZERO) == Ok(1) && watched[0].revents() == Some(PollFlags::POLLOUT) {
+        // If the VMM makes it full at this moment, this process waits, and the keeper ends it in time.
+        let _ = write(event, &1u64.to_ne_bytes());
+    }
 }
 
 /// Each session needs about ten descriptors, and a guest with many processes has many sessions. The keeper

@@ -60,6 +60,7 @@ mod kind {
     pub const ANSWER: u32 = 23;
     pub const LEFT: u32 = 24;
     pub const ENDED: u32 = 25;
+    pub const NOTIFY: u32 = 26;
 }
 
 /// What a device process must know of a channel that its predecessor opened, or of a native client's region.
@@ -113,6 +114,12 @@ pub enum ToDevice {
         requests: OwnedFd,
         /// How the predecessor ended, if there was one. The rings are then resumed.
         resumed: Option<String>,
+    },
+    /// Notify the guest or this process of a ring. The keeper itself must not: the VMM, which has the same
+    /// eventfd, can make it full, and then whoever writes it waits.
+    Notify {
+        /// The ring's eventfd.
+        event: OwnedFd,
     },
     /// What the predecessor had stored. Comes before [`Vmm`](ToDevice::Vmm).
     Restore {
@@ -339,6 +346,7 @@ impl Control {
                 resumed.as_deref().unwrap_or_default(),
                 &[listening.as_fd(), requests.as_fd()],
             ),
+            ToDevice::Notify { event } => send(kind::NOTIFY, 0, "", &[event.as_fd()]),
             ToDevice::Restore { channel, stored } => self.restore(*channel, stored),
             ToDevice::Client { number, who, socket, answering, again } => {
                 let kind = if *again { kind::CLIENT_AGAIN } else { kind::CLIENT };
@@ -374,6 +382,7 @@ impl Control {
                 requests: packet.fd()?,
                 resumed: (packet.number != 0).then_some(packet.text),
             },
+            kind::NOTIFY => ToDevice::Notify { event: packet.fd()? },
             kind::RESTORE => ToDevice::Restore { channel: packet.number, stored: packet.stored()? },
             kind::CLIENT | kind::CLIENT_AGAIN => ToDevice::Client {
                 number: packet.number,

@@ -6,6 +6,8 @@
 mod daemon;
 mod guest;
 
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -17,6 +19,7 @@ use test_kit::channel::{Channel, write_header};
 use test_kit::native_client::NativeClient;
 use test_kit::resources::{Resources, resources};
 use test_kit::server::FakeServer;
+use test_kit::tcp_server::TcpServer;
 use test_kit::*;
 
 /// Pieces of memory that a guest may have registered.
@@ -198,6 +201,31 @@ fn beside_a_neighbor(deed: fn(&Daemon, &AtomicU64)) {
         neighbor.join().unwrap();
         ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
+}
+
+/// KiB of the files in which regions are noted for the successors of device processes, which the keeper holds.
+fn noted_kib(daemon: &Daemon) -> u64 {
+    let open = std::fs::read_dir(format!("/proc/{}/fd", daemon.pid())).unwrap();
+    let noted = open.filter_map(|entry| {
+        let path = entry.ok()?.path();
+        let name = std::fs::read_link(&path).ok()?;
+        name.to_string_lossy().starts_with("/memfd:regions").then(|| std::fs::metadata(path).ok())?
+    });
+    noted.map(|file| (file.ino(), file.blocks() / 2)).collect::<BTreeMap<_, _>>().into_values().sum()
+}
+
+#[test]
+fn extents_that_adjoin_are_remembered_as_one() {
+    let server = TcpServer::start();
+    let daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0);
+    let extents: Vec<Extent> = (0..PIECES / 4).map(|i| Extent { addr: (40 << 20) + i, len: 1 }).collect();
+    for region in 0..8 {
+        assert_eq!(ask_large(&mut guest, register(0, region, &extents), &extents).0, Answer::Ok);
+    }
+    let noted = noted_kib(&daemon);
+    assert!((1..=64).contains(&noted), "{noted} KiB");
 }
 
 #[test]

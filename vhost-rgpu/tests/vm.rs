@@ -493,3 +493,14 @@ fn a_guest_that_resets_its_device_again_and_again_does_not_fill_the_log() {
     let stops = lines("the guest does not run") + lines("the guest runs again");
     assert!(stops <= most(20), "{stops} lines");
 }
+
+#[test]
+fn the_log_says_why_a_guests_memory_is_refused() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    guest.share(&memfd(0));
+    eventually(|| {
+        let log = daemon.log();
+        log.lines().any(|line| line.contains("WARN") && line.contains("a file of 0x0 bytes"))
+    });
+}

@@ -142,11 +142,27 @@ fn enroll(
     valid_seconds: u64,
     addresses: Vec<String>,
 ) -> Result<Value, String> {
-    let addresses = if addresses.is_empty() { own_addresses(server) } else { check(addresses)? };
+    let addresses = in_token(addresses, || own_addresses(server))?;
     let secret = trust.enroll(name, Duration::from_secs(valid_seconds)).map_err(|e| with_causes(&e))?;
     tracing::info!(principal = name, valid_seconds, "issued a token");
     let token = Token { server: trust.fingerprint(), secret, addresses };
     Ok(json!({ "token": token.to_string() }))
+}
+
+/// The addresses for a token: those that were given, or as many of this machine's as there is room for.
+fn in_token(given: Vec<String>, own: impl FnOnce() -> Vec<String>) -> Result<Vec<String>, String> {
+    if given.is_empty() {
+        let mut own = own();
+        own.truncate(Token::room_for(&own));
+        return Ok(own);
+    }
+    let given = check(given)?;
+    match Token::room_for(&given) {
+        room if room < given.len() => {
+            Err(format!("a token has room for {room} of these {} addresses: name fewer", given.len()))
+        }
+        _ => Ok(given),
+    }
 }
 
 fn revoke(server: &Server, trust: &Trust, name: &str) -> Result<Value, String> {
@@ -184,4 +200,24 @@ fn check(addresses: Vec<String>) -> Result<Vec<String>, String> {
         Err(e) => Err(e.to_string()),
     };
     addresses.into_iter().map(tcp).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use identity::{Fingerprint, Secret};
+
+    use super::*;
+
+    #[test]
+    fn a_token_of_a_machine_with_many_addresses_can_be_used() {
+        let many = || (0..250).map(|n| format!("tcp:10.0.0.{n}:9700")).collect::<Vec<_>>();
+        let addresses = in_token(Vec::new(), many).unwrap();
+        assert_eq!(addresses[0], "tcp:10.0.0.0:9700");
+        let token = Token { server: Fingerprint([3; 32]), secret: Secret([5; 32]), addresses };
+        token.to_string().parse::<Token>().unwrap();
+        // Nobody would miss some of them until they are needed.
+        let refused = in_token(many(), Vec::new).unwrap_err();
+        assert!(refused.contains("of these 250 addresses"), "{refused}");
+        assert_eq!(in_token(vec!["gpu7".into()], many).unwrap(), ["tcp:gpu7:9700"]);
+    }
 }

@@ -29,7 +29,7 @@ use identity::{Credentials, Fingerprint, Secret};
 use nix::poll::PollFd;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{MsgFlags, recv};
-use protocol::device::{Answer, text, untext};
+use protocol::device::{Answer, text};
 use protocol::link::{Hello, MAGIC, MAX_DEVICE_LIST, Welcome, frame, greeting, purpose};
 use protocol::version::OURS;
 use rustls::ClientConfig;
@@ -40,7 +40,7 @@ use super::config::{Security, SessionConfig};
 use super::error::ConnectError;
 use super::relay::EndReason;
 use super::state::thread_name;
-use super::welcome::{Handshake, Turn, welcome_at_once, welcome_in_turn};
+use super::welcome::{Handshake, Turn, printable, welcome_at_once, welcome_in_turn};
 use crate::ask::{self, Question};
 use crate::framing::{Address, FrameReader};
 use crate::stream::{Now, Stream};
@@ -293,7 +293,7 @@ impl Unwelcomed {
             Ok(None) => Ok(false),
             Ok(Some((welcome, _))) if Answer::from_number(welcome.status) == Answer::Ok => Ok(true),
             Ok(Some((welcome, _))) => {
-                Err(EndReason::Gone(format!("{connection}: {}", untext(&welcome.reason))))
+                Err(EndReason::Gone(format!("{connection}: {}", printable(&welcome.reason))))
             }
             Err(bad) => Err(EndReason::Server(bad.to_string())),
         }
@@ -451,17 +451,26 @@ pub fn join(address: &Address, credentials: &Credentials, secret: &Secret) -> Re
 pub fn ask(server: &Address, security: Security, question: &Question) -> Result<ask::Answer, ConnectError> {
     let config = SessionConfig { security, ..SessionConfig::new(server.clone(), "") };
     let deadline = in_time(&config);
+    ask_until(&config, question, deadline)
+}
+
+fn ask_until(
+    config: &SessionConfig,
+    question: &Question,
+    deadline: Instant,
+) -> Result<ask::Answer, ConnectError> {
+    let server = &config.server;
     let wrong = |what: String| ConnectError::Protocol { server: server.to_string(), what };
-    let connection = match credentials(&config)? {
-        Some(credentials) => protect(&config, reach(&config)?, credentials.greeting(), server_name(server))?,
-        None => Stream::from(reach(&config)?),
+    let connection = match credentials(config)? {
+        Some(credentials) => protect(config, reach(config)?, credentials.greeting(), server_name(server))?,
+        None => Stream::from(reach(config)?),
     };
     let question = question.to_bytes();
     let index = u32::try_from(question.len()).unwrap_or(u32::MAX);
     let hello = Hello { index, ..without_session(purpose::ASK, "rgpuctl") };
     let failed = |source| ConnectError::NoServer { server: server.to_string(), source };
     connection.write_all(&[hello.as_bytes(), &question].concat()).map_err(failed)?;
-    welcome_at_once(&config, &connection, deadline)?;
+    welcome_at_once(config, &connection, deadline)?;
     let mut reader = FrameReader::new();
     loop {
         match reader.next_frame().map_err(|e| wrong(e.to_string()))? {
@@ -472,6 +481,8 @@ pub fn ask(server: &Address, security: Security, question: &Question) -> Result<
             Some((kind, _)) => return Err(wrong(format!("frame {kind} in place of an answer"))),
             None => {}
         }
+        // A server that sends its answer byte by byte keeps nobody longer.
+        connection.receive_until(deadline).map_err(failed)?;
         if reader.fill(&mut &connection).map_err(failed)? == 0 {
             return Err(failed(io::ErrorKind::UnexpectedEof.into()));
         }
@@ -535,6 +546,43 @@ mod tests {
     use protocol::link::FrameHeader;
 
     use super::*;
+
+    #[test]
+    fn an_answer_that_comes_byte_by_byte_is_awaited_until_the_deadline() {
+        let listening = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listening.local_addr().unwrap().port();
+        let config = SessionConfig {
+            security: Security::Insecure,
+            ..SessionConfig::new(Address::Tcp("127.0.0.1".into(), port), "")
+        };
+        std::thread::spawn(move || {
+            let (mut stream, _) = listening.accept().unwrap();
+            let answer = format!("{:400}", serde_json::to_string(&ask::Answer::Leases(Vec::new())).unwrap());
+            let header = FrameHeader { kind: frame::ANSWER, len: answer.len() as u32 };
+            stream.write_all(Welcome::new(Answer::Ok, "").as_bytes()).unwrap();
+            stream.write_all(header.as_bytes()).unwrap();
+            // All of it takes longer than there is time.
+            for byte in answer.bytes() {
+                std::thread::sleep(Duration::from_millis(10));
+                if stream.write_all(&[byte]).is_err() {
+                    break;
+                }
+            }
+        });
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let answer = ask_until(&config, &Question::Leases {}, deadline);
+        assert!(matches!(answer, Err(ConnectError::NoServer { .. })), "{answer:?}");
+    }
+
+    #[test]
+    fn what_a_server_says_steers_no_terminal() {
+        let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        theirs.write_all(Welcome::new(Answer::Denied, "\x1b[2Jno\nroot: yes").as_bytes()).unwrap();
+        let config = SessionConfig::new(Address::Unix("/x".into()), "");
+        let refused = welcome_at_once(&config, &Stream::from(OwnedFd::from(ours)), in_time(&config));
+        let Err(ConnectError::Refused { reason, .. }) = refused else { panic!("{refused:?}") };
+        assert_eq!(reason, "?[2Jno?root: yes");
+    }
 
     #[test]
     fn a_welcome_is_read_to_its_end_and_no_further_however_it_comes() {

@@ -17,7 +17,7 @@ use super::config::SessionConfig;
 use super::error::ConnectError;
 use super::state::ChannelMemory;
 use crate::compression::CompressUse;
-use crate::framing::{recv_greeting, recv_some};
+use crate::framing::{recv_greeting, recv_some, without_control};
 use crate::stream::Stream;
 
 /// What a server's welcome says.
@@ -209,13 +209,13 @@ fn welcome(config: &SessionConfig, socket: &Stream, deadline: Instant) -> Result
             given: given.pop(),
         })),
         Answer::Waiting => Ok(Heard::Waiting { server: printable(&welcome.server), ahead: welcome.ahead }),
-        answer => Err(ConnectError::Refused { server, answer, reason: untext(&welcome.reason) }),
+        answer => Err(ConnectError::Refused { server, answer, reason: printable(&welcome.reason) }),
     }
 }
 
-/// A server's name. Nothing in it may steer a terminal.
-pub(super) fn printable(name: &[u8]) -> String {
-    untext(name).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+/// A server's words, for example its name.
+pub(super) fn printable(words: &[u8]) -> String {
+    without_control(&untext(words))
 }
 
 /// A connection that is read until a deadline, together with the descriptors that come on it.

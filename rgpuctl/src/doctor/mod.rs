@@ -576,10 +576,23 @@ fn protected(address: &Address, server: &str, at: SocketAddr, socket: TcpStream)
     let deadline = Instant::now() + Duration::from_secs(5);
     match Stream::tls_client(socket.into(), credentials.greeting(), unnamed, deadline) {
         Ok(_) => served(&format!("{server} ({at})"), address, files),
-        Err(e) => Wrong(
-            format!("no protected connection to {server} ({at}): {e}"),
-            "if the server has a new key, join it again with rgpuctl enroll and rgpuctl join; otherwise somebody else answers there".into(),
-        ),
+        Err(e) => Wrong(format!("no protected connection to {server} ({at}): {e}"), step_after(&e).into()),
+    }
+}
+
+/// What to do if there is no protected connection to a server.
+fn step_after(error: &std::io::Error) -> &'static str {
+    use rustls::CertificateError as Of;
+    let cause = error.get_ref().and_then(|cause| cause.downcast_ref::<rustls::Error>());
+    match cause {
+        Some(rustls::Error::InvalidCertificate(
+            Of::Expired | Of::ExpiredContext { .. } | Of::NotValidYet | Of::NotValidYetContext { .. },
+        )) => {
+            "compare the clocks of both machines (date); if they are right, the server needs a new certificate of its authority"
+        }
+        _ => {
+            "if the server has a new key, join it again with rgpuctl enroll and rgpuctl join; otherwise somebody else answers there"
+        }
     }
 }
 
@@ -606,6 +619,16 @@ fn contains(bytes: &[u8], text: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_expired_certificate_is_no_reason_to_join_again() {
+        let of = |error| {
+            std::io::Error::new(std::io::ErrorKind::InvalidData, rustls::Error::InvalidCertificate(error))
+        };
+        assert!(step_after(&of(rustls::CertificateError::Expired)).contains("clocks"));
+        assert!(step_after(&of(rustls::CertificateError::NotValidYet)).contains("clocks"));
+        assert!(step_after(&of(rustls::CertificateError::UnknownIssuer)).contains("join it again"));
+    }
 
     #[test]
     fn versions_are_parsed() {

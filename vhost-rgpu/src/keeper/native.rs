@@ -450,6 +450,16 @@ pub fn drop_others(store: &Arc<Store>, inherited: &mut Inherited) {
             kept.end();
         }
     }
+    forget_others(store, inherited);
+}
+
+/// Forgets what is left of users whose record is gone: a keeper that ends forgets the record first.
+fn forget_others(store: &Store, inherited: &mut Inherited) {
+    for rest in inherited.names(USER) {
+        let name = format!("{USER}{rest}");
+        drop(inherited.remove(&name));
+        store.forget(&name);
+    }
 }
 
 /// Says what takes the place of what clients had stored, if descriptors of it are missing. A device process
@@ -602,6 +612,7 @@ impl Server {
                 self.give_up(&mut self.lock(), uid);
             }
         }
+        forget_others(&self.succession.store, inherited);
     }
 
     /// Has a thread start another device process for a user's clients: the previous one is over.
@@ -763,6 +774,17 @@ mod tests {
         let each = (written() - before) / COUNT;
         assert!(each < 200, "{each} bytes");
         kept.read(|words| assert_eq!(words.numbers(), vec![0; COUNT as usize]));
+    }
+
+    #[test]
+    fn what_a_killed_keeper_has_left_without_a_record_is_forgotten() {
+        let store = Arc::<Store>::default();
+        let file = answering_file().unwrap();
+        store.keep("user-1-3", &file).unwrap();
+        let mut inherited = Inherited::from_pairs([("user-1-3".to_owned(), file.try_clone().unwrap())]);
+        drop_others(&store, &mut inherited);
+        assert!(inherited.names("").is_empty(), "it is nobody's socket");
+        assert_eq!(store.name_of("user-1-3", &file), None);
     }
 
     #[test]

@@ -7,9 +7,9 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::path::Path;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use protocol::device::{CONTROL_QUEUE, QUEUE_COUNT};
 use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::{VhostUserMemoryRegion, VhostUserSingleMemoryRegion};
@@ -94,14 +94,32 @@ impl AsFd for Notifier {
 
 impl Notifier {
     /// Without a descriptor nobody listens or notifies, which is the same as an eventfd of its own.
+    ///
+    /// # Errors
+    /// If it is something else than an eventfd: what a VMM sends instead may make whoever polls or writes it
+    /// wait for as long as the VMM likes, for example a file of a file system in user space.
     pub fn new(file: Option<File>) -> Result<Notifier> {
         match file {
-            // SAFETY: `into_raw_fd` gives up ownership of the descriptor, which is only read and written.
-            Some(file) => Ok(Notifier(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) })),
+            Some(file) => {
+                let kind = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
+                    .map_err(Error::ReqHandlerError)?;
+                // Files have paths, which begin otherwise.
+                if kind != Path::new("anon_inode:[eventfd]") {
+                    let text = format!("{} in place of a ring's eventfd", kind.display());
+                    return Err(Error::ReqHandlerError(io::Error::other(text)));
+                }
+                // SAFETY: `into_raw_fd` gives up ownership of the descriptor, which is only read and written.
+                Ok(Notifier(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) }))
+            }
             None => EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK)
                 .map(Notifier)
                 .map_err(Error::ReqHandlerError),
         }
+    }
+
+    /// What whoever notifies needs of it.
+    fn event(&self) -> Result<OwnedFd> {
+        self.as_fd().try_clone_to_owned().map_err(Error::ReqHandlerError)
     }
 
     /// Duplicates its descriptor.
@@ -302,16 +320,16 @@ impl Negotiation {
     }
 
     /// A ring has started. Both sides must look at it, because a notification from before it stopped may have
-    /// been lost.
-    pub fn start(&mut self, index: u32) -> Result<()> {
+    /// been lost: gives the events with which they are [notified](notify).
+    pub fn start(&mut self, index: u32) -> Result<Vec<OwnedFd>> {
         if index == u32::from(CONTROL_QUEUE) {
             self.stopped = false;
         }
         let ring = self.ring(index)?;
-        if ring.lay.take().is_some() {
-            [&ring.kick, &ring.call].into_iter().flatten().for_each(|held| notify(&held.fd));
+        if ring.lay.take().is_none() {
+            return Ok(Vec::new());
         }
-        Ok(())
+        [&ring.kick, &ring.call].into_iter().flatten().map(|held| held.fd.event()).collect()
     }
 
     /// The device was reset: the driver starts over.
@@ -327,9 +345,11 @@ impl Negotiation {
         self.rings.iter_mut().for_each(|ring| ring.lay = None);
     }
 
-    /// Tells a new device everything, and makes it and the driver look at the rings again: its predecessor
-    /// may have taken a notification without acting on it, or acted without notifying.
-    pub fn replay(&self, device: &mut Frontend) -> vhost::Result<()> {
+    /// Tells a new device everything. It and the driver must look at the rings again, because its predecessor
+    /// may have taken a notification without acting on it, or acted without notifying: gives the events with
+    /// which they are [notified](notify).
+    pub fn replay(&self, device: &mut Frontend) -> vhost::Result<Vec<OwnedFd>> {
+        let mut events = Vec::new();
         if let Some(features) = self.features {
             device.set_features(features)?;
         }
@@ -355,16 +375,28 @@ impl Negotiation {
             if let Some(enabled) = ring.enabled {
                 device.set_vring_enable(index, enabled)?;
             }
-            [Some(kick), ring.call.as_ref()].into_iter().flatten().for_each(|held| notify(&held.fd));
+            for held in [Some(kick), ring.call.as_ref()].into_iter().flatten() {
+                events.push(held.fd.event()?);
+            }
         }
-        Ok(())
+        Ok(events)
     }
 }
 
-/// Notifies, unless a notification is already pending. Never blocks, whatever descriptor the VMM has sent.
-fn notify(event: &Notifier) {
-    let mut watched = [PollFd::new(event.as_fd(), PollFlags::POLLOUT)];
-    if poll(&mut watched, PollTimeout::ZERO) == Ok(1) && watched[0].revents() == Some(PollFlags::POLLOUT) {
-        let _ = event.0.write(1);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_is_notified_by_eventfds_alone() {
+        let (pipe, _theirs) = nix::unistd::pipe().unwrap();
+        let others = [pipe.into(), tempfile::tempfile().unwrap(), File::open("/dev/null").unwrap()];
+        for other in others {
+            assert!(Notifier::new(Some(other)).is_err());
+        }
+        let own = Notifier::new(None).unwrap();
+        own.0.write(1).unwrap();
+        let again = Notifier::new(Some(File::from(own.event().unwrap()))).unwrap();
+        assert_eq!(again.0.read().unwrap(), 1);
     }
 }

@@ -150,11 +150,12 @@ impl Server {
         let requests = requests_memory().context("memory for requests in progress")?;
         connection.requests(&requests);
         let device = Device::start(self, connection, &requests, &mut StoredByChannel::new(), None)?;
-        let relay = Arc::new(Relay::new(self, connection, device, Negotiation::default(), requests));
-        let name = &self.config.name;
-        tracing::info!("vm {name}: a VMM has connected; device process {}", relay.lock().device.process.pid);
         let stream = UnixStream::from(vmm);
         let watched = stream.try_clone().context("duplicating the VMM's connection")?;
+        let relay = Relay::new(self, &watched, connection, device, Negotiation::default(), requests);
+        let relay = Arc::new(relay.context("duplicating the VMM's connection")?);
+        let name = &self.config.name;
+        tracing::info!("vm {name}: a VMM has connected; device process {}", relay.lock().device.process.pid);
         drop(stays);
         self.attend(&watched, BackendReqHandler::from_stream(stream, relay.clone()), &relay);
         Ok(())
@@ -181,11 +182,12 @@ impl Server {
         drop(found);
         let (vmm, mut attempts) = (UnixStream::from(vmm), Attempts::new());
         let why = "was replaced together with the daemon vhost-rgpu";
-        let device = attempts.start(self, &connection, &requests, &negotiation, &mut stored, why)?;
+        let device = attempts.start(self, &vmm, &connection, &requests, &negotiation, &mut stored, why)?;
         let (name, process) = (&self.config.name, device.process.pid);
         tracing::info!("vm {name}: continues with the VMM; device process {process}");
         let (protocol, features) = (negotiation.protocol, negotiation.features);
-        let relay = Arc::new(Relay::new(self, &connection, device, negotiation, requests));
+        let relay = Relay::new(self, &vmm, &connection, device, negotiation, requests);
+        let relay = Arc::new(relay.context("duplicating the VMM's connection")?);
         // The handler must know what the VMM told the previous one. It gets that on a socket which is then
         // replaced by the VMM's.
         let (ours, theirs) = UnixStream::pair().context("a pair of sockets")?;
@@ -265,7 +267,7 @@ impl Server {
             unready = None;
             let _stays = self.succession.stays();
             if ended {
-                relay.lock().restart().map_err(|e| e.to_string())?;
+                relay.lock().restart(Instant::now()).map_err(|e| e.to_string())?;
             } else if readable {
                 match relay.noted(|| requests.handle_request()) {
                     Ok(()) => {}
@@ -311,6 +313,13 @@ fn is_ready(vmm: &UnixStream) -> nix::Result<bool> {
     unsafe { waiting(vmm.as_raw_fd(), &mut came) }?;
     // A longer one is refused for its header.
     Ok(size > MAX_MSG_SIZE || came as usize >= HEADER + size)
+}
+
+/// Whether the VMM has closed its connection, or nobody has it any more.
+fn has_hung_up(vmm: &UnixStream) -> bool {
+    let mut watched = [PollFd::new(vmm.as_fd(), PollFlags::empty())];
+    let known = poll(&mut watched, PollTimeout::ZERO).is_ok();
+    known && watched[0].revents().is_some_and(|events| !events.is_empty())
 }
 
 /// A device process, and the connection on which the keeper speaks vhost-user to it.
@@ -397,6 +406,18 @@ impl Device {
             .map_err(|e| anyhow::anyhow!("the device process {} does not begin: {e}", process.pid))?;
         Ok(Device { process: process.clone(), frontend, answers, features, protocol_features })
     }
+
+    /// Has the process notify.
+    fn notify(&self, events: Vec<OwnedFd>) {
+        for event in events {
+            if let Err(e) = self.process.tell(&ToDevice::Notify { event }) {
+                // The next process notifies as well.
+                let Process { name, pid, .. } = &*self.process;
+                tracing::error!("{name}: its device process {pid} does not read the keeper's messages: {e}");
+                return self.process.kill();
+            }
+        }
+    }
 }
 
 /// Asks a device what it offers, and accepts all of vhost-user's extensions: which of them the VMM has
@@ -416,6 +437,7 @@ struct Relay<'s>(Mutex<Inner<'s>>);
 
 struct Inner<'s> {
     server: &'s Server,
+    vmm: UnixStream,
     connection: Arc<Connection>,
     device: Device,
     negotiation: Negotiation,
@@ -431,14 +453,16 @@ struct Inner<'s> {
 impl<'s> Relay<'s> {
     fn new(
         server: &'s Server,
+        vmm: &UnixStream,
         connection: &Arc<Connection>,
         device: Device,
         negotiation: Negotiation,
         requests: OwnedFd,
-    ) -> Relay<'s> {
+    ) -> io::Result<Relay<'s>> {
         let (connection, attempts) = (connection.clone(), Attempts::new());
-        Relay(Mutex::new(Inner {
+        Ok(Relay(Mutex::new(Inner {
             server,
+            vmm: vmm.try_clone()?,
             connection,
             device,
             negotiation,
@@ -447,7 +471,7 @@ impl<'s> Relay<'s> {
             resets: LogLimit::default(),
             read_only: LogLimit::default(),
             repeating: false,
-        }))
+        })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner<'s>> {
@@ -471,7 +495,7 @@ fn refused(error: &vhost::Error) -> bool {
 
 /// The history of starting device processes for one VMM.
 struct Attempts {
-    /// When the last one was started.
+    /// When the last one had been told everything.
     since: Instant,
     failures: Failures,
 }
@@ -481,9 +505,20 @@ impl Attempts {
         Attempts { since: Instant::now(), failures: Failures::default() }
     }
 
-    /// A device process has ended.
-    fn failed(&mut self) {
-        self.failures.count(self.since.elapsed());
+    /// A device process serves the guest.
+    fn succeeded(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// A device process has ended, or has not answered what it was asked then. How long it was waited for
+    /// does not count: a process that answers nothing has done nothing all that time.
+    fn failed(&mut self, then: Instant) {
+        self.failures.count(then.saturating_duration_since(self.since));
+    }
+
+    /// A device process has failed before it was told everything.
+    fn failed_at_start(&mut self) {
+        self.failures.count(Duration::ZERO);
     }
 
     /// Starts a device process to replace one that has ended, and tells it everything. `why` is how the old
@@ -491,6 +526,7 @@ impl Attempts {
     fn start(
         &mut self,
         server: &Server,
+        vmm: &UnixStream,
         connection: &Arc<Connection>,
         requests: &OwnedFd,
         negotiation: &Negotiation,
@@ -507,18 +543,24 @@ impl Attempts {
             if server.stopping.load(Ordering::SeqCst) {
                 return Err(failed("the daemon is shutting down".to_owned()));
             }
-            self.since = Instant::now();
+            if has_hung_up(vmm) {
+                return Err(failed("the VMM has disconnected".to_owned()));
+            }
             let mut device = match Device::start(server, connection, requests, stored, Some(why.to_owned())) {
                 Ok(device) => device,
                 Err(e) => {
                     tracing::error!("vm {name}: {e:#}");
-                    self.failed();
+                    self.failed_at_start();
                     continue;
                 }
             };
             let process = device.process.clone();
             match device.answers.to(|| negotiation.replay(&mut device.frontend)) {
-                Ok(()) => return Ok(device),
+                Ok(events) => {
+                    self.succeeded();
+                    device.notify(events);
+                    return Ok(device);
+                }
                 // The next one would not accept it either: it is the VMM that has sent something invalid.
                 Err(e) if refused(&e) => {
                     process.end(Duration::ZERO);
@@ -532,22 +574,22 @@ impl Attempts {
             let (how, left) = process.take_over();
             tracing::error!("vm {name}: its device process {} {how}; starting another one", process.pid);
             stored.extend(left);
-            self.failed();
+            self.failed_at_start();
         }
     }
 }
 
 impl Inner<'_> {
-    /// Replaces a device process that has ended or is unusable.
-    fn restart(&mut self) -> Result<()> {
+    /// Replaces a device process that has ended, or is unusable because of what it was asked `then`.
+    fn restart(&mut self, then: Instant) -> Result<()> {
         let (server, name) = (self.server, &self.server.config.name);
         // Nothing touches the guest's memory before the old process has ended.
         let (how, mut stored) = self.device.process.take_over();
         let process = self.device.process.pid;
         tracing::error!("vm {name}: its device process {process} {how}; starting another one");
-        self.attempts.failed();
-        let Inner { connection, requests, negotiation, attempts, .. } = self;
-        self.device = attempts.start(server, connection, requests, negotiation, &mut stored, &how)?;
+        self.attempts.failed(then);
+        let Inner { vmm, connection, requests, negotiation, attempts, .. } = self;
+        self.device = attempts.start(server, vmm, connection, requests, negotiation, &mut stored, &how)?;
         server.own.restarts.fetch_add(1, Ordering::Relaxed);
         server.succession.save(&server.own);
         tracing::info!("vm {name}: device process {} serves the guest now", self.device.process.pid);
@@ -557,11 +599,12 @@ impl Inner<'_> {
     /// Passes on what was just remembered. A device process that fails meanwhile is replaced, and its
     /// successor gets it with everything else.
     fn tell(&mut self, tell: impl FnOnce(&mut Frontend, &Negotiation) -> vhost::Result<()>) -> Result<()> {
+        let then = Instant::now();
         let Device { frontend, answers, .. } = &mut self.device;
         match answers.to(|| tell(frontend, &self.negotiation)) {
             Ok(()) => Ok(()),
             Err(e) if refused(&e) => Err(Error::BackendInternalError),
-            Err(_) => self.restart(),
+            Err(_) => self.restart(then),
         }
     }
 
@@ -584,11 +627,12 @@ impl Inner<'_> {
     /// Asks the device process, or its successor if it fails meanwhile.
     fn ask<T>(&mut self, ask: impl Fn(&mut Frontend) -> vhost::Result<T>) -> Result<T> {
         loop {
+            let then = Instant::now();
             let Device { frontend, answers, .. } = &mut self.device;
             match answers.to(|| ask(frontend)) {
                 Ok(answer) => return Ok(answer),
                 Err(e) if refused(&e) => return Err(Error::BackendInternalError),
-                Err(_) => self.restart()?,
+                Err(_) => self.restart(then)?,
             }
         }
     }
@@ -741,7 +785,11 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         let mut inner = self.lock();
         inner.negotiation.ring(index)?.enabled = Some(enable);
         inner.tell(|device, _| device.set_vring_enable(index as usize, enable))?;
-        if enable { inner.negotiation.start(index) } else { Ok(()) }
+        if enable {
+            let events = inner.negotiation.start(index)?;
+            inner.device.notify(events);
+        }
+        Ok(())
     }
 
     fn get_config(&self, offset: u32, size: u32, flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
@@ -821,5 +869,33 @@ impl VhostUserBackendReqHandler for Relay<'_> {
 
     fn set_log_base(&self, _log: &VhostUserLog, _file: File) -> Result<()> {
         unsupported("SET_LOG_BASE")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_never_answers_counts_however_long_it_is_waited_for() {
+        let mut attempts = Attempts::new();
+        for failed in 1..=8 {
+            assert!(attempts.failures.pause().is_ok(), "after {failed} failures");
+            attempts.since = Instant::now().checked_sub(2 * ANSWERS_WITHIN).unwrap();
+            // It was asked as soon as it served.
+            attempts.failed(attempts.since);
+        }
+        assert!(attempts.failures.pause().is_err());
+        attempts.since = Instant::now().checked_sub(Duration::from_secs(3600)).unwrap();
+        attempts.failed(Instant::now());
+        assert_eq!(attempts.failures.pause(), Ok(Duration::ZERO), "one that ran for long begins a new row");
+    }
+
+    #[test]
+    fn a_vmm_that_has_gone_is_seen() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        assert!(!has_hung_up(&ours));
+        drop(theirs);
+        assert!(has_hung_up(&ours));
     }
 }

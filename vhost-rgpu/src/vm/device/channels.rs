@@ -21,7 +21,7 @@ use crate::stage::Stage;
 use crate::vm::budget::Charge;
 use crate::vm::control::Order;
 use crate::vm::gate::Inside;
-use crate::vm::recovery::Known;
+use crate::vm::recovery::{Known, Leftover};
 
 impl Device {
     pub(super) fn execute(&self, order: Order, job: &mut Job<'_>) -> Result<(), Refusal> {
@@ -29,6 +29,12 @@ impl Device {
             Order::Create { channel, extents, size } => self.create(channel, extents, size, job),
             Order::Destroy { channel } => self.destroy(channel, job.epoch),
             Order::Register { channel, region, extents, size, read_only } => {
+                if job.again
+                    && let Some(leftover) = self.left(channel, job.epoch)?
+                {
+                    // The predecessor may have registered it. After the refusal, its memory is the guest's.
+                    self.wait_for_release(channel, &leftover, job.epoch);
+                }
                 let session = self.session(channel, job.epoch)?;
                 self.inherit(channel, &session);
                 if job.again && session.has_region(region) {
@@ -36,20 +42,17 @@ impl Device {
                     self.unregister(channel, region, &session)?;
                 }
                 let memories = self.memories();
-                // A transport may pass extents on unchecked, so they are checked here.
-                let pieces = memories.resolve(&extents, size)?.all().len();
-                let charge = self.budget.region(pieces)?;
+                // A transport may pass extents on unchecked, so they are checked here. What is charged is
+                // what others keep of the region.
+                let extents = memories.joined(&extents)?;
+                let charge = self.budget.region(extents.len())?;
                 let memory = RegionMemory { memories, extents, size, own_memory: false, read_only };
                 session.register_region(region, memory)?;
                 self.with_held(channel, &session, |held| drop(held.pieces.insert(region, charge)));
                 Ok(())
             }
             Order::Unregister { channel, region } => {
-                let leftover = match self.channels_at(job.epoch)?.get(&channel) {
-                    Some(Channel::Left(leftover)) => Some(leftover.clone()),
-                    _ => None,
-                };
-                match leftover {
+                match self.left(channel, job.epoch)? {
                     Some(leftover) => {
                         self.wait_for_release(channel, &leftover, job.epoch);
                         Ok(())
@@ -167,7 +170,8 @@ impl Device {
             // The header is read and written.
             let _inside = self.inside(job.epoch)?;
             let memories = self.memories();
-            let mappings = self.budget.channel(memories.resolve(&extents, size)?.all().len())?;
+            let extents = memories.joined(&extents)?;
+            let mappings = self.budget.channel(extents.len())?;
             let memory = ChannelMemory::new(memories, extents, size)?;
             if !memory.asked_server.is_empty() {
                 return Err(invalid("a guest cannot name servers; its host chooses them"));
@@ -315,6 +319,14 @@ impl Device {
         let channels = self.channels();
         self.not_reset_since(epoch)?;
         Ok(channels)
+    }
+
+    /// What a predecessor has left of a channel, if its session is over.
+    fn left(&self, channel: u32, epoch: u64) -> Result<Option<Arc<Leftover>>, Refusal> {
+        Ok(match self.channels_at(epoch)?.get(&channel) {
+            Some(Channel::Left(leftover)) => Some(leftover.clone()),
+            _ => None,
+        })
     }
 
     fn not_reset_since(&self, epoch: u64) -> Result<(), Refusal> {

@@ -4,6 +4,7 @@
 //! [`recovery`](crate::vm::recovery) defines what is stored and how a worker is told to stop.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,6 +36,7 @@ impl Device {
     pub(super) fn pause_leftovers(&self, left: impl Fn() -> Duration) -> usize {
         let predecessor = self.predecessor.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Predecessor { stored, .. }) = &*predecessor else { return 0 };
+        let mut ending = Vec::new();
         for (channel, stored) in stored {
             let leftover =
                 stored.try_clone().and_then(|stored| Leftover::new(stored, self.config.servers.all()));
@@ -46,10 +48,15 @@ impl Device {
                         "{}: channel {channel} of the predecessor does not pause: it ends",
                         self.who
                     );
-                    leftover.close(PATIENCE);
+                    ending.push(leftover);
                 }
                 Err(e) => tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who),
             }
+        }
+        // All were told first, so that they end at the same time.
+        let deadline = Instant::now() + PATIENCE;
+        for leftover in ending {
+            leftover.close(deadline.saturating_duration_since(Instant::now()));
         }
         stored.len()
     }
@@ -85,6 +92,21 @@ impl Device {
         else {
             return;
         };
+        // Before anything is done: another process may have what this one lacks, for example descriptors.
+        let (mut leftovers, mut lost) = (Vec::new(), 0);
+        for (channel, stored) in stored {
+            match Leftover::new(stored, self.config.servers.all()) {
+                Ok(leftover) => leftovers.push((channel, leftover)),
+                Err(e) => {
+                    tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who);
+                    if e.kind() != io::ErrorKind::InvalidData {
+                        std::process::exit(1);
+                    }
+                    self.store.forget(channel);
+                    lost += 1;
+                }
+            }
+        }
         let (heads, table, size) = {
             let mut vring = vring.get_mut();
             let queue = vring.get_queue_mut();
@@ -107,15 +129,8 @@ impl Device {
         let reason = format!(
             "the process of vhost-rgpu that served this guest {how}; another one serves the guest now: start the program again"
         );
-        let (mut kept, mut lost, mut waiting) = (0, 0, Vec::new());
-        for (channel, stored) in stored {
-            let leftover = match Leftover::new(stored, self.config.servers.all()) {
-                Ok(leftover) => leftover,
-                Err(e) => {
-                    tracing::error!("{}: channel {channel} of the predecessor: {e}", self.who);
-                    continue;
-                }
-            };
+        let (mut kept, mut waiting) = (0, Vec::new());
+        for (channel, leftover) in leftovers {
             if created.contains(&channel) {
                 leftover.end();
                 self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).insert(channel, leftover);
@@ -168,11 +183,11 @@ impl Device {
     /// Continues the session of a predecessor's channel.
     fn resume_session(&self, channel: u32, leftover: &Leftover, saved: &Saved) -> Result<(), Refusal> {
         let server = leftover.server.config().map_err(no_resources)?;
-        let extents = &leftover.extents[..];
-        let size = bytes_of(extents);
         let memories = self.memories();
-        let mappings = self.budget.channel(memories.resolve(extents, size)?.all().len())?;
-        let memory = ChannelMemory::new(memories, extents.to_vec(), size)?;
+        let extents = memories.joined(&leftover.extents)?;
+        let size = bytes_of(&extents);
+        let mappings = self.budget.channel(extents.len())?;
+        let memory = ChannelMemory::new(memories, extents, size)?;
         let (wakeup, lost) = self.listeners(channel);
         let session = Session::resume(server, saved, memory, None, wakeup, lost)
             .map_err(|e| no_resources(format!("its session cannot continue: {e}")))?;

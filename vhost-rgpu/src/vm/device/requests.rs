@@ -23,8 +23,8 @@ use crate::vm::gate::Inside;
 use crate::vm::queue::{QUEUE_SIZE, Vring};
 use crate::vm::recovery;
 
-/// Maximum number of requests in progress. Each has a thread, except those that release memory and find none:
-/// they wait for one, at most as many as a queue has descriptors.
+/// Maximum number of requests in progress. Each has a thread, except those that may not be refused and find
+/// none: they wait for one, at most as many as a queue has descriptors.
 pub(super) const MAX_JOBS: usize = 256;
 /// Maximum bytes of extents in requests in progress.
 const MAX_JOB_BYTES: usize = 64 << 20;
@@ -67,9 +67,11 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// Whether it releases memory of the guest.
-    fn releases(&self) -> bool {
-        matches!(self.order, Order::Destroy { .. } | Order::Unregister { .. })
+    /// Whether it must be executed, if necessary later. If it releases memory of the guest, a refusal would
+    /// help nobody: the driver could only ask again. If a predecessor had taken it, the guest's memory may be
+    /// in use for it already, and after a refusal the driver would take that for free.
+    fn must_be_executed(&self) -> bool {
+        self.again || matches!(self.order, Order::Destroy { .. } | Order::Unregister { .. })
     }
 }
 
@@ -185,7 +187,9 @@ impl Device {
         match result {
             Ok(()) => {}
             // A driver has no more requests than the queue has descriptors.
-            Err((work, _)) if work.releases() && self.deferred().len() < QUEUE_SIZE => self.defer(work),
+            Err((work, _)) if work.must_be_executed() && self.deferred().len() < QUEUE_SIZE => {
+                self.defer(work)
+            }
             Err((Work { epoch, head, answer, bytes, .. }, why)) => {
                 self.jobs.fetch_sub(1, Ordering::Relaxed);
                 self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -223,8 +227,7 @@ impl Device {
         self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a request that releases memory until a thread has time for it. A refusal would help nobody: the
-    /// driver could only ask again.
+    /// Keeps a request until a thread has time for it.
     fn defer(&self, work: Work) {
         if let Order::Destroy { channel } = work.order
             && let Ok(session) = self.session(channel, work.epoch)
@@ -400,6 +403,24 @@ mod tests {
             device.start_job(fetched, device.gate.epoch());
             until("it is answered", || device.jobs.load(Ordering::Relaxed) == MAX_JOBS);
             assert!(device.channels().is_empty(), "it is still there");
+            device.jobs.fetch_sub(MAX_JOBS, Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn a_request_that_a_predecessor_had_taken_is_never_refused_for_lack_of_threads() {
+        with_channel_after_reset(|device, extent| {
+            device.jobs.fetch_add(MAX_JOBS, Ordering::Relaxed);
+            for (again, region) in [(false, 1), (true, 2)] {
+                let (extents, size) = (vec![extent], extent.len);
+                let order = Ok(Order::Register { channel: 0, region, extents, size, read_only: false });
+                let fetched = Fetched { head: 0, again, answer: Vec::new(), order, bytes: 0 };
+                device.start_job(fetched, device.gate.epoch());
+            }
+            until("both are answered", || device.jobs.load(Ordering::Relaxed) == MAX_JOBS);
+            let session = device.session(0, device.gate.epoch()).expect("it is open");
+            assert!(!session.has_region(1), "the limit does not count");
+            assert!(session.has_region(2), "it was refused");
             device.jobs.fetch_sub(MAX_JOBS, Ordering::Relaxed);
         });
     }

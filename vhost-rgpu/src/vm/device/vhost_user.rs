@@ -9,13 +9,14 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
+use anyhow::{Context, bail};
 use host_bridge::memory::Memories;
 use protocol::device::{CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, EVENT_QUEUE, QUEUE_COUNT};
 use protocol::link::Memory;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost_user_backend::{VhostUserBackend, VringT};
 use virtio_queue::QueueT;
-use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{EventConsumer, EventNotifier};
 use zerocopy::IntoBytes;
@@ -27,6 +28,24 @@ use crate::vm::queue::{GuestMemory, QUEUE_SIZE, Vring};
 const VERSION_1: u64 = 1 << 32;
 /// `VIRTIO_RING_F_INDIRECT_DESC` and `VIRTIO_RING_F_EVENT_IDX`.
 const RING_FEATURES: u64 = 1 << 28 | 1 << 29;
+
+impl Device {
+    /// Maps the guest's memory, for new sessions. Running ones keep the memory that they were given.
+    fn map_memory(&self, guest: &GuestMemoryMmap) -> anyhow::Result<()> {
+        let mut files = Vec::with_capacity(guest.num_regions());
+        for region in guest.iter() {
+            let at = region.start_addr().0;
+            let Some(file) = region.file_offset() else {
+                bail!("guest memory at {at:#x} is not backed by a file: configure the VMM to share it");
+            };
+            let memory = Memory { addr: at, size: region.len(), file_offset: file.start() };
+            files.push((memory, OwnedFd::from(file.file().try_clone().context("duplicating a descriptor")?)));
+        }
+        let memories = Memories::map(files)?;
+        *self.memories.lock().unwrap_or_else(PoisonError::into_inner) = memories;
+        Ok(())
+    }
+}
 
 impl VhostUserBackend for Device {
     type Bitmap = ();
@@ -75,22 +94,11 @@ impl VhostUserBackend for Device {
     }
 
     fn update_memory(&self, memory: GuestMemory) -> io::Result<()> {
-        let guest = memory.memory();
-        let mut files = Vec::with_capacity(guest.num_regions());
-        for region in guest.iter() {
-            let at = region.start_addr().0;
-            let Some(file) = region.file_offset() else {
-                return Err(io::Error::other(format!(
-                    "guest memory at {at:#x} is not backed by a file: configure the VMM to share it"
-                )));
-            };
-            let memory = Memory { addr: at, size: region.len(), file_offset: file.start() };
-            files.push((memory, OwnedFd::from(file.file().try_clone()?)));
-        }
-        let memories = Memories::map(files).map_err(io::Error::other)?;
-        // Running sessions keep the memory that they were given.
-        *self.memories.lock().unwrap_or_else(PoisonError::into_inner) = memories;
-        Ok(())
+        self.map_memory(&memory.memory()).map_err(|e| {
+            // The VMM and the keeper only learn that the message was refused.
+            self.limit.warn(&self.who, &format!("the guest's memory is refused: {e:#}"));
+            io::Error::other(e)
+        })
     }
 
     fn queues_per_thread(&self) -> Vec<u64> {
