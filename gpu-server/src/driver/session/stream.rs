@@ -70,15 +70,6 @@ impl<G: Gpu> Session<G> {
         self.gpu.after_stream(cx, &mut self.streams, id, Box::new(move |_| drop(watch)))
     }
 
-    /// Whether this is a legacy default stream whose context has other streams, so that they wait for each
-    /// other's work.
-    pub(super) fn orders_others(&self, id: u32) -> bool {
-        let ordered = |(other, stream): (&u32, &Stream<G::Stream>)| {
-            *other != id && stream.is_blocking && stream.context.0 == id
-        };
-        id < MAX_CONTEXTS && self.streams.iter().any(ordered)
-    }
-
     fn record(&mut self, cx: &mut Call, op: &EventRecord) -> Result {
         let place = self.enter(cx, op.stream)?;
         let event = self.events.get_mut(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
