@@ -85,6 +85,7 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
         let untouched = self.streams.is_empty()
             && self.events.is_empty()
             && self.modules.is_empty()
+            && self.graphs.is_empty()
             && self.made_contexts.is_empty()
             && self.has_no_memory()
             && self.arrays.is_empty()
