@@ -115,6 +115,8 @@ struct Known {
     not_before: u64,
     again: u64,
     /// Whether what it could not carry out was to return.
+    /// How many orders it was given.
+    orders: u64,
     stays_away: bool,
     /// Its place in line: when it started to wait. If it doesn't wait: since when.
     place: Option<u64>,
@@ -274,6 +276,14 @@ impl Residency {
     /// A session's place in line, if it waits.
     fn place(&self, view: &View) -> Option<(u64, u32)> {
         let known = self.sessions.get(&view.worker)?;
+    /// How often a worker was ordered to move its memory. `None`: it is carrying that out, or so it says: not
+    /// for ever.
+    pub(super) fn orders(&self, worker: u32, now: u64) -> Option<u64> {
+        let Some(known) = self.sessions.get(&worker) else { return Some(0) };
+        let moves = known.order.is_some_and(|(.., since)| now.saturating_sub(since) <= LEAVES_WITHIN);
+        (!moves).then_some(known.orders)
+    }
+
         known.place.filter(|_| known.served.is_none()).map(|place| (place, view.worker))
     }
 
@@ -577,3 +587,4 @@ impl Residency {
 
 #[cfg(test)]
 mod tests;
+            known.orders += 1;
