@@ -332,6 +332,11 @@ impl Shares {
         }
     }
 
+    /// The session that shares something under this token.
+    pub fn owner(&self, token: &Token) -> Option<u32> {
+        self.all.get(token).map(|share| share.owner)
+    }
+
     /// The sessions that share something.
     pub fn owners(&self) -> impl Iterator<Item = u32> {
         self.all.values().map(|share| share.owner)

@@ -54,11 +54,9 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// Puts a fence on each stream that has been given work since its last fence from here: `end`, given the
     /// number of pieces of work, returns a function that is called when everything on that stream so far is
-    /// finished, or never will be. Work means kernels, graphs, fills and copies on a device.
-    ///
-    /// A fence on a legacy default stream orders the work of other streams. With `gently`, such a stream is
-    /// left for a later call if its context has streams that it is ordered with.
-    fn fence_work(&mut self, call: &mut Call, gently: bool, end: &mut dyn FnMut(u64) -> End);
+    /// finished, or never will be. Work means kernels, graphs, fills and copies on a device. A fence orders no
+    /// work, also on a legacy default stream.
+    fn fence_work(&mut self, call: &mut Call, end: &mut dyn FnMut(u64) -> End);
 
     /// Starts recording device activity for this process, like [`protocol::ops::activity::ActivityStart`] but
     /// without a client. `None`: not supported.
@@ -71,8 +69,7 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// Makes sure that everything the devices have done is recorded.
     fn flush_activity(&mut self);
 
-    /// Calls `end` when everything on a stream so far is finished, or never will be. On a legacy default
-    /// stream this orders the work of other streams, like any operation there.
+    /// Calls `end` when everything on a stream so far is finished, or never will be.
     fn after_work(&mut self, call: &mut Call, stream: StreamId, end: End);
 
     /// Gives an event's ID to a new event of the same kind, and another ID, which is not in use, to the event

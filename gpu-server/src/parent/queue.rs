@@ -16,7 +16,7 @@
 
 pub(super) mod parked;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -410,6 +410,7 @@ fn session_of(
         daemons: 0,
         kept: false,
         opened: Vec::new(),
+        linked: BTreeSet::new(),
     }
 }
 

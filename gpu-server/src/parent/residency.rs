@@ -16,12 +16,20 @@
 //! leave meanwhile does so immediately: otherwise, two sessions that each have a part of what they want
 //! would wait for each other.
 //!
+//! Sessions that **belong together** ([`View::group`]) may be the ranks of one program, whose kernels wait for
+//! each other. If one rank's memory were away and another's on its device, that one's kernel would not end, and
+//! so keep the memory there, perhaps from another program in the same position: neither would ever go on. So
+//! they are on the devices together or away together. They are ordered to leave only if all of them are idle.
+//! What the first of them releases is kept for it until the last has left: if one of them has work after all,
+//! the others can return at any time. They return when there is room for all of them, and it is kept for those
+//! that return later.
+//!
 //! A session's own reports can only make it wait or leave: see [`View`]. A worker that lies may say that it
 //! has carried out an order, or is about to, or that it waits for room. It is believed as far as it shows in
 //! where its memory is: others do not wait for it for long, and room that it does not take is not kept for
 //! it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Instant;
 
 use crate::worker_protocol::MemoryOrder;
@@ -72,6 +80,8 @@ pub(super) struct Rules {
 pub(super) struct View {
     pub(super) worker: u32,
     pub(super) principal: String,
+    /// The sessions that it belongs to, if any.
+    pub(super) group: Option<u32>,
     /// Whether it may be ordered to leave.
     pub(super) swap: bool,
     /// Bytes that it has on devices, the part of them that can leave, and those that are away.
@@ -105,6 +115,8 @@ struct Known {
     away: bool,
     /// Its unfinished order, and since when.
     order: Option<(u32, MemoryOrder, u64)>,
+    /// How many orders it was given.
+    orders: u64,
     /// Bytes that were away when it last moved some for that order, and when that was, or when it began.
     moved: (u64, u64),
     /// Whether it has begun to carry that order out.
@@ -131,6 +143,8 @@ struct Known {
     held_back: bool,
     /// Whether it was noted that it waits because there is no memory for what others would move away.
     no_store: bool,
+    /// Whether it was noted that it waits for sessions that belong together and have commands.
+    outlasted: bool,
     /// Bytes of this machine's memory that it may be using.
     keeps: u64,
 }
@@ -145,6 +159,8 @@ pub(super) struct Decided {
     /// Sessions that wait for room, perhaps until another session ends: others would leave, but this machine
     /// has no more memory for what they have.
     pub(super) no_store: Vec<u32>,
+    /// Sessions that wait for room, perhaps until others end: these belong together, and not all are idle.
+    pub(super) outlasted: Vec<u32>,
     /// Whether another step is needed before anybody rings.
     pub(super) pending: bool,
 }
@@ -170,8 +186,19 @@ pub(super) struct Residency {
     sessions: HashMap<u32, Known>,
     /// Free memory reserved for those in line, in their order.
     reserved: Vec<(u32, Bytes)>,
+    /// Sessions that belong to others of which some are on the devices: their room there is kept.
+    kept: HashSet<u32>,
     /// How often sessions have moved something for an order, or have carried it out.
     moves: u64,
+}
+
+/// What sessions could release later.
+#[derive(Default)]
+struct Later {
+    /// Once their residency is over.
+    kept: Bytes,
+    /// Once all of those that belong together are idle.
+    busy: Bytes,
 }
 
 /// What devices have free now.
@@ -200,6 +227,29 @@ fn left(view: &View) -> Bytes {
     missing(&view.movable, &view.away)
 }
 
+/// The sessions that leave and return with this one, itself among them.
+fn unit<'v>(view: &View, views: &'v [View]) -> impl Iterator<Item = &'v View> + use<'v> {
+    let (worker, group) = (view.worker, view.group);
+    views.iter().filter(move |other| other.worker == worker || group.is_some() && other.group == group)
+}
+
+/// The part of `bytes` that is in `other`, too.
+fn both(bytes: &Bytes, other: &Bytes) -> Bytes {
+    let common = |(device, bytes): (&u32, &u64)| Some((*device, (*bytes).min(*other.get(device)?)));
+    bytes.iter().filter_map(common).collect()
+}
+
+/// What is free once a session and those that it belongs to have left.
+fn releases(view: &View, views: &[View]) -> Bytes {
+    let mut bytes = Bytes::new();
+    for member in unit(view, views) {
+        // What is away of sessions that belong together is kept free as long as one of them is there.
+        add(&mut bytes, &if view.group.is_some() { member.movable.clone() } else { left(member) });
+    }
+    bytes.retain(|_, bytes| *bytes > 0);
+    bytes
+}
+
 /// How much of `wanted` is missing in `there`.
 fn missing(wanted: &Bytes, there: &Bytes) -> Bytes {
     let of = |device: &u32| there.get(device).copied().unwrap_or(0);
@@ -226,10 +276,23 @@ impl Residency {
         self.sessions.get(&worker)?.order.map(|(_, order, _)| order)
     }
 
+    /// How often a worker was ordered to move its memory. `None`: it is carrying that out, or so it says: not
+    /// for ever.
+    pub(super) fn orders(&self, worker: u32, now: u64) -> Option<u64> {
+        let Some(known) = self.sessions.get(&worker) else { return Some(0) };
+        let moves = known.order.is_some_and(|(.., since)| now.saturating_sub(since) <= LEAVES_WITHIN);
+        (!moves).then_some(known.orders)
+    }
+
     /// How often sessions have moved something for an order, or have carried it out. A session that waits for
     /// room does not give up as long as this number rises.
     pub(super) fn moves(&self) -> u64 {
         self.moves
+    }
+
+    /// Whether what a worker has moved off its devices still has its room there.
+    pub(super) fn keeps_room(&self, worker: u32) -> bool {
+        self.kept.contains(&worker) || self.ordered(worker) == Some(MemoryOrder::Return)
     }
 
     /// Bytes of a device that are free but reserved for sessions ahead of this one in line.
@@ -251,11 +314,16 @@ impl Residency {
     pub(super) fn step(&mut self, now: u64, budget: &Bytes, views: &[View]) -> Decided {
         self.sessions.retain(|worker, _| views.iter().any(|view| view.worker == *worker));
         views.iter().for_each(|view| self.note(now, view));
+        let is_there =
+            |view: &View| !left(view).is_empty() || self.ordered(view.worker) == Some(MemoryOrder::Return);
+        let there: HashSet<u32> =
+            views.iter().filter(|view| is_there(view)).filter_map(|view| view.group).collect();
+        let kept = views.iter().filter(|view| view.group.is_some_and(|group| there.contains(&group)));
+        self.kept = kept.map(|view| view.worker).collect();
         let mut used = Bytes::new();
         for view in views {
             add(&mut used, &view.on);
-            // Its memory is already returning.
-            if self.ordered(view.worker) == Some(MemoryOrder::Return) {
+            if self.keeps_room(view.worker) {
                 add(&mut used, &view.away);
             }
         }
@@ -363,6 +431,7 @@ impl Residency {
             known.offered = None;
             known.held_back = false;
             known.no_store = false;
+            known.outlasted = false;
         }
     }
 
@@ -381,8 +450,11 @@ impl Residency {
             None => {}
         }
         let returns = view.returns && sum(&view.away) > 0;
-        if returns {
-            add(&mut wanted, &view.away);
+        if returns && self.kept.contains(&view.worker) {
+            // The room is counted as its own, but others may still have to leave it.
+            add(&mut wanted, &both(&view.away, &room.owed));
+        } else if returns {
+            unit(view, views).for_each(|member| add(&mut wanted, &member.away));
         }
         let short = missing(&wanted, &room.free);
         if short.is_empty() {
@@ -399,15 +471,22 @@ impl Residency {
             }
             self.reserve(view.worker, &wanted, room);
             if returns && self.may(now, view) {
-                self.order(now, view, MemoryOrder::Return, false, decided);
+                self.take_back(now, view, views, decided);
             }
             return;
         }
         // What is already leaving may be enough.
         let mut coming = Bytes::new();
-        for other in views.iter().filter(|other| self.leaves(now, other, MOVES_WITHIN)) {
-            add(&mut coming, &other.movable);
-            take(&mut coming, &other.away);
+        for other in views {
+            let leaves = |member: &View| self.leaves(now, member, MOVES_WITHIN);
+            if other.group.is_some() {
+                let mut there = unit(other, views).filter(|member| !left(member).is_empty()).peekable();
+                if there.peek().is_some() && there.all(leaves) {
+                    add(&mut coming, &other.movable);
+                }
+            } else if leaves(other) {
+                add(&mut coming, &left(other));
+            }
         }
         take(&mut coming, &room.owed);
         // It returns into memory that others are releasing at this moment, so that both move at the same
@@ -417,18 +496,18 @@ impl Residency {
         if returns && self.may(now, view) && missing(&short, &given_up).is_empty() {
             add(&mut room.owed, &short);
             self.reserve(view.worker, &wanted, room);
-            self.order(now, view, MemoryOrder::Return, false, decided);
+            self.take_back(now, view, views, decided);
             return;
         }
         let mut short = missing(&short, &coming);
-        let (mut chosen, mut kept) = (Vec::new(), Bytes::new());
-        for (busy, other) in self.candidates(now, view, views, &mut kept) {
+        let (mut chosen, mut later) = (Vec::new(), Later::default());
+        for (busy, other) in self.candidates(now, view, views, &mut later) {
             if short.is_empty() {
                 break;
             }
-            let left = left(other);
-            if short.keys().any(|device| left.contains_key(device)) {
-                short = missing(&short, &left);
+            let released = releases(other, views);
+            if short.keys().any(|device| released.contains_key(device)) {
+                short = missing(&short, &released);
                 chosen.push((busy, other));
             }
         }
@@ -448,12 +527,25 @@ impl Residency {
         } else if missing(&short, &self.stuck(now, views, &room.owed)).is_empty() {
             // Nobody leaves for it meanwhile, and nobody takes what is free for it.
             self.reserve(view.worker, &wanted, room);
-        } else if missing(&short, &kept).is_empty()
-            && let Some(known) = self.sessions.get_mut(&view.worker)
-            && !std::mem::replace(&mut known.held_back, true)
-        {
-            decided.held_back.push(view.worker);
+        } else if let Some(known) = self.sessions.get_mut(&view.worker) {
+            if missing(&short, &later.kept).is_empty() {
+                if !std::mem::replace(&mut known.held_back, true) {
+                    decided.held_back.push(view.worker);
+                }
+            } else if missing(&missing(&short, &later.kept), &later.busy).is_empty()
+                && !std::mem::replace(&mut known.outlasted, true)
+            {
+                decided.outlasted.push(view.worker);
+            }
         }
+    }
+
+    /// Orders a session to return. Those that it belongs to may then return at any time.
+    fn take_back(&mut self, now: u64, view: &View, views: &[View], decided: &mut Decided) {
+        if view.group.is_some() {
+            self.kept.extend(unit(view, views).map(|member| member.worker));
+        }
+        self.order(now, view, MemoryOrder::Return, false, decided);
     }
 
     /// Whether a session that could not carry out its last order may be ordered again.
@@ -464,7 +556,9 @@ impl Residency {
     /// What sessions that have partly left will release in the next moments.
     fn given_up(&self, now: u64, views: &[View]) -> Bytes {
         let mut bytes = Bytes::new();
-        let leaves = |view: &&View| self.leaves(now, view, MOVES_WITHIN) && sum(&view.away) > 0;
+        let leaves = |view: &&View| {
+            view.group.is_none() && self.leaves(now, view, MOVES_WITHIN) && sum(&view.away) > 0
+        };
         for view in views.iter().filter(leaves) {
             add(&mut bytes, &view.movable);
             take(&mut bytes, &view.away);
@@ -496,59 +590,89 @@ impl Residency {
         })
     }
 
-    /// The sessions that may be ordered to leave for `waiting`, in this order, and whether each is busy.
-    /// `kept`: what others could release later, once their residency is over.
+    /// The sessions that may be ordered to leave for `waiting`, in this order, and whether each is busy: of
+    /// those that belong together, one. `later`: what others could release, but not now.
     fn candidates<'v>(
         &self,
         now: u64,
         waiting: &View,
         views: &'v [View],
-        kept: &mut Bytes,
+        later: &mut Later,
     ) -> Vec<(bool, &'v View)> {
         let mut found = Vec::new();
         for other in views {
-            let Some(known) = self.sessions.get(&other.worker) else { continue };
-            let may = other.worker != waiting.worker
-                && other.swap
-                && known.order.is_none()
-                && !known.slow
-                && (self.place(other).is_none()
-                    || (other.yields || other.returns) && self.place(other) > self.place(waiting))
-                && !left(other).is_empty();
+            let there: Vec<&View> = unit(other, views).filter(|member| !left(member).is_empty()).collect();
+            if there.first().is_none_or(|first| first.worker != other.worker) {
+                continue;
+            }
+            let may = unit(other, views).all(|member| {
+                member.worker != waiting.worker && self.ordered(member.worker) != Some(MemoryOrder::Return)
+            }) && there.iter().all(|member| self.may_leave(member, waiting));
             if !may {
                 continue;
             }
-            if self.place(other).is_some() && known.not_before <= now {
-                // It can do nothing with what it has.
-                found.push((false, other.principal != waiting.principal, 0, other));
-                continue;
+            let (mut busy, mut since, mut keeps) = (false, 0, false);
+            for member in &there {
+                let Some(known) = self.sessions.get(&member.worker) else { continue };
+                if self.place(member).is_some() && known.not_before <= now {
+                    // It can do nothing with what it has.
+                    continue;
+                }
+                let rested = member.rested.filter(|since| since.saturating_add(IDLE) <= now);
+                let residency = self.rules.residency.saturating_mul(if rested.is_none() { BUSY } else { 1 });
+                busy |= rested.is_none();
+                keeps |= known.since.saturating_add(residency) > now || known.not_before > now;
+                since = since.max(rested.unwrap_or(known.since));
             }
-            let rested = other.rested.filter(|since| since.saturating_add(IDLE) <= now);
-            let residency = self.rules.residency.saturating_mul(if rested.is_none() { BUSY } else { 1 });
-            if known.since.saturating_add(residency) > now || known.not_before > now {
-                add(kept, &left(other));
-                continue;
+            if busy && other.group.is_some() {
+                add(&mut later.busy, &releases(other, views));
+            } else if keeps {
+                add(&mut later.kept, &releases(other, views));
+            } else {
+                found.push((busy, other.principal != waiting.principal, since, other));
             }
-            let others = other.principal != waiting.principal;
-            found.push((rested.is_none(), others, rested.unwrap_or(known.since), other));
         }
         found.sort_by_key(|(busy, others, since, other)| (*busy, *others, *since, other.worker));
         found.into_iter().map(|(busy, _, _, other)| (busy, other)).collect()
     }
 
-    /// Orders a session to leave, if there is room for its memory; otherwise has room made.
+    /// Whether a session may ever be ordered to leave for `waiting`.
+    fn may_leave(&self, view: &View, waiting: &View) -> bool {
+        self.sessions.get(&view.worker).is_some_and(|known| {
+            let place = self.place(view);
+            let yields = (view.yields || view.returns) && place > self.place(waiting);
+            view.swap && known.order.is_none() && !known.slow && (place.is_none() || yields)
+        })
+    }
+
+    /// Orders a session to leave, with those that it belongs to, if there is room for their memory; otherwise
+    /// has room made.
     fn send_away(&mut self, now: u64, view: &View, busy: bool, views: &[View], decided: &mut Decided) {
-        let bytes = crate::driver::store::memory_for(sum(&view.movable));
+        let leaving: Vec<&View> = unit(view, views).filter(|member| !left(member).is_empty()).collect();
+        let is_leaving = |worker| leaving.iter().any(|member| member.worker == worker);
         let mut taken: u64 = 0;
         for (worker, known) in &self.sessions {
-            taken = taken.saturating_add(if *worker == view.worker { 0 } else { known.keeps });
+            taken = taken.saturating_add(if is_leaving(*worker) { 0 } else { known.keeps });
         }
-        let fits = bytes <= self.rules.memory_each && taken.saturating_add(bytes) <= self.rules.memory;
-        if fits || self.rules.files {
-            if let Some(known) = self.sessions.get_mut(&view.worker).filter(|_| fits) {
-                known.keeps = known.keeps.max(bytes);
+        let fits = |taken: u64, bytes: u64| {
+            bytes <= self.rules.memory_each && taken.saturating_add(bytes) <= self.rules.memory
+        };
+        let mut places = Vec::new();
+        for member in &leaving {
+            let bytes = crate::driver::store::memory_for(sum(&member.movable));
+            let (fits, small) = (fits(taken, bytes), bytes <= self.rules.memory_each);
+            // What goes to a file passes through a chunk of memory.
+            let keeps = if fits { bytes } else { crate::driver::store::memory_for(1) };
+            taken = taken.saturating_add(keeps);
+            places.push((*member, fits, small, keeps));
+        }
+        if self.rules.files || places.iter().all(|(_, fits, ..)| *fits) {
+            for (member, fits, _, keeps) in places {
+                if let Some(known) = self.sessions.get_mut(&member.worker) {
+                    known.keeps = known.keeps.max(keeps);
+                }
+                self.order(now, member, MemoryOrder::Leave { busy }, !fits, decided);
             }
-            self.order(now, view, MemoryOrder::Leave { busy }, !fits, decided);
             return;
         }
         // What sessions keep for reuse, although their memory is on the devices.
@@ -557,7 +681,7 @@ impl Residency {
             known.is_some_and(|known| known.keeps > 0 && !known.away && known.order.is_none())
         });
         for keeper in keepers.collect::<Vec<_>>() {
-            if bytes <= self.rules.memory_each && keeper.worker != view.worker {
+            if places.iter().all(|(_, _, small, _)| *small) && !is_leaving(keeper.worker) {
                 self.order(now, keeper, MemoryOrder::Forget, false, decided);
             }
         }
@@ -569,6 +693,7 @@ impl Residency {
         let known = self.sessions.get_mut(&view.worker).filter(|known| known.order.is_none());
         if let Some(known) = known {
             known.order = Some((number, order, now));
+            known.orders += 1;
             (known.moved, known.begun) = ((sum(&view.away), now), false);
             decided.orders.push((view.worker, number, order, file));
         }

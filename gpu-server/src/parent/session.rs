@@ -1,5 +1,6 @@
 //! A session, as the daemon knows it.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
@@ -115,4 +116,6 @@ pub(super) struct Session {
     pub(super) kept: bool,
     /// Events of other sessions that it has opened, and its slot in each.
     pub(super) opened: Vec<(Token, u16)>,
+    /// The workers of sessions whose memory or events it has opened.
+    pub(super) linked: BTreeSet<u32>,
 }

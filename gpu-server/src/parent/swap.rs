@@ -6,6 +6,7 @@
 //! that lies can have more memory on a device than is counted, as can one that allocates from NVIDIA's
 //! driver without asking the daemon; NVML shows both, and what NVML shows is counted.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -176,10 +177,14 @@ pub(super) fn step(server: &Server, files: &Files) -> bool {
     let budget: Bytes = swapping.budget.iter().map(left).collect();
     let State { sessions, workers, swapping: Some(swapping), .. } = &mut *state else { return false };
     let now = Instant::now();
+    let groups = groups(sessions);
     let views: Vec<View> = sessions
         .iter()
         .filter(|(_, session)| takes_part(session))
-        .map(|(worker, session)| view(*worker, session, &budget, now))
+        .map(|(worker, session)| View {
+            group: groups.get(worker).copied(),
+            ..view(*worker, session, &budget, now)
+        })
         .collect();
     let now = clock::to_ns(now);
     let decided = swapping.residency.step(now, &budget, &views);
@@ -202,6 +207,15 @@ pub(super) fn step(server: &Server, files: &Files) -> bool {
             "a session waits for device memory until others end or free some: --swap-memory has no room for what they would move, or --worker-memory does not allow it, and there is no --swap-folder"
         );
     }
+    for worker in decided.outlasted {
+        let Some(session) = sessions.get(&worker) else { continue };
+        tracing::warn!(
+            worker,
+            client = session.client,
+            program = session.program,
+            "a session waits for device memory of sessions that share memory or events with each other: they leave together, when all of them are idle"
+        );
+    }
     for (worker, number, order, to_file) in decided.orders {
         let Some(managed) = workers.get(&worker) else { continue };
         tracing::debug!(worker, number, ?order, to_file, "ordered");
@@ -218,6 +232,29 @@ pub(super) fn step(server: &Server, files: &Files) -> bool {
         session.account.set_moves(swapping.residency.moves());
     }
     decided.pending
+}
+
+/// The groups of sessions that belong together, by worker: those of which one has opened what another shares.
+/// They may be the ranks of one program. A session that belongs to no other has none.
+fn groups(sessions: &HashMap<u32, Session>) -> HashMap<u32, u32> {
+    let mut groups = HashMap::new();
+    let links = || {
+        let linked = |(worker, session): (&u32, &Session)| {
+            let (worker, others) = (*worker, session.linked.clone());
+            others.into_iter().map(move |other| (worker, other))
+        };
+        sessions.iter().flat_map(linked).filter(|(_, other)| sessions.contains_key(other))
+    };
+    let mut changed = true;
+    while std::mem::take(&mut changed) {
+        for (one, other) in links() {
+            let of = |worker: u32| groups.get(&worker).copied().unwrap_or(worker);
+            let first = of(one).min(of(other));
+            changed |= [one, other].into_iter().any(|worker| groups.get(&worker) != Some(&first));
+            groups.extend([(one, first), (other, first)]);
+        }
+    }
+    groups
 }
 
 /// Whether a session's memory can be ordered to move.
@@ -307,7 +344,7 @@ impl State {
         for (other, session) in self.sessions.iter().filter(|(_, session)| takes_part(session)) {
             let account = &session.account;
             let mut on = account.on(number);
-            if swapping.residency.ordered(*other) == Some(MemoryOrder::Return) {
+            if swapping.residency.keeps_room(*other) {
                 on = on.saturating_add(account.away(number));
             }
             all = all.saturating_add(on);
@@ -444,6 +481,19 @@ mod tests {
         read(Instant::now().checked_sub(READ_AGAIN));
         learn_budget(&server);
         assert_eq!(budget(), Bytes::from([(0, 7), (1, 7)]));
+    }
+
+    #[test]
+    fn sessions_belong_together_if_one_has_opened_what_another_shares() {
+        let mut state = state(&[1, 2, 3, 4, 5]);
+        let link = |state: &mut State, one: u32, other| {
+            state.sessions.get_mut(&one).unwrap().linked.insert(other);
+        };
+        link(&mut state, 5, 3);
+        link(&mut state, 2, 3);
+        // Its session is over.
+        link(&mut state, 4, 9);
+        assert_eq!(groups(&state.sessions), HashMap::from([(2, 2), (3, 2), (5, 2)]));
     }
 
     /// A charge and a step see the same memory: a session does not wait for room that only one of them sees.

@@ -276,6 +276,7 @@ fn session_of(server: &Server, mut saved: Saved, mut account: Account) -> Sessio
         daemons: saved.daemons,
         kept: true,
         opened: saved.opened,
+        linked: BTreeSet::new(),
     }
 }
 
@@ -327,6 +328,13 @@ fn restore_slots(state: &mut State, gone: &[(u32, Vec<(Token, u16)>)]) {
     let owners: BTreeSet<u32> = state.shares.owners().chain(gone.iter().map(|(worker, _)| *worker)).collect();
     for owner in owners.into_iter().filter(|owner| !state.sessions.contains_key(owner)) {
         state.shares.remove_all_of(owner);
+    }
+    // After a crash, what is known of memory is only who shares it.
+    for (worker, session) in &mut state.sessions {
+        let events = session.opened.iter().map(|(token, _)| *token);
+        let tokens = events.chain(session.account.imports.all().map(|(token, _)| token));
+        session.linked = tokens.filter_map(|token| state.shares.owner(&token)).collect();
+        session.linked.remove(worker);
     }
 }
 

@@ -474,6 +474,10 @@ fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedF
     }
     match state.shares.open(token, pid, &origin) {
         Ok((what, fd, own)) => {
+            let owner = state.shares.owner(token).filter(|_| !own);
+            if let (Some(owner), Some(session)) = (owner, state.sessions.get_mut(&pid)) {
+                session.linked.insert(owner);
+            }
             if let (Shared::Event { slot }, false, Some(session)) = (&what, own, state.sessions.get_mut(&pid))
             {
                 session.opened.push((*token, *slot));
@@ -537,6 +541,9 @@ pub(super) fn remove_worker(
         pool.not_before = None;
     }
     let session = state.sessions.remove(&pid);
+    for other in state.sessions.values_mut() {
+        other.linked.remove(&pid);
+    }
     tokens.extend(session.iter().flat_map(|session| session.account.imports.all().map(|(token, _)| token)));
     state.pass_on_imports(tokens);
     let Some(mut session) = session.filter(|session| session.begun) else {
@@ -573,6 +580,7 @@ mod tests {
     use crate::limits::{Limits, Resource};
     use crate::shared_event::SharedEvent;
     use sandbox::Report;
+    use std::collections::BTreeSet;
 
     #[test]
     fn a_worker_may_report_ready_only_once() {
@@ -588,6 +596,26 @@ mod tests {
         assert!(become_ready(&mut state, &worker).is_err());
         assert!(become_ready(&mut state, &Worker::fake(8)).is_err());
         assert_eq!((state.gpu.starting, state.gpu.idle.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_session_is_linked_with_those_whose_objects_it_has_opened_until_they_end() {
+        let mut state = State::default();
+        for worker in [1, 2, 3] {
+            state.sessions.insert(worker, session_of_limits(Limits::default()));
+        }
+        let (what, sharer) = (Shared::Memory { device: 0, size: 1 }, state.sharer(1).unwrap());
+        let token = state.shares.add(sharer, what, None).unwrap().unwrap();
+        for worker in [1, 2] {
+            assert!(matches!(open(&mut state, worker, &token).0, Reply::Opened { .. }));
+        }
+        let linked =
+            |state: &State| [1, 2, 3].map(|worker| state.sessions.get(&worker).map(|s| s.linked.clone()));
+        let (none, first) = (BTreeSet::new(), BTreeSet::from([1]));
+        assert_eq!(linked(&state), [Some(none.clone()), Some(first), Some(none.clone())]);
+        // Another worker may get this number.
+        remove_worker(&mut state, 1, true, "ended", None);
+        assert_eq!(linked(&state), [None, Some(none.clone()), Some(none)]);
     }
 
     #[test]

@@ -285,7 +285,7 @@ impl Residence {
                 true
             }
             Err(Status::NOT_READY) => {
-                // Work on a stream that no fence may follow does not show otherwise.
+                // Copies from and to the client do not count as work, and do not show otherwise.
                 self.works();
                 tracing::debug!("device memory stays where it is: a device is working");
                 false

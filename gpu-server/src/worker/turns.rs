@@ -211,7 +211,7 @@ impl Turns {
                 (self.steps, self.told) = (Steps::default(), None);
             }
             if matches!(gate::mode(word), gate::CLOSED | gate::METERED) && self.backlog {
-                self.fence(backend, call, false);
+                self.fence(backend, call);
             }
             match gate::mode(word) {
                 gate::CLOSED if over() => return false,
@@ -220,7 +220,7 @@ impl Turns {
                     return true;
                 }
                 gate::CLOSED => {
-                    self.fence(backend, call, false);
+                    self.fence(backend, call);
                     self.wait_for(true);
                     self.tell(word);
                     waiting(backend, call);
@@ -231,7 +231,7 @@ impl Turns {
                         return false;
                     }
                     self.steps.forget(word);
-                    self.fence(backend, call, false);
+                    self.fence(backend, call);
                     self.wait_for(true);
                     waiting(backend, call);
                     self.link.wait_at_gate(word);
@@ -244,7 +244,7 @@ impl Turns {
                     if !self.progress.lock().is_deep() {
                         return true;
                     }
-                    self.fence(backend, call, false);
+                    self.fence(backend, call);
                     let pace = self.progress.lock();
                     let end =
                         *limit.get_or_insert_with(|| Instant::now() + Duration::from_nanos(pace.patience()));
@@ -296,7 +296,7 @@ impl Turns {
         let stated = self.stated(opcode, body);
         self.stated += stated;
         if stated > 0 || self.fenced.is_none_or(|last| last.elapsed() >= FENCE_EVERY) {
-            self.fence(backend, call, false);
+            self.fence(backend, call);
         }
     }
 
@@ -304,7 +304,7 @@ impl Turns {
     /// Otherwise a program with a few long kernels, which rarely has a command for its gate, would seem to
     /// have none.
     pub(super) fn rest(&mut self, backend: &mut dyn Backend, call: &mut Call) {
-        self.fence(backend, call, true);
+        self.fence(backend, call);
     }
 
     /// Stated time in ns that a command takes on a device that imitates time.
@@ -321,12 +321,11 @@ impl Turns {
         blocks.saturating_mul(self.block_us * 1000).clamp(1, 1 << 40)
     }
 
-    /// Makes the backend report when the work so far is finished. `gently`: only where this orders no other
-    /// work.
-    fn fence(&mut self, backend: &mut dyn Backend, call: &mut Call, gently: bool) {
+    /// Makes the backend report when the work so far is finished.
+    fn fence(&mut self, backend: &mut dyn Backend, call: &mut Call) {
         let mut stated = std::mem::take(&mut self.stated);
         let backlog = std::mem::take(&mut self.backlog);
-        backend.fence_work(call, gently, &mut |pieces| {
+        backend.fence_work(call, &mut |pieces| {
             let takes = match std::mem::take(&mut stated) {
                 _ if backlog => Takes::Backlog,
                 0 => Takes::Measured,

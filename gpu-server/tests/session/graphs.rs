@@ -86,6 +86,22 @@ fn a_graphs_nodes_are_checked_when_it_is_instantiated() {
     on_each_transport!(Server::start(&[]), body);
 }
 
+/// Otherwise it would belong to a context that is reset, and its ID to another one.
+#[test]
+fn devices_are_not_selected_once_there_is_a_graph() {
+    fn body<S: Session>(s: &mut S) {
+        let select = || SelectDevices { devices: vec![1], windows: vec![] };
+        let nodes = encoded(&GraphNodes { nodes: vec![] });
+        let (context, graph) = (ContextId(0), GraphId(1));
+        s.call(&GraphInstantiate { context, graph, flags: 0, nodes: HostIn::Inline(&nodes) }).unwrap();
+        assert_eq!(s.call(&select()).unwrap_err(), Status::NOT_PERMITTED);
+        s.push(&GraphDestroy { graph });
+        s.call(&GraphCondition { context, graph, default: 1, flags: 1 }).unwrap();
+        assert_eq!(s.call(&select()).unwrap_err(), Status::NOT_PERMITTED);
+    }
+    on_each_transport!(Server::start(&["--software-devices=2"]), body);
+}
+
 #[test]
 fn a_draft_is_filled_once_and_may_be_instantiated_again() {
     fn part(graph: u32, nodes: Vec<GraphNode>) -> GraphPart {

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{Shutdown, shutdown};
@@ -30,7 +30,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::contract::{Client, Commands, Sink, Source};
 use super::dispatcher_poll::{DispatcherPoll, Polling, Replies};
 use super::end::{Farewell, Lost};
-use super::pause::Touch;
+use super::pause::{Hold, Touch, is_at_rest};
 use super::region::{Leaving, Mapped, Regions, Released};
 use super::succession::{Next, Said, Succession};
 use super::wake::{self, Rouse, StopEvent, Waker, Watch};
@@ -92,7 +92,7 @@ pub struct LocalClient {
     /// It may need the client's memory for them.
     executing: AtomicBool,
     /// Whether commands that need more of it have to wait.
-    held: (Mutex<bool>, Condvar),
+    hold: Hold,
     /// How long the session is kept while the client's machine is stopped.
     grace: Duration,
 }
@@ -152,7 +152,7 @@ impl LocalCommands {
             replies: Replies::default(),
             farewell: Farewell::default(),
             executing: AtomicBool::new(false),
-            held: Default::default(),
+            hold: Hold::default(),
             grace,
         });
         let consumer = RingReader::new(Arc::clone(&client.view));
@@ -432,14 +432,14 @@ impl LocalClient {
     fn comes_to_rest(&self, succession: &Succession) -> bool {
         let begun = Instant::now();
         loop {
-            let used = self.regions.are_in_use();
-            if !used && !self.executing.load(Ordering::SeqCst) {
+            let used = || self.regions.are_in_use();
+            if is_at_rest(|| self.executing.load(Ordering::SeqCst), used) {
                 return true;
             }
-            if !used && begun.elapsed() > EXECUTES {
+            if !used() && begun.elapsed() > EXECUTES {
                 // What it does is not about the client's memory. If it comes to need that, it has to wait.
-                *self.held.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
-                if !self.regions.are_in_use() {
+                self.hold.hold();
+                if !used() {
                     return true;
                 }
             }
@@ -452,15 +452,14 @@ impl LocalClient {
     /// The client's machine goes on.
     fn go_on(&self) {
         self.touch.go_on();
-        *self.held.0.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.held.1.notify_all();
+        self.hold.release();
         self.rouse.rouse();
     }
 
-    /// Waits as long as commands may not begin to use the client's memory.
-    fn wait_while_held(&self) {
-        let held = self.held.0.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.held.1.wait_while(held, |held| *held && !self.over()));
+    /// Takes a range of the client's memory for a command, once commands may begin to use it. `reads`: the
+    /// command that only reads it.
+    fn take(&self, range: HostRange, reads: Option<u64>) -> Option<Mapped> {
+        self.hold.begin(|| self.over(), || self.regions.take(range, reads))
     }
 
     fn socket(&self) -> Arc<UnixStream> {
@@ -569,8 +568,7 @@ impl LocalClient {
     fn finish(&self, end: Option<Lost>) {
         if self.end.set(end).is_ok() {
             // Through the lock, so that nobody is between the look and the sleep.
-            drop(self.held.0.lock());
-            self.held.1.notify_all();
+            self.hold.wake();
             self.stop.raise();
             self.farewell.call();
         }
@@ -677,16 +675,14 @@ impl Client for LocalClient {
     }
 
     fn source(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Source, Status> {
-        self.wait_while_held();
         self.read.fetch_add(range.len, Ordering::Relaxed);
         self.has_read.store(true, Ordering::Relaxed);
-        self.regions.take(range, Some(seq)).map(Source::Mapped).ok_or_else(|| self.wild(seq, range))
+        self.take(range, Some(seq)).map(Source::Mapped).ok_or_else(|| self.wild(seq, range))
     }
 
     fn sink(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
-        self.wait_while_held();
         self.written.fetch_add(range.len, Ordering::Relaxed);
-        self.regions.take(range, None).map(Sink::Mapped).ok_or_else(|| self.wild(seq, range))
+        self.take(range, None).map(Sink::Mapped).ok_or_else(|| self.wild(seq, range))
     }
 
     fn nothing_sent(&self, _seq: u64) {}

@@ -5,12 +5,13 @@
 //! told to go on ([`frame::PAUSE`](protocol::link::frame::PAUSE), `CONTINUE`):
 //!
 //! - the dispatcher takes no commands, and otherwise goes on: its session's device memory may leave, for
-//!   instance;
+//!   instance. If it is in the middle of a command that takes long, it waits there once it comes to need the
+//!   client's memory ([`Hold`]), and does nothing else meanwhile: the device memory then stays;
 //! - answers and progress are kept, in order, until later ([`Touch::now_or_later`]);
 //! - work that uses the memory ends first ([`InUse`]).
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use super::wake::Waker;
 use crate::memory::ChannelView;
@@ -66,6 +67,50 @@ impl Touch {
     }
 }
 
+/// Whether nothing uses the client's memory, or comes to use it: whether no command is being executed, and
+/// then, whether the memory is not `used`. In this order: a command begins its uses before it ends, and no other
+/// begins meanwhile.
+pub(super) fn is_at_rest(executes: impl FnOnce() -> bool, used: impl FnOnce() -> bool) -> bool {
+    !executes() && !used()
+}
+
+/// Whether commands may begin to use the client's memory.
+#[derive(Default)]
+pub(super) struct Hold {
+    held: Mutex<bool>,
+    released: Condvar,
+}
+
+impl Hold {
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to use the memory, once that is allowed or the session is `over`.
+    pub(super) fn begin<R>(&self, over: impl Fn() -> bool, begin: impl FnOnce() -> R) -> R {
+        // Under the lock: nobody holds, and then counts what has begun, in between.
+        let _may = self.released.wait_while(self.lock(), |held| *held && !over());
+        begin()
+    }
+
+    /// Lets nothing begin any more. When this returns, whatever has begun is counted as a use ([`InUse`]).
+    pub(super) fn hold(&self) {
+        *self.lock() = true;
+    }
+
+    /// Lets uses begin again.
+    pub(super) fn release(&self) {
+        *self.lock() = false;
+        self.wake();
+    }
+
+    /// The session may be over: whoever waits looks.
+    pub(super) fn wake(&self) {
+        drop(self.lock());
+        self.released.notify_all();
+    }
+}
+
 /// Counts a use of the client's memory by a device, or by whatever else takes its time, until it is dropped.
 pub struct InUse(Arc<AtomicUsize>);
 
@@ -91,5 +136,40 @@ impl Drop for InUse {
 impl std::fmt::Debug for InUse {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("InUse")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// The dispatcher goes a step further between the two questions: it begins a copy, and its command ends.
+    #[test]
+    fn a_copy_that_begins_while_it_is_looked_is_seen() {
+        let (executing, in_use, looks) = (Cell::new(true), Cell::new(false), Cell::new(0));
+        let look = |at: &Cell<bool>| {
+            let seen = at.get();
+            looks.set(looks.get() + 1);
+            if looks.get() == 1 {
+                in_use.set(true);
+                executing.set(false);
+            }
+            seen
+        };
+        assert!(!is_at_rest(|| look(&executing), || look(&in_use)));
+        in_use.set(false);
+        assert!(is_at_rest(|| look(&executing), || look(&in_use)));
+    }
+
+    #[test]
+    fn nobody_stops_the_client_between_the_leave_to_use_its_memory_and_the_use() {
+        let hold = Hold::default();
+        hold.begin(|| false, || assert!(hold.held.try_lock().is_err()));
+        hold.hold();
+        hold.begin(|| true, || ());
+        hold.release();
+        hold.begin(|| false, || ());
     }
 }

@@ -589,4 +589,76 @@ impl Api {
         }
         Box::leak(Box::new(Api { copy_3d: copy, copy_dtoh: out, ..*Api::idle() }))
     }
+
+    /// Like [`idle`](Api::idle), but contexts and streams have handles that nothing else has, calls that make,
+    /// use up or end something are noted ([`calls`](Api::calls)), and those that [`refuse`](Api::refuse) names
+    /// fail. All that is a thread's own.
+    pub fn noting() -> &'static Api {
+        unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint, _: c_int) -> u32 {
+            // SAFETY: the caller's handle.
+            note("stream_create", 0, || unsafe { *stream = fresh() as CUstream })
+        }
+        unsafe extern "C" fn stream_destroy(stream: CUstream) -> u32 {
+            note("stream_destroy", stream as usize, || ())
+        }
+        unsafe extern "C" fn stream_write(stream: CUstream, _: CUdeviceptr, _: u64, _: c_uint) -> u32 {
+            note("stream_write", stream as usize, || ())
+        }
+        unsafe extern "C" fn context_create(context: *mut CUcontext, _: c_uint, _: CUdevice) -> u32 {
+            // SAFETY: the caller's handle.
+            note("context_create", 0, || unsafe { *context = fresh() as CUcontext })
+        }
+        unsafe extern "C" fn context_destroy(context: CUcontext) -> u32 {
+            note("context_destroy", context as usize, || ())
+        }
+        unsafe extern "C" fn primary_reset(device: CUdevice) -> u32 {
+            note("primary_reset", device as usize, || ())
+        }
+        unsafe extern "C" fn memory_unmap(address: CUdeviceptr, _: usize) -> u32 {
+            note("memory_unmap", address as usize, || ())
+        }
+        Box::leak(Box::new(Api {
+            stream_create,
+            stream_destroy,
+            stream_write,
+            context_create,
+            context_destroy,
+            primary_reset,
+            memory_unmap,
+            ..*Api::idle()
+        }))
+    }
+
+    /// What was called since this was last asked, each with its handle, device or address.
+    pub fn calls() -> Vec<(&'static str, usize)> {
+        CALLS.take()
+    }
+
+    /// From now on, this call fails.
+    pub fn refuse(name: Option<&'static str>) {
+        REFUSED.set(name);
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    static CALLS: std::cell::RefCell<Vec<(&'static str, usize)>> = const { std::cell::RefCell::new(Vec::new()) };
+    static REFUSED: std::cell::Cell<Option<&'static str>> = const { std::cell::Cell::new(None) };
+}
+
+/// A handle that nothing else has.
+#[cfg(test)]
+fn fresh() -> usize {
+    static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(1);
+    NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+}
+
+#[cfg(test)]
+fn note(name: &'static str, what: usize, act: impl FnOnce()) -> u32 {
+    CALLS.with_borrow_mut(|all| all.push((name, what)));
+    if REFUSED.get() == Some(name) {
+        return Status::OUT_OF_MEMORY.0;
+    }
+    act();
+    0
 }

@@ -134,6 +134,15 @@ impl GpuMemory for Cuda {
         move || unsafe { api.memory_unmap(address, size as usize) }
     }
 
+    fn set_aside(&mut self, device: u32, address: u64, size: u64) -> Result {
+        self.unback(device, address, size)().inspect_err(|_| {
+            // It is still mapped, and devices that get a context later need access to it.
+            if let Some(device) = self.devices.get_mut(device as usize) {
+                device.mapped.insert(address, size, ());
+            }
+        })
+    }
+
     fn transfer(&mut self, device: u32, lane: Lane, way: Way, part: Part) -> Result {
         let stream = self.moving_stream(device, lane)?;
         let host = part.host.as_ptr().cast();

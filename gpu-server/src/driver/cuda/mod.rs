@@ -103,6 +103,8 @@ pub struct Cuda {
     /// has been a context.
     windows: Vec<u32>,
     windows_reserved: Vec<u32>,
+    /// How often streams were given work.
+    entered: u64,
     /// The streams for moving memory from and to devices, by ordinal and lane, and their contexts; made on
     /// demand.
     moving: HashMap<(u32, Lane), (CUcontext, CUstream)>,
@@ -242,6 +244,7 @@ impl Cuda {
             resets: false,
             home_goes: false,
             in_place: false,
+            entered: 0,
             moving: HashMap::new(),
             pieces: Vec::new(),
             mirrors: None,
@@ -657,7 +660,10 @@ impl Gpu for Cuda {
         self.current = None;
         // SAFETY: writes a context handle.
         unsafe { self.api.context_create(&mut handle, flags, handle_of_device) }?;
-        let made = wrap(self.api, device, handle)?;
+        let made = wrap(self.api, device, handle).inspect_err(|_| {
+            // SAFETY: just made, and nobody else knows it.
+            let _ = unsafe { self.api.context_destroy(handle) };
+        })?;
         self.beside.add_context(handle_of_device as u32, &made.health);
         self.contexts.insert(context.0, made);
         Ok(())
@@ -681,13 +687,16 @@ impl Gpu for Cuda {
         unsafe { self.api.context_destroy(context.handle) }
     }
 
-    fn begin_reset(&mut self, device: u32, _streams: &Streams<CudaStream>, _space: &Space<u64>) -> Result {
+    fn begin_reset(&mut self, device: u32, streams: &mut Streams<CudaStream>, _space: &Space<u64>) -> Result {
         // After a fault the driver does nothing more for this process, whatever is reset; as without rgpu,
         // the error stays.
         self.contexts.get(&device).map_or(Ok(()), |context| context.health.check())?;
         self.resets = self.contexts.values().any(|context| context.device == device);
         let home = self.home.and_then(|home| self.contexts.get(&home));
         self.home_goes = home.is_some_and(|home| home.device == device);
+        if self.home_goes {
+            self.settle_others(streams, device);
+        }
         Ok(())
     }
 
@@ -758,11 +767,102 @@ impl Gpu for Cuda {
 impl Cuda {
     /// One with a context on no device.
     fn fake(api: &'static Api) -> Cuda {
-        let mut cuda = Cuda::of(api, Vec::new(), None).unwrap();
-        let handle = std::ptr::null_mut();
-        cuda.contexts
-            .insert(0, Context { device: 0, handle, health: Health::new(handle, std::ptr::null_mut()) });
+        let mut cuda = Cuda::fake_of(api, 0);
+        cuda.fake_context(0, std::ptr::null_mut());
+        cuda
+    }
+
+    /// One with so many devices and a context on each; the first one's is the home.
+    fn fake_of(api: &'static Api, devices: u32) -> Cuda {
+        let device = |handle| Device {
+            handle,
+            name: String::new(),
+            granule: 1,
+            mapped: Ranges::default(),
+            exports: false,
+        };
+        let mut cuda = Cuda::of(api, (0..devices as CUdevice).map(device).collect(), None).unwrap();
+        cuda.windows_reserved = cuda.windows.clone();
+        for ordinal in 0..devices {
+            cuda.fake_context(ordinal, (ordinal as usize + 1) as CUcontext);
+            cuda.home = Some(0);
+        }
         cuda.errors = Some(Errors::new(Arc::new(crate::doubles::Listener::new(|_| {}))));
         cuda
+    }
+
+    fn fake_context(&mut self, device: u32, handle: CUcontext) {
+        let health = Health::new(handle, std::ptr::null_mut());
+        self.contexts.insert(device, Context { device, handle, health });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use protocol::channel::MAX_CONTEXTS;
+    use protocol::handle::StreamId;
+
+    use super::*;
+    use crate::driver::gpu::{GpuMemory, GpuStreams};
+    use crate::driver::streams::Stream;
+
+    #[test]
+    fn a_context_that_cannot_be_used_is_not_kept() {
+        let mut cuda = Cuda::fake_of(Api::noting(), 1);
+        Api::refuse(Some("stream_create"));
+        assert_eq!(cuda.make_context(ContextId(MAX_DEVICES), 0, 0), Err(Status::OUT_OF_MEMORY));
+        let names: Vec<_> = Api::calls().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["context_create", "stream_create", "context_destroy"]);
+        Api::refuse(None);
+        cuda.make_context(ContextId(MAX_DEVICES), 0, 0).unwrap();
+    }
+
+    #[test]
+    fn a_stream_for_which_there_is_no_word_is_not_kept() {
+        let mut cuda = Cuda::fake_of(Api::noting(), 1);
+        let mut words = Vec::new();
+        while let Ok(word) = cuda.words.take() {
+            words.push(word);
+        }
+        let id = StreamId(MAX_CONTEXTS);
+        assert_eq!(cuda.make_stream(id, ContextId(0), 0, 0).err(), Some(Status::OUT_OF_MEMORY));
+        assert_eq!(cuda.default_stream(ContextId(0), 0).err(), Some(Status::OUT_OF_MEMORY));
+        let names: Vec<_> = Api::calls().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["stream_create", "stream_destroy"]);
+    }
+
+    /// A device that gets its context later is given access to it.
+    #[test]
+    fn memory_that_could_not_be_set_aside_is_still_known_as_mapped() {
+        let mut cuda = Cuda::fake_of(Api::noting(), 1);
+        cuda.back(0, 1 << 40, 4096).unwrap();
+        let mapped = |cuda: &Cuda| cuda.devices[0].mapped.iter().collect::<Vec<_>>();
+        assert_eq!(mapped(&cuda), [(1 << 40, 4096)]);
+        Api::refuse(Some("memory_unmap"));
+        assert_eq!(cuda.set_aside(0, 1 << 40, 4096), Err(Status::OUT_OF_MEMORY));
+        assert_eq!(mapped(&cuda), [(1 << 40, 4096)]);
+        Api::refuse(None);
+        cuda.set_aside(0, 1 << 40, 4096).unwrap();
+        assert!(mapped(&cuda).is_empty());
+    }
+
+    /// Their streams write to page-locked memory that is registered in the context which ends.
+    #[test]
+    fn the_homes_reset_waits_for_the_other_devices() {
+        for (device, waits) in [(0, true), (1, false)] {
+            let mut cuda = Cuda::fake_of(Api::noting(), 2);
+            let mut streams = Streams::default();
+            let ids = [0, 1].map(|of| {
+                let (id, context) = (StreamId(MAX_CONTEXTS + of), ContextId(of));
+                let native = cuda.make_stream(id, context, 0, 0).unwrap();
+                streams.insert(id.0, Stream { context, green: None, is_blocking: false, native });
+                id
+            });
+            let ends = streams::ends_at_once(&mut streams, ids[1]);
+            Api::calls();
+            cuda.begin_reset(device, &mut streams, &Space::default()).unwrap();
+            let fenced: Vec<_> = Api::calls();
+            assert_eq!(fenced, if waits { vec![("stream_write", ends)] } else { vec![] });
+        }
     }
 }

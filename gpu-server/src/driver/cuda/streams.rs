@@ -1,6 +1,7 @@
 //! Streams and events.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,10 @@ use crate::shared_event::{Lookout, Moment};
 /// for it.
 const BEHIND_WORD: Duration = Duration::from_millis(10);
 
+/// How long a device's reset waits for the other devices' work, if that needs what ends with the device's
+/// context. It may be waiting for a command that comes after the reset.
+const OTHERS_END_WITHIN: Duration = Duration::from_secs(10);
+
 /// One of the client's streams.
 pub struct CudaStream {
     handle: CUstream,
@@ -34,6 +39,8 @@ pub struct CudaStream {
     progress: Arc<Publisher>,
     /// Whether it has work after its last fence.
     dirty: bool,
+    /// When it last got work: [`Cuda::entered`].
+    at: u64,
     /// Value of its last fence.
     last: u64,
     /// Fences whose end has not been called yet.
@@ -250,22 +257,29 @@ pub(super) fn find(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<&m
 }
 
 impl Cuda {
-    /// Makes the session's stream for a driver handle.
+    /// Makes the session's stream for a driver handle. The handle is destroyed if that fails.
     pub(super) fn wrap_stream(
         &self,
         id: StreamId,
         context: ContextId,
         handle: CUstream,
     ) -> Result<CudaStream> {
-        let progress =
-            Publisher { stream: id.0, context, last: Mutex::new(0), errors: self.errors()?.clone() };
-        let word = self.words.take().map(Arc::new)?;
+        let needed = self.errors().cloned().and_then(|errors| Ok((errors, self.words.take()?)));
+        let (errors, word) = needed.inspect_err(|_| {
+            if !handle.is_null() {
+                // SAFETY: just made, and nobody else knows it.
+                let _ = unsafe { self.api.stream_destroy(handle) };
+            }
+        })?;
+        let (progress, word) =
+            (Publisher { stream: id.0, context, last: Mutex::new(0), errors }, Arc::new(word));
         Ok(CudaStream {
             handle,
             lasting: Arc::new(Lasting(Mutex::new(Some(Arc::clone(&word))))),
             word,
             progress: Arc::new(progress),
             dirty: false,
+            at: 0,
             last: 0,
             pending: Arc::default(),
             flows: Flows { inbound: Flow::fresh(), outbound: Flow::fresh() },
@@ -282,11 +296,22 @@ impl Cuda {
         id: StreamId,
     ) -> Result<(CUstream, ContextId)> {
         let stream = find(streams, id)?;
-        stream.native.dirty = true;
+        self.entered += 1;
+        (stream.native.dirty, stream.native.at) = (true, self.entered);
         let (handle, context) = (stream.native.handle, stream.context);
         cx.context = context;
         self.enter_context(context)?;
         Ok((handle, context))
+    }
+
+    /// Like [`GpuStreams::enter_stream`], for what gives the stream no work.
+    fn place_of(&mut self, cx: &mut Call, streams: &Streams<CudaStream>, id: StreamId) -> Result<Place> {
+        let Stream { context, native, .. } = streams.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
+        let (stream, context, progress) = (native.handle, *context, Arc::clone(&native.progress));
+        let flows = native.flows;
+        cx.context = context;
+        let health = Arc::clone(&self.enter_context(context)?.health);
+        Ok(Place { id, stream, context, health, progress, flows })
     }
 
     /// Like [`enter_briefly`](Self::enter_briefly), for a call about an attribute that streams have.
@@ -300,21 +325,25 @@ impl Cuda {
         if !attribute::ALL.contains(&attribute) {
             return Err(Status::INVALID_VALUE);
         }
-        self.enter_briefly(cx, streams, id)
+        let Place { stream, context, .. } = self.place_of(cx, streams, id)?;
+        Ok((stream, context))
     }
 
-    /// Like [`GpuStreams::enter_stream`], for calls that give the stream no work. On the default stream,
-    /// which waits for other streams, they need a fence of their own anyway.
-    fn enter_to_look(
-        &mut self,
-        cx: &mut Call,
-        streams: &mut Streams<CudaStream>,
-        id: StreamId,
-    ) -> Result<Place> {
-        let dirty = find(streams, id)?.native.dirty || id.0 < MAX_CONTEXTS;
-        let place = self.enter_stream(cx, streams, id)?;
-        find(streams, id)?.native.dirty = dirty;
-        Ok(place)
+    /// For a legacy default stream with work after its last fence: a stream that got work since, and so does
+    /// that after all of it. A fence on the default stream itself would wait for the work of all such
+    /// streams, and what they get later would wait for the fence: a program whose kernel on one of them waits
+    /// for what it puts on another would stand still.
+    fn successor(streams: &Streams<CudaStream>, id: StreamId) -> Option<StreamId> {
+        let unfenced = |stream: &&Stream<CudaStream>| stream.native.dirty || stream.native.last == 0;
+        let legacy = streams.get(&id.0).filter(|_| id.0 < MAX_CONTEXTS).filter(unfenced)?;
+        let follows = |(other, stream): &(&u32, &Stream<CudaStream>)| {
+            **other != id.0
+                && stream.is_blocking
+                && stream.context.0 == id.0
+                && stream.native.at > legacy.native.at
+        };
+        let latest = streams.iter().filter(follows).max_by_key(|(_, stream)| stream.native.at);
+        latest.map(|(other, _)| StreamId(*other))
     }
 
     /// Calls `end` when everything on the stream so far is done, with success or with the context's error.
@@ -356,6 +385,25 @@ impl Cuda {
         Ok(())
     }
 
+    /// Waits a while until the work of all devices but one is done. Their streams write to page-locked memory
+    /// that is registered in a context of that one.
+    pub(super) fn settle_others(&mut self, streams: &mut Streams<CudaStream>, device: u32) {
+        let others: Vec<u32> =
+            self.contexts.iter().filter(|(_, c)| c.device != device).map(|(id, _)| *id).collect();
+        let (done, ended) = channel();
+        let end = move |_| {
+            // After the time nobody listens any more.
+            let _ = done.send(());
+        };
+        self.after(streams, 0, |context| others.contains(&context.0), end);
+        if ended.recv_timeout(OTHERS_END_WITHIN).is_err() {
+            tracing::warn!(
+                device,
+                "a program resets a device, and its kernels on other devices do not end: their work may fail"
+            );
+        }
+    }
+
     /// Fences every stream that `of` selects, and calls `end` when all of them are done. Of a program's many
     /// streams (PyTorch makes 32) few have had work since they were last waited for; the others cost nothing.
     fn after(
@@ -370,6 +418,9 @@ impl Cuda {
             (of(stream.context) && !stream.native.is_at_rest()).then_some(*id)
         };
         let ids: Vec<u32> = streams.iter().filter_map(concerned).collect();
+        // Its successor's end is the end of its work, too.
+        let ends_alone = |id: &u32| Self::successor(streams, StreamId(*id)).is_none();
+        let ids: Vec<u32> = ids.into_iter().filter(ends_alone).collect();
         for id in ids {
             let Some(stream) = streams.get(&id) else { continue };
             let (context, handle, progress) =
@@ -457,13 +508,10 @@ impl GpuStreams for Cuda {
         streams: &mut Streams<CudaStream>,
         id: StreamId,
     ) -> Result<Place> {
-        let Stream { context, native, .. } = find(streams, id)?;
-        native.dirty = true;
-        let (stream, context, progress) = (native.handle, *context, Arc::clone(&native.progress));
-        let flows = native.flows;
-        cx.context = context;
-        let health = Arc::clone(&self.enter_context(context)?.health);
-        Ok(Place { id, stream, context, health, progress, flows })
+        let stream = &mut find(streams, id)?.native;
+        self.entered += 1;
+        (stream.dirty, stream.at) = (true, self.entered);
+        self.place_of(cx, streams, id)
     }
 
     fn after_stream(
@@ -473,7 +521,8 @@ impl GpuStreams for Cuda {
         id: StreamId,
         end: End,
     ) -> Result {
-        let place = self.enter_to_look(cx, streams, id)?;
+        let id = Cuda::successor(streams, id).unwrap_or(id);
+        let place = self.place_of(cx, streams, id)?;
         self.fence(streams, &place, cx.seq, end)
     }
 
@@ -487,7 +536,9 @@ impl GpuStreams for Cuda {
         streams: &mut Streams<CudaStream>,
         id: StreamId,
     ) -> Result {
-        let place = self.enter_to_look(cx, streams, id)?;
+        let place = self.place_of(cx, streams, id)?;
+        // On a legacy default stream, this waits for the other streams, too.
+        find(streams, id)?.native.dirty |= id.0 < MAX_CONTEXTS;
         let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
         self.fence(streams, &place, cx.seq, move |status| {
             progress.complain(status);
@@ -624,8 +675,8 @@ impl GpuStreams for Cuda {
         from: StreamId,
         to: StreamId,
     ) -> Result {
-        let (from, other) = self.enter_briefly(cx, streams, from)?;
-        let (to, context) = self.enter_briefly(cx, streams, to)?;
+        let Place { stream: from, context: other, .. } = self.place_of(cx, streams, from)?;
+        let Place { stream: to, context, .. } = self.place_of(cx, streams, to)?;
         if other != context {
             return Err(Status::INVALID_VALUE);
         }
@@ -727,10 +778,16 @@ impl GpuStreams for Cuda {
     }
 }
 
+/// Makes every fence on a stream end at once. Returns its handle.
+#[cfg(test)]
+pub(super) fn ends_at_once(streams: &mut Streams<CudaStream>, id: StreamId) -> usize {
+    let native = &mut find(streams, id).unwrap().native;
+    native.word.set(u64::MAX);
+    native.handle as usize
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::channel;
-
     use super::*;
     use crate::doubles::Listener;
 
@@ -794,6 +851,59 @@ mod tests {
         assert!(ended.try_recv().is_err() && stream.last == 7);
         stream.word.set(7);
         assert_eq!(ended.recv_timeout(LIMIT), Ok(Status::SUCCESS));
+    }
+
+    /// A program that sets memory on its legacy default stream, and then feeds a kernel on one stream by
+    /// what it puts on another one.
+    #[test]
+    fn no_fence_orders_the_work_of_streams_that_the_program_has_not_ordered() {
+        let fenced = || {
+            let written = |(name, stream)| (name == "stream_write").then_some(stream);
+            Api::calls().into_iter().filter_map(written).collect::<Vec<usize>>()
+        };
+        let mut cuda = Cuda::fake(Api::noting());
+        let (context, legacy) = (ContextId(0), StreamId(0));
+        let mut streams = Streams::default();
+        let native = cuda.default_stream(context, 0).unwrap();
+        streams.insert(legacy.0, Stream { context, green: None, is_blocking: true, native });
+        let made = [1, 2, 3].map(|number| {
+            let (id, is_blocking) = (StreamId(MAX_CONTEXTS + number), number < 3);
+            let native = cuda.make_stream(id, context, 0, 0).unwrap();
+            let handle = native.handle as usize;
+            streams.insert(id.0, Stream { context, green: None, is_blocking, native });
+            (id, handle)
+        });
+        let mut call = Call::new(Arc::new(Listener::new(|_| {})));
+        let mut works = |cuda: &mut Cuda, streams: &mut Streams<CudaStream>, id| {
+            cuda.enter_briefly(&mut call, streams, id).unwrap();
+        };
+        let mut other = Call::new(Arc::new(Listener::new(|_| {})));
+        let [(kernels, _), (feeds, feeding), (apart, _)] = made;
+        // While nothing has followed it, its own fence orders nothing.
+        works(&mut cuda, &mut streams, kernels);
+        works(&mut cuda, &mut streams, legacy);
+        works(&mut cuda, &mut streams, apart);
+        cuda.after_stream(&mut other, &mut streams, legacy, Box::new(|_| {})).unwrap();
+        assert_eq!(fenced(), [0]);
+        cuda.after_stream(&mut other, &mut streams, legacy, Box::new(|_| {})).unwrap();
+        assert_eq!(fenced(), [0; 0], "it has no more work");
+        works(&mut cuda, &mut streams, legacy);
+        works(&mut cuda, &mut streams, kernels);
+        works(&mut cuda, &mut streams, feeds);
+        // What follows it ends later.
+        let (done, ended) = channel();
+        let end = Box::new(move |status| done.send(status).unwrap());
+        cuda.after_stream(&mut other, &mut streams, legacy, end).unwrap();
+        assert_eq!(fenced(), [feeding]);
+        let word = Arc::clone(&find(&mut streams, feeds).unwrap().native.word);
+        assert!(ended.try_recv().is_err());
+        word.set(u64::MAX);
+        assert_eq!(ended.recv_timeout(Duration::from_secs(60)), Ok(Status::SUCCESS));
+        cuda.after(&mut streams, 9, |_| true, |_| {});
+        assert!(!fenced().contains(&0));
+        // A program that waits for the default stream waits for all of them.
+        cuda.synchronize_stream(&mut other, &mut streams, legacy).unwrap();
+        assert_eq!(fenced(), [0]);
     }
 
     #[test]

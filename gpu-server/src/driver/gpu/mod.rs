@@ -154,7 +154,7 @@ pub trait Gpu:
     fn begin_reset(
         &mut self,
         device: u32,
-        streams: &Streams<Self::Stream>,
+        streams: &mut Streams<Self::Stream>,
         space: &Space<Self::Memory>,
     ) -> Result;
 

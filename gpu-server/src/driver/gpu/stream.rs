@@ -55,8 +55,8 @@ pub trait GpuStreams {
         id: StreamId,
     ) -> Result<Self::Place>;
 
-    /// Calls `end` when everything on the stream so far is finished, or never will be. Sets the call's
-    /// context.
+    /// Calls `end` when everything that the client has put on the stream so far is finished, or never will
+    /// be. Sets the call's context. This orders no other stream's work, also on a legacy default stream.
     fn after_stream(
         &mut self,
         cx: &mut Call,

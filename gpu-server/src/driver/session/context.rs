@@ -85,6 +85,7 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
         let untouched = self.streams.is_empty()
             && self.events.is_empty()
             && self.modules.is_empty()
+            && self.graphs.is_empty()
             && self.made_contexts.is_empty()
             && self.has_no_memory()
             && self.arrays.is_empty()
@@ -167,7 +168,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         let primary = ContextId(op.device);
         cx.context = primary;
         self.check_device(op.device)?;
-        self.gpu.begin_reset(op.device, &self.streams, &self.space)?;
+        self.gpu.begin_reset(op.device, &mut self.streams, &self.space)?;
         let made = self.made_contexts.extract_if(|_, device| *device == op.device);
         let gone: Vec<ContextId> = made.map(|(id, _)| ContextId(id)).chain([primary]).collect();
         for context in &gone {

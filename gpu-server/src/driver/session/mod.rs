@@ -181,16 +181,12 @@ impl<G: Gpu> Backend for Session<G> {
         self.directs = Some(directs);
     }
 
-    fn fence_work(&mut self, call: &mut Call, gently: bool, end: &mut dyn FnMut(u64) -> End) {
+    fn fence_work(&mut self, call: &mut Call, end: &mut dyn FnMut(u64) -> End) {
         let mut worked = std::mem::take(&mut self.worked);
-        worked.retain(|id, pieces| {
-            if gently && self.orders_others(*id) {
-                return true;
-            }
+        for (id, pieces) in worked.drain() {
             // If it fails, `end` is dropped: the stream no longer exists, or its context has failed.
-            let _ = self.gpu.after_stream(call, &mut self.streams, StreamId(*id), end(*pieces));
-            false
-        });
+            let _ = self.gpu.after_stream(call, &mut self.streams, StreamId(id), end(pieces));
+        }
         self.worked = worked;
     }
 

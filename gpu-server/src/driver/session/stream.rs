@@ -18,7 +18,7 @@ use crate::worker_protocol::{Shared, Token};
 
 /// Maximum number of events in a session. Each takes a few hundred bytes of the server's memory, which no
 /// other limit counts. (Streams are limited by their progress words.)
-const MAX_EVENTS: usize = 1 << 18;
+const MAX_EVENTS: usize = if cfg!(test) { 64 } else { 1 << 18 };
 
 impl<G: Gpu> Session<G> {
     /// Makes a context's legacy default stream if `id` is one that doesn't exist yet. Nothing else makes
@@ -68,15 +68,6 @@ impl<G: Gpu> Session<G> {
         self.enter(cx, id)?;
         launch(self, cx)?;
         self.gpu.after_stream(cx, &mut self.streams, id, Box::new(move |_| drop(watch)))
-    }
-
-    /// Whether this is a legacy default stream whose context has other streams, so that they wait for each
-    /// other's work.
-    pub(super) fn orders_others(&self, id: u32) -> bool {
-        let ordered = |(other, stream): (&u32, &Stream<G::Stream>)| {
-            *other != id && stream.is_blocking && stream.context.0 == id
-        };
-        id < MAX_CONTEXTS && self.streams.iter().any(ordered)
     }
 
     fn record(&mut self, cx: &mut Call, op: &EventRecord) -> Result {
@@ -231,12 +222,7 @@ impl<G: Gpu> Session<G> {
 impl<G: Gpu> EventOps<Call> for Session<G> {
     fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result {
         cx.context = op.context;
-        if self.events.contains_key(&op.event.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        if self.events.len() >= MAX_EVENTS {
-            return Err(Status::OUT_OF_MEMORY);
-        }
+        self.may_name_event(op.event)?;
         self.gpu.enter(op.context)?;
         let shared = (op.flags & EVENT_INTERPROCESS != 0).then(SharedEvent::new).transpose();
         let shared = shared.map_err(|_| Status::OUT_OF_MEMORY)?;
@@ -283,12 +269,10 @@ impl<G: Gpu> Session<G> {
     /// Gives an event's ID to a new event, and `old` to the event that had it.
     pub(super) fn set_event_aside(&mut self, id: EventId, old: EventId) -> Result {
         let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
-        if event.shared.is_some() || self.events.contains_key(&old.0) {
+        if event.shared.is_some() {
             return Err(Status::INVALID_HANDLE);
         }
-        if self.events.len() >= MAX_EVENTS {
-            return Err(Status::OUT_OF_MEMORY);
-        }
+        self.may_name_event(old)?;
         let (context, flags) = (event.context, event.flags);
         self.gpu.enter(context)?;
         let native = self.gpu.make_event(context, flags)?;
@@ -299,9 +283,13 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
-    /// Checks that an event may get this ID.
+    /// Checks that there may be another event, with this ID.
     pub(super) fn may_name_event(&self, id: EventId) -> Result {
-        if self.events.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
+        match self.events.contains_key(&id.0) {
+            true => Err(Status::INVALID_HANDLE),
+            false if self.events.len() >= MAX_EVENTS => Err(Status::OUT_OF_MEMORY),
+            false => Ok(()),
+        }
     }
 
     /// The token of an interprocess event that this session made. There is only one, because
@@ -333,5 +321,51 @@ impl<G: Gpu> Session<G> {
         // A failed context returns its error here.
         self.gpu.enter(event.context)?;
         Ok(done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Backend as Choice, Backing};
+    use crate::doubles::Listener;
+    use crate::driver::Backend;
+    use crate::driver::nvml::Management;
+    use crate::driver::quota::Quota;
+    use crate::driver::software::Software;
+    use protocol::ops::memory::{EventImport, MemoryOps};
+
+    #[test]
+    fn opened_events_count_like_made_ones() {
+        let backing = Backing {
+            backend: Choice::Software,
+            devices: Vec::new(),
+            cupti: None,
+            software_memory: 64 << 20,
+            software_devices: 1,
+            software_events: None,
+            software_imitate: "".parse().unwrap(),
+        };
+        let quota = Quota::default();
+        let nvml = Management::new(&backing, quota.clone());
+        let mut session = Session::new(Software::new(&backing).unwrap(), quota, nvml);
+        session.begin(Arc::new(Listener::new(|_| ())));
+        let context = ContextId(0);
+        let new_call = || Call::new(Arc::new(Listener::new(|_| ())));
+        let open = |session: &mut Session<Software>, event| {
+            let mut call = new_call();
+            let op = EventImport { context, event: EventId(event), token: [0; 16] };
+            session.event_import(&mut call, op).err()
+        };
+        // Nobody shares anything here.
+        assert_eq!(open(&mut session, 0), Some(Status::NOT_SUPPORTED));
+        let mut call = new_call();
+        for event in 0..MAX_EVENTS as u32 {
+            session
+                .event_create(&mut call, EventCreate { context, event: EventId(event), flags: 0 })
+                .unwrap();
+        }
+        assert_eq!(open(&mut session, 0), Some(Status::INVALID_HANDLE));
+        assert_eq!(open(&mut session, MAX_EVENTS as u32), Some(Status::OUT_OF_MEMORY));
     }
 }

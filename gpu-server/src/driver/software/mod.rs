@@ -345,7 +345,7 @@ impl driver::Gpu for Software {
     fn begin_reset(
         &mut self,
         device: u32,
-        streams: &Streams<SoftwareStream>,
+        streams: &mut Streams<SoftwareStream>,
         space: &Space<OwnedFd>,
     ) -> Result {
         self.before_waiting_call(streams, device)?;

@@ -177,6 +177,17 @@ fn nobody_leaves_before_there_is_room_for_its_memory() {
 }
 
 #[test]
+fn what_goes_to_a_file_takes_a_chunk_of_memory_on_its_way() {
+    let chunk = memory_for(1);
+    let mut residency = Residency::new(Rules { files: true, ..rules(chunk) });
+    let views = [idle(1, "a", 2 * chunk), View { rested: Some(2), ..idle(2, "a", chunk) }];
+    let views = [&views[..], &[newcomer(3, "b", 3 * chunk)]].concat();
+    let decided = residency.step(10 * SECOND, &on(0, 3 * chunk), &views);
+    let order = |worker| (worker, 1, MemoryOrder::Leave { busy: false }, true);
+    assert_eq!(decided.orders, [order(1), order(2)]);
+}
+
+#[test]
 fn a_session_that_waits_because_there_is_no_memory_for_what_others_have_is_named_once() {
     let mut residency = Residency::new(rules(64 * MIB));
     let away = View { away: on(0, 60), keeps: 64 * MIB, returns: true, ..View::default() };
@@ -380,6 +391,155 @@ fn a_worker_does_not_say_that_it_keeps_more_memory_of_the_machine_than_it_may() 
     let liar = View { keeps: u64::MAX, swap: false, ..idle(1, "a", 10) };
     let views = [liar, idle(2, "a", 60), newcomer(3, "b", 60)];
     assert_eq!(leaving(&residency.step(10 * SECOND, &on(0, 90), &views)), [2]);
+}
+
+/// A rank of a program: 60 of a device's 100 bytes.
+fn rank(worker: u32, device: u32, group: u32) -> View {
+    let (on, movable) = (on(device, 60), on(device, 60));
+    View { group: Some(group), on, movable, ..idle(worker, "a", 0) }
+}
+
+/// The same, away, with a command.
+fn waits(view: &View) -> View {
+    View { on: Bytes::new(), away: view.movable.clone(), returns: true, rested: None, ..view.clone() }
+}
+
+const TWO: [(u32, u64); 2] = [(0, 100), (1, 100)];
+
+#[test]
+fn sessions_that_belong_together_leave_together_when_all_of_them_are_idle() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [rank(1, 0, 1), View { rested: None, ..rank(2, 1, 1) }, newcomer(3, "b", 60)];
+    let decided = residency.step(60 * SECOND, &Bytes::from(TWO), &views);
+    assert_eq!((leaving(&decided), decided.outlasted), (vec![], vec![3]));
+    let decided = residency.step(61 * SECOND, &Bytes::from(TWO), &views);
+    assert!(decided.outlasted.is_empty(), "noted once");
+    views[1].rested = Some(1);
+    assert_eq!(leaving(&residency.step(62 * SECOND, &Bytes::from(TWO), &views)), [1, 2]);
+    // Nobody moves if there is no memory for all of them.
+    let mut residency = Residency::new(rules(memory_for(1)));
+    let views = [rank(1, 0, 1), rank(2, 1, 1), newcomer(3, "b", 60)];
+    assert!(residency.step(60 * SECOND, &Bytes::from(TWO), &views).orders.is_empty());
+    // Nor for one of their own.
+    let mut residency = Residency::new(rules(u64::MAX));
+    let views = [rank(1, 0, 1), rank(2, 1, 1), View { group: Some(1), ..newcomer(3, "a", 60) }];
+    assert!(residency.step(60 * SECOND, &Bytes::from(TWO), &views).orders.is_empty());
+}
+
+#[test]
+fn what_one_of_them_has_left_is_kept_for_it_until_all_have_left() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let budget = Bytes::from(TWO);
+    let mut views = [rank(1, 0, 1), rank(2, 1, 1), newcomer(3, "b", 60)];
+    assert_eq!(leaving(&residency.step(10 * SECOND, &budget, &views)), [1, 2]);
+    let left = |view: &View| View {
+        on: Bytes::new(),
+        away: view.movable.clone(),
+        begun: 1,
+        done: (1, true),
+        ..view.clone()
+    };
+    views[0] = left(&views[0]);
+    residency.step(10 * SECOND, &budget, &views);
+    assert!(residency.keeps_room(1));
+    // The other one has work, and stays. What that waits for comes before everybody else.
+    views[1] = View { begun: 1, done: (1, false), rested: None, ..views[1].clone() };
+    views[0] = View { returns: true, rested: None, ..views[0].clone() };
+    let decided = residency.step(10 * SECOND, &budget, &views);
+    assert_eq!(decided.orders, [(1, 2, MemoryOrder::Return, false)]);
+    // If both have left, the room is everybody's.
+    views[0] = View { returns: false, rested: Some(1), ..views[0].clone() };
+    let mut residency = Residency::new(rules(u64::MAX));
+    views[1] = left(&rank(2, 1, 1));
+    residency.step(10 * SECOND, &budget, &views);
+    assert_eq!((residency.keeps_room(1), residency.reserved(9, 0)), (false, 60));
+}
+
+#[test]
+fn they_return_when_there_is_room_for_all_of_them() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let budget = Bytes::from(TWO);
+    let stays = View { swap: false, group: None, ..rank(3, 1, 0) };
+    let away = |worker, device, group| View { returns: false, ..waits(&rank(worker, device, group)) };
+    let first = waits(&rank(1, 0, 1));
+    let mut views = vec![first, away(2, 1, 1), stays];
+    assert!(residency.step(SECOND, &budget, &views).orders.is_empty(), "the second one's device is full");
+    views.pop();
+    let decided = residency.step(2 * SECOND, &budget, &views);
+    assert_eq!(decided.orders, [(1, 1, MemoryOrder::Return, false)]);
+    views[0] = View { begun: 1, done: (1, true), rested: None, ..rank(1, 0, 1) };
+    // Nobody gets the second one's room meanwhile.
+    views.push(waits(&View { group: None, ..rank(4, 1, 0) }));
+    assert!(residency.step(3 * SECOND, &budget, &views).orders.is_empty());
+    assert!(residency.keeps_room(2));
+    views[1].returns = true;
+    let decided = residency.step(4 * SECOND, &budget, &views);
+    assert_eq!(decided.orders, [(2, 1, MemoryOrder::Return, false)]);
+}
+
+/// Two programs with a rank on each of two devices. A rank's kernels end only if the other rank is on its
+/// device. Returns how much each program has done.
+fn pairs(together: bool) -> [u64; 2] {
+    const STEP: u64 = 100_000_000;
+    let mut residency = Residency::new(rules(u64::MAX));
+    let ranks = [(1, 0, 1), (2, 1, 1), (3, 0, 2), (4, 1, 2)];
+    let mut views = ranks.map(|(worker, device, group)| rank(worker, device, group));
+    for view in &mut views[2..] {
+        *view = View { returns: false, ..waits(view) };
+    }
+    let (mut orders, mut done) = ([None; 4], [0; 2]);
+    for step in 0..6000u64 {
+        for index in 0..4 {
+            let partner = views[index ^ 1].away.is_empty() && orders[index ^ 1].is_none();
+            let view = &mut views[index];
+            // Each program has commands most of the time. A rank notices that a little later than the other.
+            let works = (step + 137 * (index as u64 / 2) + index as u64 % 2) % 400 < 380;
+            let runs = view.away.is_empty() && view.rested.is_none();
+            match orders[index].take() {
+                // A kernel that waits for the other rank stays.
+                Some((number, MemoryOrder::Leave { busy })) => {
+                    let can = if runs { busy && partner } else { !works };
+                    (view.begun, view.done) = (number, (number, can));
+                    if can {
+                        (view.away, view.on) = (view.movable.clone(), Bytes::new());
+                    }
+                }
+                Some((number, _)) => {
+                    (view.begun, view.done, view.returns) = (number, (number, true), false);
+                    (view.on, view.away) = (view.movable.clone(), Bytes::new());
+                }
+                None => {}
+            }
+            if !view.away.is_empty() {
+                view.returns |= works;
+                view.rested = if works { None } else { Some(step * STEP) };
+            } else if works || runs && !partner {
+                // What was launched is finished first.
+                view.rested = None;
+                done[index / 2] += u64::from(partner);
+            } else {
+                view.rested = view.rested.or(Some(step * STEP));
+            }
+        }
+        let seen = views.clone().map(|view| View { group: view.group.filter(|_| together), ..view });
+        for (worker, number, order, _) in residency.step(step * STEP, &Bytes::from(TWO), &seen).orders {
+            orders[worker as usize - 1] = Some((number, order));
+        }
+        for device in 0..2 {
+            let used: u64 = views.iter().filter_map(|view| view.on.get(&device)).sum();
+            assert!(used <= 100, "{used}");
+        }
+    }
+    done
+}
+
+#[test]
+fn two_programs_whose_ranks_wait_for_each_other_take_turns() {
+    let done = pairs(true);
+    assert!(done.iter().all(|done| *done > 500), "{done:?}");
+    // One by one, each of them comes to have one device and to wait for the other.
+    let alone = pairs(false);
+    assert!(alone.iter().any(|done| *done < 500), "{alone:?}");
 }
 
 /// A session of a simulated server.

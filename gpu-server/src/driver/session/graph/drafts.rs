@@ -69,6 +69,11 @@ impl<D, N> Default for Drafts<D, N> {
 }
 
 impl<D, N> Drafts<D, N> {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.drafts.is_empty()
+    }
+
     /// A draft.
     pub fn get(&self, graph: GraphId) -> Result<&Draft<D>, Status> {
         self.drafts.get(&graph.0).ok_or(Status::INVALID_HANDLE)

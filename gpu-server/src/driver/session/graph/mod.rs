@@ -46,6 +46,11 @@ impl<G: GpuGraphs> Graphs<G> {
         self.drafts.forget_context(context);
     }
 
+    /// Whether there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.instances.is_empty() && self.drafts.is_empty()
+    }
+
     /// Checks that an instance may get this ID.
     fn check_new(&self, id: GraphId) -> Result {
         if self.instances.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
