@@ -120,3 +120,39 @@ unsafe extern "C" fn called(number: u32, told: *const Told) {
 }
 
 pub(super) static HOOKS: Table<7> = table(&[(1, called as Slot), (2, flags as Slot), (6, words as Slot)]);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the thread is after the runtime has told that a function begins or ends.
+    fn tell(number: u32, size: usize, at_end: u32) -> u32 {
+        let nothing = std::ptr::null();
+        let told = Told {
+            size: size as u32,
+            _context: [0; 3],
+            _correlation_data: std::ptr::null_mut(),
+            result: &0,
+            name: c"cudaMemset".as_ptr(),
+            arguments: nothing,
+            _handles: [0; 2],
+            _number: number,
+            at_end,
+            kernel: nothing.cast(),
+            _rest: [0; 3],
+        };
+        // SAFETY: a whole structure, whatever size it names.
+        unsafe { called(number, &told) };
+        DEPTH.get()
+    }
+
+    #[test]
+    fn what_a_runtime_tells_in_an_unknown_form_is_left_alone() {
+        // SAFETY: this is refused.
+        unsafe { called(49, std::ptr::null()) };
+        assert_eq!((tell(49, SIZE - 8, 0), tell(FLAGS as u32, SIZE, 0)), (0, 0));
+        assert_eq!((tell(49, SIZE, 1), ENTERED.get()), (0, false), "an end without a beginning");
+        assert_eq!((tell(49, SIZE, 0), tell(50, SIZE + 8, 0)), (1, 2));
+        assert_eq!((tell(50, SIZE + 8, 1), tell(49, SIZE, 1)), (1, 0));
+    }
+}
