@@ -8,6 +8,7 @@ use protocol::Status;
 use protocol::data::HostIn;
 use protocol::handle::*;
 use protocol::ops::array::*;
+use protocol::ops::context::ContextSynchronize;
 use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD, Pitched};
 use protocol::ops::memory::{MemAlloc, MemGrow, window};
 use support::*;
@@ -39,6 +40,16 @@ fn level<S: Session>(s: &mut S, of: u32, level: u32, id: u32) -> Result<(), Stat
 }
 
 fn texture<S: Session>(s: &mut S, array: u32, kind: u32, view: Option<View>) -> Result<u64, Status> {
+    texture_in(s, 0, array, kind, view)
+}
+
+fn texture_in<S: Session>(
+    s: &mut S,
+    context: u32,
+    array: u32,
+    kind: u32,
+    view: Option<View>,
+) -> Result<u64, Status> {
     let resource = Resource {
         kind,
         array: ArrayId(array),
@@ -59,7 +70,7 @@ fn texture<S: Session>(s: &mut S, array: u32, kind: u32, view: Option<View>) -> 
         level_clamp: [0, f32::MAX.to_bits()],
         border: [0; 4],
     };
-    s.call(&TextureCreate { context: ContextId(0), resource, sampling, view }).map(|made| made.texture)
+    s.call(&TextureCreate { context: ContextId(context), resource, sampling, view }).map(|made| made.texture)
 }
 
 /// Copies `bytes` between an array's row and the beginning of the device's memory.
@@ -124,7 +135,7 @@ fn a_level_is_an_array_until_its_mipmapped_array_is_destroyed() {
         };
         assert_eq!(surface(s, 1), Err(Status::INVALID_HANDLE), "a surface of all levels");
         let surface = surface(s, 2).unwrap();
-        s.push(&SurfaceDestroy { surface });
+        s.push(&SurfaceDestroy { context: ContextId(0), surface });
         assert_eq!(texture(s, 1, 0, None), Err(Status::INVALID_VALUE), "as a plain array");
         assert_eq!(texture(s, 2, 1, None), Err(Status::INVALID_VALUE), "a level as a mipmapped array");
         let (whole, part) = (texture(s, 1, 1, None).unwrap(), texture(s, 2, 0, None).unwrap());
@@ -134,8 +145,8 @@ fn a_level_is_an_array_until_its_mipmapped_array_is_destroyed() {
         s.push(&ArrayDestroy { array: ArrayId(1) });
         assert_eq!(row(s, 2, [0, 3, 0], 32), None, "a level that has gone");
         assert_eq!(texture(s, 2, 0, None), Err(Status::INVALID_HANDLE));
-        s.push(&TextureDestroy { texture: whole });
-        s.push(&TextureDestroy { texture: part });
+        s.push(&TextureDestroy { context: ContextId(0), texture: whole });
+        s.push(&TextureDestroy { context: ContextId(0), texture: part });
         create(s, 2, shape(4, 0, 0, 0), 0).unwrap();
         s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE, src: HostIn::Inline(&bytes) });
         copy(s, 2, [0, 0, 0], 16, true);
@@ -143,6 +154,27 @@ fn a_level_is_an_array_until_its_mipmapped_array_is_destroyed() {
         assert!(s.lost().is_none());
     }
     on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn textures_of_two_contexts_with_equal_handles_are_destroyed_each_by_its_own() {
+    fn body<S: Session>(s: &mut S) {
+        let mut textures = Vec::new();
+        for n in 0..2 {
+            let (context, array) = (ContextId(n), ArrayId(n));
+            s.call(&ArrayCreate { context, array, shape: shape(4, 4, 0, 0), levels: 0 }).unwrap();
+            textures.push(texture_in(s, n, n, 0, None).unwrap());
+        }
+        let texture = textures[0];
+        assert_eq!(textures[1], texture, "each device in software counts from 1");
+        for (context, error) in [(0, None), (0, Some((Status::INVALID_HANDLE, false))), (1, None)] {
+            s.push(&TextureDestroy { context: ContextId(context), texture });
+            let _ = s.call(&ContextSynchronize { context: ContextId(context) });
+            assert_eq!(s.error(context), error);
+        }
+        assert!(s.lost().is_none());
+    }
+    on_each_transport!(Server::start(&["--software-devices=2"]), body);
 }
 
 #[test]

@@ -542,6 +542,25 @@ static void managed() {
     IS(3 * 256, sum);
     OK(cuMemDiscardBatchAsync(parts, lengths, 1, 0, stream));
     OK(cuMemDiscardAndPrefetchBatchAsync(parts, lengths, 1, &here, which, 1, 0, stream));
+    // Locations that don't begin with the first range, don't increase, or begin behind the last range; more than
+    // ranges; the legacy default stream; a range that is not managed.
+    CUmemLocation places[] = {here, here, here};
+    size_t wrong[][3] = {{1, 2, 3}, {0, 0, 1}, {0, 2, 3}, {0, 1, 2}};
+    for (int i = 0; i < 4; i++)
+        IS(CUDA_ERROR_INVALID_VALUE, cuMemPrefetchBatchAsync(parts, lengths, 2, places, wrong[i], i < 3 ? 2 : 3, 0, stream));
+    IS(CUDA_ERROR_INVALID_VALUE, cuMemPrefetchBatchAsync(parts, lengths, 2, &here, which, 1, 0, CU_STREAM_LEGACY));
+    IS(CUDA_ERROR_INVALID_VALUE, cuMemDiscardBatchAsync(parts, lengths, 1, 0, CU_STREAM_LEGACY));
+    CUdeviceptr plain;
+    OK(cuMemAlloc(&plain, 4096));
+    CUdeviceptr one_wrong[] = {memory, plain};
+    size_t both[] = {1 << 19, 4096};
+    CUmemLocation node = {CU_MEM_LOCATION_TYPE_HOST_NUMA, 0};
+    IS(CUDA_ERROR_INVALID_VALUE, cuMemPrefetchBatchAsync(one_wrong, both, 2, &host, which, 1, 0, stream));
+    int last = -7;
+    OK(cuMemRangeGetAttribute(&last, sizeof last, CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION, memory, 1 << 19));
+    IS(here.id, last);
+    OK(cuMemFree(plain));
+    IS(CUDA_ERROR_INVALID_VALUE, cuMemAdvise(memory, 1 << 20, CU_MEM_ADVISE_SET_ACCESSED_BY, node));
     OK(cuMemsetD8Async(memory, 8, 1 << 19, stream));
     OK(cuStreamSynchronize(stream));
     IS(8, ((volatile unsigned char *)memory)[77]);

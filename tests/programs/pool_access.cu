@@ -1,4 +1,4 @@
-// Memory pools of one device that kernels of another device of the same server read and write: a pool of its own, the default pool, and a pool imported from another process.
+// Memory pools of one device that kernels of another device of the same server read and write: a pool of its own, also in graphs, the default pool, and a pool imported from another process.
 #define PROGRAM "pool_access"
 #include "other_process.h"
 
@@ -28,12 +28,8 @@ static void expect_access(cudaMemPool_t pool, int device, cudaMemAccessFlags wan
     CHECK(cudaMemPoolGetAccess(&access, pool, &where));
     REQUIRE(access == wanted, "device %d has access %d %s, and not %d", device, access, when, wanted);
 }
-// A kernel of device 1 turns what a kernel of device 0 has written.
-static void use_from_second(unsigned *data, unsigned of, const char *what) {
-    CHECK(cudaSetDevice(0));
-    fill<<<BLOCKS, 256>>>(data, N, of);
-    LAUNCHED();
-    CHECK(cudaDeviceSynchronize());
+// A kernel of device 1 turns what a kernel of device 0 has written, which is over.
+static void turn_on_second(unsigned *data, unsigned of, const char *what) {
     CHECK(cudaSetDevice(1));
     turn<<<BLOCKS, 256>>>(data, N);
     LAUNCHED();
@@ -42,6 +38,64 @@ static void use_from_second(unsigned *data, unsigned of, const char *what) {
     std::vector<unsigned> words(N);
     CHECK(cudaMemcpy(words.data(), data, N * 4, cudaMemcpyDefault));
     for (size_t i = 0; i < N; i++) REQUIRE(words[i] == ~((unsigned)i * 2654435761u + of), "word %zu of %s", i, what);
+}
+
+static void use_from_second(unsigned *data, unsigned of, const char *what) {
+    CHECK(cudaSetDevice(0));
+    fill<<<BLOCKS, 256>>>(data, N, of);
+    LAUNCHED();
+    CHECK(cudaDeviceSynchronize());
+    turn_on_second(data, of, what);
+}
+
+// What a graph allocates has the access that its pool has when the allocation is captured, or that its node names.
+static void in_graphs(cudaMemPool_t pool, cudaStream_t stream) {
+    cudaMemAccessDesc peer = wish(1, cudaMemAccessFlagsProtReadWrite);
+    for (bool captured : {true, false}) {
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        cudaGraphNode_t node;
+        unsigned *data;
+        if (captured) {
+            CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+            CHECK(cudaMallocFromPoolAsync((void **)&data, N * 4, pool, stream));
+            CHECK(cudaStreamEndCapture(stream, &graph));
+            size_t count = 1;
+            CHECK(cudaGraphGetNodes(graph, &node, &count));
+        } else {
+            CHECK(cudaGraphCreate(&graph, 0));
+            cudaMemAllocNodeParams made = {};
+            made.poolProps.allocType = cudaMemAllocationTypePinned;
+            made.poolProps.location = place(0);
+            made.accessDescs = &peer;
+            made.accessDescCount = 1;
+            made.bytesize = N * 4;
+            CHECK(cudaGraphAddMemAllocNode(&node, graph, nullptr, 0, &made));
+            data = (unsigned *)made.dptr;
+        }
+        cudaMemAllocNodeParams told;
+        CHECK(cudaGraphMemAllocNodeGetParams(node, &told));
+        bool is_told = told.accessDescCount >= 1 && told.accessDescs[told.accessDescCount - 1].location.id == 1;
+        REQUIRE(is_told, "a node of a graph tells %zu devices", told.accessDescCount);
+        cudaGraphNode_t filled;
+        cudaKernelNodeParams kernel = {};
+        size_t n = N;
+        unsigned of = 5;
+        void *arguments[] = {&data, &n, &of};
+        kernel.func = (void *)fill;
+        kernel.gridDim = BLOCKS;
+        kernel.blockDim = 256;
+        kernel.kernelParams = arguments;
+        CHECK(cudaGraphAddKernelNode(&filled, graph, &node, 1, &kernel));
+        CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CHECK(cudaGraphLaunch(exec, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        turn_on_second(data, of, captured ? "a captured allocation" : "an allocation of a graph");
+        CHECK(cudaFreeAsync(data, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaGraphExecDestroy(exec));
+        CHECK(cudaGraphDestroy(graph));
+    }
 }
 
 static void refusals(cudaMemPool_t pool, int count) {
@@ -111,6 +165,8 @@ int main(int argc, char **argv) {
     CHECK(cudaMallocFromPoolAsync((void **)&data[1], N * 4, pool, stream));
     CHECK(cudaStreamSynchronize(stream));
     for (int i = 0; i < 2; i++) use_from_second(data[i], i, "an allocation");
+
+    in_graphs(pool, stream);
 
     // One that a stream of the other device asks for is the pool's device's all the same.
     unsigned *asked;

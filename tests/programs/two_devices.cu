@@ -1,8 +1,9 @@
-// Two devices of one server that reach each other's memory: pinned, managed and mapped memory of both, variables, per-thread streams, graphs, function attributes, limits, an error of one of them.
+// Two devices of one server that reach each other's memory: pinned, managed and mapped memory of both, variables, textures, per-thread streams, graphs, function attributes, limits, an error of one of them.
 #define PROGRAM "two_devices"
 #include "cases.h"
 #include "driver.h"
 #include "several_devices.h"
+#include "two_textures.h"
 
 __device__ int variable;
 __constant__ int constants[4];
@@ -390,6 +391,8 @@ int main(int argc, char **argv) {
     settings();
     peers();
     mapped();
+    textures();
+    surfaces();
     stream_ordered();
     failed_device();
     return verdict();

@@ -5,6 +5,7 @@
 #include "cases.h"
 #include "driver.h"
 #include "several_devices.h"
+#include "two_textures.h"
 
 #include <dlfcn.h>
 #include <strings.h>
@@ -20,10 +21,6 @@ __global__ void add(int *data, int n, int by) {
 }
 
 __global__ void read_variable(int *to) { *to = variable; }
-
-__global__ void read_texture(cudaTextureObject_t texture, int *to, int n) {
-    for (int i = 0; i < n; i++) to[i] = tex1Dfetch<int>(texture, i);
-}
 
 static void set_device(int device) { CHECK(cudaSetDevice(device)); }
 
@@ -192,44 +189,29 @@ static void variables() {
         CHECK(cudaPointerGetAttributes(&about, addresses[i]));
         expect_value("the device of a variable", i, about.device);
     }
+    // A fill on a stream means the variable of the stream's device.
+    for (int i = 0; i < 2; i++) {
+        set_device(i);
+        cudaStream_t stream;
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        set_device(1 - i);
+        CHECK(cudaMemsetAsync(addresses[i], 3 + i, sizeof(int), stream));
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaStreamDestroy(stream));
+        for (int device = 0; device < 2; device++) {
+            set_device(device);
+            int value = -1, old = 100 + device, filled = 0x01010101 * (3 + i);
+            CHECK(cudaMemcpyFromSymbol(&value, variable, sizeof value));
+            expect_value("a variable that a stream fills", device == i ? filled : old, value);
+            CHECK(cudaMemcpyToSymbol(variable, &old, sizeof old));
+        }
+    }
     // The peer copy names the devices, so that equal addresses do not matter.
     CHECK(cudaMemcpyPeer(addresses[1], 1, addresses[0], 0, sizeof(int)));
     int value = -1;
     set_device(1);
     CHECK(cudaMemcpyFromSymbol(&value, variable, sizeof value));
     expect_value("a variable that was copied from the other server", 100, value);
-}
-
-static void textures() {
-    const int n = 16;
-    cudaTextureObject_t objects[2];
-    int *data[2];
-    for (int i = 0; i < 2; i++) {
-        data[i] = on_device(i, n, 1000 * (i + 1));
-        cudaResourceDesc resource = {};
-        resource.resType = cudaResourceTypeLinear;
-        resource.res.linear.devPtr = data[i];
-        resource.res.linear.desc = cudaCreateChannelDesc<int>();
-        resource.res.linear.sizeInBytes = n * sizeof(int);
-        cudaTextureDesc description = {};
-        description.readMode = cudaReadModeElementType;
-        CHECK(cudaCreateTextureObject(&objects[i], &resource, &description, nullptr));
-    }
-    for (int i = 0; i < 2; i++) {
-        set_device(i);
-        cudaResourceDesc found;
-        CHECK(cudaGetTextureObjectResourceDesc(&found, objects[i]));
-        expect_value("the memory of a texture", 1, found.res.linear.devPtr == data[i]);
-        int *read = on_device(i, n, 0);
-        read_texture<<<1, 1>>>(objects[i], read, n);
-        expect_value("what a texture reads", 1, holds(read, n, 1000 * (i + 1)));
-        CHECK(cudaFree(read));
-    }
-    for (int i = 0; i < 2; i++) {
-        set_device(i);
-        CHECK(cudaDestroyTextureObject(objects[i]));
-        CHECK(cudaFree(data[i]));
-    }
 }
 
 // Streams of both servers, made and used by turns, so that equal numbers would be noticed.
@@ -1077,6 +1059,7 @@ int main(int argc, char **argv) {
     sequences(1, 0);
     variables();
     textures();
+    surfaces();
     streams();
     other_servers_event(0, 1);
     other_servers_event(1, 0);

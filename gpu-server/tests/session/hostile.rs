@@ -139,6 +139,9 @@ fn flags_and_limits_that_concern_more_than_the_session_are_refused() {
         for beyond in [7, 8, 9, 1000, u32::MAX] {
             assert_eq!(s.call(&limit(beyond)).err(), Some(Status::NOT_SUPPORTED), "{beyond}");
         }
+        let reset = |context| ContextResetCache { context: ContextId(context) };
+        s.call(&reset(0)).unwrap();
+        assert_eq!(s.call(&reset(MAX_DEVICES + 1)).err(), Some(Status::INVALID_CONTEXT));
     }
     on_each_transport!(Server::start(&[]), body);
 }

@@ -155,15 +155,40 @@ nvml! {
     fn nvmlSystemGetProcessName(pid: u32, name: *mut c_char, length: u32) {
         state::connected()?;
         non_null(name)?;
-        let line = std::fs::read(format!("/proc/{pid}/cmdline")).map_err(|_| status::NOT_FOUND)?;
-        let program = line.split(|byte| *byte == 0).next().unwrap_or_default();
-        put_text(program, name, length)
+        put_name(pid, name, length)
     }
+}
+
+/// Writes the name of a process, cropped to `length` bytes with its NUL.
+///
+/// # Safety
+/// `to` has room for `length` bytes.
+unsafe fn put_name(pid: u32, to: *mut c_char, length: u32) -> Result {
+    let room = length.checked_sub(1).ok_or(status::INVALID_ARGUMENT)?;
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).map_err(|_| status::NOT_FOUND)?;
+    let program = line.split(|byte| *byte == 0).next().unwrap_or_default();
+    // SAFETY: as promised.
+    unsafe { put_text(&program[..program.len().min(room as usize)], to, length) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_is_cropped_to_the_room_for_it() {
+        let named = |length: u32| {
+            let mut text = [0x55u8; 5];
+            // SAFETY: room for five bytes.
+            let result = unsafe { put_name(std::process::id(), text.as_mut_ptr().cast(), length) };
+            (result, text)
+        };
+        let own = std::env::args().next().unwrap();
+        let expected: Vec<u8> = own.bytes().take(4).chain([0]).collect();
+        assert_eq!(named(5), (Ok(()), expected.try_into().unwrap()));
+        assert_eq!(named(1), (Ok(()), [0, 0x55, 0x55, 0x55, 0x55]));
+        assert_eq!(named(0), (Err(status::INVALID_ARGUMENT), [0x55; 5]));
+    }
 
     const ALL: &[NvmlProcess] = &[NvmlProcess { pid: 7, memory: 100 }, NvmlProcess { pid: 8, memory: 200 }];
 

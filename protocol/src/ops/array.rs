@@ -245,6 +245,8 @@ ops! {
     async 0x0c06 texture_destroy: TextureDestroy
         [order Earlier, may_block Never, lane Main]
     {
+        /// Context of the texture. Contexts may use the same handles.
+        context: ContextId,
         /// `CUtexObject`.
         texture: u64,
     }
@@ -266,6 +268,8 @@ ops! {
     async 0x0c08 surface_destroy: SurfaceDestroy
         [order Earlier, may_block Never, lane Main]
     {
+        /// Context of the surface. Contexts may use the same handles.
+        context: ContextId,
         /// `CUsurfObject`.
         surface: u64,
     }

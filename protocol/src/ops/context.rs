@@ -114,4 +114,12 @@ ops! {
         /// The context whose memory it is.
         peer: ContextId,
     } -> PeerDisableReply {}
+
+    /// `cuCtxResetPersistingL2Cache`.
+    sync 0x020a context_reset_cache: ContextResetCache
+        [order Earlier, may_block Context, lane Main, since 8]
+    {
+        /// The context.
+        context: ContextId,
+    } -> ContextResetCacheReply {}
 }

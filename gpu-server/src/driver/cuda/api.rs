@@ -130,6 +130,7 @@ api! {
     context_priorities = "cuCtxGetStreamPriorityRange" (*mut c_int, *mut c_int);
     context_get_limit = "cuCtxGetLimit" (*mut usize, u32);
     context_set_limit = "cuCtxSetLimit" (u32, usize);
+    context_reset_cache = "cuCtxResetPersistingL2Cache" ();
     peer_enable = "cuCtxEnablePeerAccess" (CUcontext, c_uint);
     peer_disable = "cuCtxDisablePeerAccess" (CUcontext);
     memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);

@@ -731,6 +731,11 @@ impl Gpu for Cuda {
         unsafe { self.api.context_set_limit(limit, value as usize) }
     }
 
+    fn reset_persisting_cache(&mut self, _context: ContextId) -> Result {
+        // SAFETY: no requirement.
+        unsafe { self.api.context_reset_cache() }
+    }
+
     fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64 {
         let Ok(device) = self.device(device) else { return 0 };
         match limit {

@@ -175,6 +175,9 @@ pub trait Gpu:
     /// Sets a limit of the entered context.
     fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result;
 
+    /// `cuCtxResetPersistingL2Cache` in the entered context.
+    fn reset_persisting_cache(&mut self, context: ContextId) -> Result;
+
     /// Device memory in bytes that a context takes for a limit of this value, beyond what every context
     /// takes.
     fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64;

@@ -93,18 +93,18 @@ impl<G: GpuArrays> Arrays<G> {
     }
 }
 
-/// Devices and contexts of textures or surfaces, by the GPU's handle. Contexts may use the same handles; the
-/// latest is last, and is the one that the client knows.
+/// Devices and contexts of textures or surfaces, by the GPU's handle. Contexts may use the same handles.
 type Numbered = HashMap<u64, Vec<(u32, ContextId)>>;
 
-/// Removes the latest texture or surface with a handle from its table.
-fn take(table: &mut Numbered, handle: u64) -> Result<(u32, ContextId)> {
+/// Removes a context's texture or surface with a handle from its table. Returns its device.
+fn take(table: &mut Numbered, context: ContextId, handle: u64) -> Result<u32> {
     let all = table.get_mut(&handle).ok_or(Status::INVALID_HANDLE)?;
-    let last = all.pop().ok_or(Status::INVALID_HANDLE);
+    let at = all.iter().position(|(_, of)| *of == context).ok_or(Status::INVALID_HANDLE)?;
+    let (device, _) = all.swap_remove(at);
     if all.is_empty() {
         table.remove(&handle);
     }
-    last
+    Ok(device)
 }
 
 /// Whether a box is inside an array.
@@ -283,10 +283,10 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
     }
 
     fn texture_destroy(&mut self, cx: &mut Call, op: TextureDestroy) -> Result {
-        let (device, context) = take(&mut self.arrays.textures, op.texture)?;
-        cx.context = context;
-        self.gpu.enter(context)?;
-        self.gpu.destroy_texture(context, device, op.texture)
+        cx.context = op.context;
+        let device = take(&mut self.arrays.textures, op.context, op.texture)?;
+        self.gpu.enter(op.context)?;
+        self.gpu.destroy_texture(op.context, device, op.texture)
     }
 
     fn surface_create(&mut self, cx: &mut Call, op: SurfaceCreate) -> Reply<SurfaceCreateReply> {
@@ -304,10 +304,10 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
     }
 
     fn surface_destroy(&mut self, cx: &mut Call, op: SurfaceDestroy) -> Result {
-        let (device, context) = take(&mut self.arrays.surfaces, op.surface)?;
-        cx.context = context;
-        self.gpu.enter(context)?;
-        self.gpu.destroy_surface(context, device, op.surface)
+        cx.context = op.context;
+        let device = take(&mut self.arrays.surfaces, op.context, op.surface)?;
+        self.gpu.enter(op.context)?;
+        self.gpu.destroy_surface(op.context, device, op.surface)
     }
 
     fn texture_linear_width(

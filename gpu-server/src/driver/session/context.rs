@@ -234,6 +234,13 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         now(ContextSetLimitReply {})
     }
 
+    fn context_reset_cache(&mut self, cx: &mut Call, op: ContextResetCache) -> Reply<ContextResetCacheReply> {
+        cx.context = op.context;
+        self.gpu.enter(op.context)?;
+        self.gpu.reset_persisting_cache(op.context)?;
+        now(ContextResetCacheReply {})
+    }
+
     fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Reply<PeerEnableReply> {
         cx.context = op.context;
         self.gpu.enable_peer(op.context, op.peer)?;

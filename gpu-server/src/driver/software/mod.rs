@@ -395,6 +395,11 @@ impl driver::Gpu for Software {
         Ok(())
     }
 
+    /// There is no cache.
+    fn reset_persisting_cache(&mut self, _context: ContextId) -> Result {
+        Ok(())
+    }
+
     fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64 {
         let Ok(device) = self.device(device) else { return 0 };
         match (limit, properties::usual_limit(limit)) {

@@ -320,7 +320,7 @@ pub struct LaunchConfig {
 
 /// `CUmemLocation`.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MemLocation {
     pub kind: u32,
     pub id: i32,
@@ -341,7 +341,7 @@ pub struct MemPoolProps {
 
 /// `CUmemAccessDesc`.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MemAccessDesc {
     pub location: MemLocation,
     pub flags: u32,

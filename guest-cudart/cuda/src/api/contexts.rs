@@ -14,6 +14,7 @@ use crate::process::driver::{self, driver};
 use crate::process::host_calls;
 use crate::streams::capture_rules;
 use crate::work::direct_copy;
+use client::ops::context::ContextResetCache;
 use client::{Status, lock, session};
 
 /// `CU_EXEC_AFFINITY_TYPE_SM_COUNT`.
@@ -177,8 +178,12 @@ api! {
     }
 
     fn cuCtxResetPersistingL2Cache() {
-        // Persisting accesses are a launch attribute; this process has nothing to reset.
-        context::current().map(|_| ())
+        let (_, context) = context::ready()?;
+        let session = context.session();
+        if !session.knows::<ContextResetCache>() {
+            return refuse_form!("cuCtxResetPersistingL2Cache with a server older than version 2.8 of the protocol");
+        }
+        session.call(&ContextResetCache { context: context.id }).map(drop)
     }
 
     fn cuCtxAttach(pctx: Out<usize>, flags: u32) {

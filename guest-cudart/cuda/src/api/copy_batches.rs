@@ -119,7 +119,7 @@ fn attributes_of(attributes: &[MemcpyAttributes], first: &[usize], i: usize) -> 
 }
 
 /// Whether entries begin at 0, increase, and each apply to something.
-fn are_beginnings(first: &[usize], count: usize) -> bool {
+pub(crate) fn are_beginnings(first: &[usize], count: usize) -> bool {
     first.first() == Some(&0)
         && first.windows(2).all(|pair| pair[0] < pair[1])
         && first.last().is_some_and(|last| *last < count)

@@ -22,7 +22,7 @@ pub(crate) fn fill(
     let (driver, context, _lent) = stream_table::ready_on(handle.unwrap_or(0))?;
     let stream = stream_table::any(context, handle.unwrap_or(0), per_thread)?;
     let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
-    let fill = Fill::of(driver, stream.id, &params)?;
+    let fill = Fill::of(driver, stream.context.server, stream.id, &params)?;
     if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
         return recording::add(&capture, &stream, Work::Fill(params));
     }

@@ -59,11 +59,10 @@ api! {
 
     fn cuFuncIsLoaded(loaded: Out<u32>, function: usize) {
         loaded.required()?;
-        library::of(function)?;
-        loaded.put(1)
+        loaded.put(library::of(function)?.is_loaded().into())
     }
 
     fn cuFuncLoad(function: usize) {
-        library::of(function).map(|_| ())
+        library::of(function)?.load()
     }
 }

@@ -207,6 +207,7 @@ api! {
 
     fn cuGraphMemAllocNodeGetParams(node: usize, p: Out<MemAllocNodeParams>) {
         let Work::Alloc(memory) = work_of(node)? else { return Err(Status::INVALID_VALUE) };
+        let access = memory.access();
         p.put(MemAllocNodeParams {
             poolProps: MemPoolProps {
                 allocType: 1,
@@ -217,8 +218,9 @@ api! {
                 usage: 0,
                 reserved: [0; 54],
             },
-            accessDescs: std::ptr::null(),
-            accessDescCount: 0,
+            // Stays where it is as long as the node.
+            accessDescs: if access.is_empty() { std::ptr::null() } else { access.as_ptr() },
+            accessDescCount: access.len(),
             bytesize: memory.size as usize,
             dptr: memory.address,
         })

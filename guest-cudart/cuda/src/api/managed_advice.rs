@@ -5,9 +5,12 @@ use std::ffi::c_void;
 use crate::abi::arguments::{Array, Count, non_null, put};
 use crate::abi::result::Result;
 use crate::abi::types::MemLocation;
+use crate::api::copy_batches::are_beginnings;
 use crate::memory::managed::advice::{self, Advice, CPU, NO_PLACE, NOWHERE, Place, location};
 use crate::memory::managed::lend;
 use crate::memory::managed_advice;
+use crate::process::context::Context;
+use crate::process::driver::Driver;
 use crate::streams::stream_table;
 use client::Status;
 
@@ -93,6 +96,19 @@ fn ranges(dptrs: Array<u64>, sizes: Array<usize>, count: Count) -> Result<Vec<(u
     Ok(dptrs.entries(count)?.iter().copied().zip(sizes.entries(count)?.iter().copied()).collect())
 }
 
+/// Checks that each range is of managed memory.
+fn checked(driver: &'static Driver, ranges: &[(u64, usize)]) -> Result {
+    ranges.iter().try_for_each(|(address, size)| managed_advice::ranged(driver, *address, *size).map(drop))
+}
+
+/// Batches are not for the legacy default stream.
+fn not_legacy(context: &'static Context, stream: usize, per_thread: bool) -> Result {
+    if stream_table::plain(context, stream, per_thread)?.is_legacy() {
+        return Err(Status::INVALID_VALUE);
+    }
+    Ok(())
+}
+
 /// Prefetches each range to its location. `from` says at which range each location's entries begin.
 ///
 /// # Safety
@@ -108,13 +124,22 @@ unsafe fn prefetch_batch(
     stream: usize,
     per_thread: bool,
 ) -> Result {
-    if place_count == 0 || flags != 0 {
+    let (driver, context, _lent) = stream_table::ready_on(stream)?;
+    not_legacy(context, stream, per_thread)?;
+    if place_count == 0 || place_count > count.get() || flags != 0 {
         return Err(Status::INVALID_VALUE);
     }
     // SAFETY: guaranteed by the caller.
     let (places, from) = unsafe { (places.first(place_count)?, from.first(place_count)?) };
+    if !are_beginnings(from, count.get()) {
+        return Err(Status::INVALID_VALUE);
+    }
+    // All are checked before the first is changed.
+    places.iter().try_for_each(|place| advice::place(*place).map(drop))?;
+    let ranges = ranges(dptrs, sizes, count)?;
+    checked(driver, &ranges)?;
     let mut at = 0;
-    for (i, (address, size)) in ranges(dptrs, sizes, count)?.into_iter().enumerate() {
+    for (i, (address, size)) in ranges.into_iter().enumerate() {
         while from.get(at + 1).is_some_and(|first| *first <= i) {
             at += 1;
         }
@@ -149,13 +174,12 @@ api! {
 
     fn cuMemDiscardBatchAsync / cuMemDiscardBatchAsync_ptsz(dptrs: Array<u64>, sizes: Array<usize>, count: Count, flags: u64, stream: usize) |pt| {
         let (driver, context, _lent) = stream_table::ready_on(stream)?;
-        stream_table::plain(context, stream, pt)?;
+        not_legacy(context, stream, pt)?;
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
         // The contents are undefined afterwards, so they may stay.
-        let mut ranges = ranges(dptrs, sizes, count)?.into_iter();
-        ranges.try_for_each(|(address, size)| managed_advice::ranged(driver, address, size).map(|_| ()))
+        checked(driver, &ranges(dptrs, sizes, count)?)
     }
 
     unsafe fn cuMemDiscardAndPrefetchBatchAsync / cuMemDiscardAndPrefetchBatchAsync_ptsz(

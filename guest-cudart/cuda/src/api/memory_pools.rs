@@ -50,7 +50,8 @@ pub(crate) fn alloc(
         if pool.managed.is_some() || pool.host.is_some() {
             return refuse_form!("an allocation of a pool that is not in device memory in a graph");
         }
-        let address = recording::allocate(&capture, driver, &stream, pool.device, size as u64)?;
+        let access = pool::access_of_others(pool.device, &lock(&pool.access));
+        let address = recording::allocate(&capture, driver, &stream, pool.device, &access, size as u64)?;
         return dptr.put(address);
     }
     pool.take(size as u64)?;

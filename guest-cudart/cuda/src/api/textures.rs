@@ -50,17 +50,16 @@ api! {
             None => context.session().call(&operation)?.texture,
         };
         let made = Made { context, resource: desc, texture: Some(texture), view, request };
-        lock(texture::objects()).textures.insert((context.session().index(), handle), made);
+        lock(texture::objects()).textures.insert((context.unique, handle), made);
         object.put(handle)
     }
 
     fn cuTexObjectDestroy(object: u64) {
         driver()?;
         let context = texture_of(object)?.context;
-        let session = context.session();
-        session.check()?;
+        context.session().check()?;
         let deferred = context.deferred();
-        let made = lock(texture::objects()).textures.remove(&(session.index(), object));
+        let made = lock(texture::objects()).textures.remove(&(context.unique, object));
         let request = made.ok_or(Status::INVALID_VALUE)?.request;
         texture::end(context, Object::Texture(object), request).and(deferred)
     }
@@ -91,17 +90,16 @@ api! {
         let array = texture::resource(driver, context, &desc)?.array;
         texture::reap(context.server);
         let made = context.session().call(&SurfaceCreate { context: context.id, array })?;
-        lock(texture::objects()).surfaces.insert((context.session().index(), made.surface), Made { context, resource: desc, texture: None, view: None, request: None });
+        lock(texture::objects()).surfaces.insert((context.unique, made.surface), Made { context, resource: desc, texture: None, view: None, request: None });
         object.put(made.surface)
     }
 
     fn cuSurfObjectDestroy(object: u64) {
         driver()?;
         let context = texture::surface(object)?.context;
-        let session = context.session();
-        session.check()?;
+        context.session().check()?;
         let deferred = context.deferred();
-        lock(texture::objects()).surfaces.remove(&(session.index(), object)).ok_or(Status::INVALID_VALUE)?;
+        lock(texture::objects()).surfaces.remove(&(context.unique, object)).ok_or(Status::INVALID_VALUE)?;
         texture::end(context, Object::Surface(object), None).and(deferred)
     }
 

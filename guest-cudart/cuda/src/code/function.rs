@@ -196,6 +196,25 @@ impl Function {
         }
     }
 
+    /// Whether the server is known to have loaded it.
+    pub fn is_loaded(&self) -> bool {
+        self.loading.as_ref().is_none_or(|loading| loading.is_known() && loading.check().is_ok())
+    }
+
+    /// Waits until the server has loaded it.
+    ///
+    /// # Errors
+    /// The error of its module's load.
+    pub fn load(&self) -> Result {
+        let Some(loading) = self.loading.as_ref().filter(|loading| !loading.is_known()) else {
+            return self.loading.as_ref().map_or(Ok(()), |loading| loading.check());
+        };
+        // The server does this after the load, so the load's result is here with the reply.
+        let asked = self.context.session().call(&FunctionAttributes { function: self.id()? });
+        loading.is_known();
+        loading.check().and(asked.map(drop))
+    }
+
     #[cold]
     fn bind(&self) -> Result<FunctionId> {
         let loading = self.loading.as_ref().ok_or(Status::INVALID_HANDLE)?;

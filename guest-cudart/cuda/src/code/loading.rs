@@ -64,6 +64,12 @@ impl Loading {
         self.result.get().copied().unwrap_or(Ok(()))
     }
 
+    /// Whether the result is known.
+    pub fn is_known(&self) -> bool {
+        collect();
+        self.result.get().is_some()
+    }
+
     /// Takes the reply if it has arrived. Returns whether it has been taken.
     fn take(&self) -> bool {
         let mut answer = lock(&self.answer);

@@ -80,7 +80,7 @@ pub(crate) fn run(
         // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the
         // launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
-        Work::Fill(fill) => Fill::of(driver, stream.id, fill)?.run(driver, stream),
+        Work::Fill(fill) => Fill::of(driver, stream.context.server, stream.id, fill)?.run(driver, stream),
         // It is of another context than the graphs on the server, as on another GPU.
         Work::Kernel(kernel) => {
             let own = stream_in(kernel.context(), beside)?;

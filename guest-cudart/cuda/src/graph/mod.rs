@@ -27,6 +27,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use crate::abi::arguments::{Array, Count};
 use crate::abi::result::Result;
 pub(crate) use crate::abi::types::EdgeData;
+use crate::abi::types::MemAccessDesc;
 use crate::graph::conditional::Draft;
 use crate::graph::node_work::Work;
 use crate::graph::user_object::Held;
@@ -195,16 +196,19 @@ impl Graph {
                 .any(|node| matches!(&node.work, Work::Child(child) if child.has(other)))
     }
 
-    /// Finds memory for an allocation that will depend on other nodes.
+    /// Finds memory for an allocation that will depend on other nodes, and that other devices have `access`
+    /// to.
     pub fn allocate(
         &self,
         driver: &'static Driver,
         before: &[Edge],
         device: u32,
+        access: &[MemAccessDesc],
         size: u64,
     ) -> Result<Arc<GraphMemory>> {
         let before: Vec<u64> = before.iter().map(|edge| edge.from).collect();
-        GraphMemory::new(driver, &self.allocations, self.context, &self.ancestors(&before), device, size)
+        let earlier = self.ancestors(&before);
+        GraphMemory::new(driver, &self.allocations, self.context, &earlier, device, access, size)
     }
 
     /// Adds a node that depends on others of the graph. Returns its number.

@@ -1,5 +1,6 @@
 //! Nodes from the structures in which programs describe them.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::abi::arguments::{In, InOut, non_null};
@@ -91,6 +92,7 @@ pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNod
         return Err(Status::INVALID_VALUE);
     }
     let device = pool::location(p.poolProps.location)?;
+    let mut given = BTreeMap::new();
     if p.accessDescCount != 0 {
         non_null(p.accessDescs)?;
         if p.accessDescCount > isize::MAX as usize / size_of::<MemAccessDesc>() {
@@ -98,12 +100,10 @@ pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNod
         }
         // SAFETY: not NULL, and as many as the caller says, whose bytes fit into the address space.
         let access = unsafe { std::slice::from_raw_parts(p.accessDescs, p.accessDescCount) };
-        let given = pool::check_access(Some(driver::device(device)?), access)?;
-        if given.iter().any(|(to, flags)| *to != device as u32 && *flags != 0) {
-            return refuse_form!("access of another device to memory of a graph");
-        }
+        given.extend(pool::check_access(Some(driver::device(device)?), access)?);
     }
-    let memory = graph.allocate(driver, before, device as u32, p.bytesize as u64)?;
+    let access = pool::access_of_others(device as u32, &given);
+    let memory = graph.allocate(driver, before, device as u32, &access, p.bytesize as u64)?;
     p.dptr = memory.address;
     to.put(p)?;
     Ok(Work::Alloc(memory))

@@ -233,7 +233,7 @@ impl Work {
                 Way::Alone
             }
             Work::Kernel(kernel) => server(&kernel.op(StreamId(0))),
-            Work::Fill(fill) => match Fill::of(driver, StreamId(0), fill)? {
+            Work::Fill(fill) => match Fill::of(driver, context.server, StreamId(0), fill)? {
                 Fill::Server(_, home) if !std::ptr::eq(home.server, context.server) => Way::Alone,
                 Fill::Server(op, _) => server(&op),
                 Fill::Nothing => Way::Nothing,
@@ -273,7 +273,7 @@ impl Work {
 
     /// A fill, checked as on a stream.
     pub fn fill(driver: &Driver, fill: &MemsetNodeParams) -> Result<Work> {
-        Fill::of(driver, StreamId(0), fill)?;
+        Fill::of(driver, address::nearest(driver), StreamId(0), fill)?;
         Ok(Work::Fill(*fill))
     }
 }

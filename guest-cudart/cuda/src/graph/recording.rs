@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::abi::result::Result;
+use crate::abi::types::MemAccessDesc;
 use crate::graph::node_work::Work;
 use crate::graph::{Edge, Graph, told};
 use crate::memory::graph_memory;
@@ -42,16 +43,18 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     Ok(())
 }
 
-/// Adds an allocation that depends on what the stream's next node depends on. Returns its address.
+/// Adds an allocation that depends on what the stream's next node depends on, and that other devices have
+/// `access` to. Returns its address.
 pub(crate) fn allocate(
     capture: &Capture,
     driver: &'static Driver,
     stream: &Stream,
     device: u32,
+    access: &[MemAccessDesc],
     size: u64,
 ) -> Result<u64> {
     let before = edges(&capture.point(stream.unique()));
-    let made = graph_of(capture)?.allocate(driver, &before, device, size)?;
+    let made = graph_of(capture)?.allocate(driver, &before, device, access, size)?;
     let address = made.address;
     add(capture, stream, Work::Alloc(made)).map(|()| address)
 }

@@ -38,7 +38,7 @@ pub(crate) fn sync_memops() {
 /// Whether the program has asked that synchronous copies and fills of the memory at an address, on a stream
 /// of `context`, are done when the call returns, also those for which CUDA doesn't wait.
 pub(crate) fn synchronizes(driver: &Driver, context: &Context, address: u64) -> bool {
-    let it_does = || find(driver, address).is_some_and(|found| found.sync_memops);
+    let it_does = || find_near(driver, context.server, address).is_some_and(|found| found.sync_memops);
     context.flags.load(Ordering::Relaxed) & SYNC_MEMOPS != 0
         || ANY_SYNC_MEMOPS.load(Ordering::Acquire) && it_does()
 }

@@ -14,6 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use crate::abi::result::Result;
+use crate::abi::types::MemAccessDesc;
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::{device_memory, virtual_memory};
 use crate::process::context::{self, Context};
@@ -93,6 +94,8 @@ pub(crate) struct Segment {
     /// Size in bytes, whole granules.
     pub size: u64,
     pub device: u32,
+    /// What other devices may do with its memory.
+    pub access: Box<[MemAccessDesc]>,
     /// A context of the device.
     pub context: &'static Context,
     used: Mutex<Uses>,
@@ -177,6 +180,7 @@ impl Segment {
         driver: &'static Driver,
         context: &'static Context,
         device: u32,
+        access: &[MemAccessDesc],
         size: u64,
     ) -> Result<Arc<Segment>> {
         let on = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
@@ -188,14 +192,15 @@ impl Segment {
         // A graph may have memory of another device than its own context's, also of another server.
         let context = if context.device == device { context } else { on.primary };
         let used = Mutex::new(Uses::new(on.server));
-        Ok(Arc::new(Segment { address, size, device, context, used }))
+        Ok(Arc::new(Segment { address, size, device, access: access.into(), context, used }))
     }
 
     /// A segment whose addresses are not reserved.
     #[cfg(test)]
     pub fn for_tests(context: &'static Context, address: u64, size: u64) -> Arc<Segment> {
         let used = Mutex::new(Uses::new(context.server));
-        Arc::new(Segment { address, size, device: context.device, context, used })
+        let access = Box::default();
+        Arc::new(Segment { address, size, device: context.device, access, context, used })
     }
 
     pub fn has(&self, address: u64) -> bool {
@@ -283,6 +288,10 @@ impl Pool {
             self.bound.remove(&segment.address);
         }
         virtual_memory::map(driver, segment.address, segment.size, handle, segment.device)?;
+        let given: Vec<_> = segment.access.iter().map(|to| (to.location.id as u32, to.flags)).collect();
+        // The first error is the one to report.
+        virtual_memory::set_access_to(driver, segment.address, &given)
+            .inspect_err(|_| _ = virtual_memory::unmap(segment.address, segment.size))?;
         self.bound.insert(segment.address, id);
         taken.insert(id);
         self.look();

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::abi::result::Result;
+use crate::abi::types::MemAccessDesc;
 use crate::memory::device_memory::Found;
 use crate::memory::graph_chunks::{self, Segment};
 use crate::process::context::Context;
@@ -57,11 +58,18 @@ fn gap(room: u64, size: u64, taken: &[(u64, u64)]) -> Option<u64> {
 
 impl Allocations {
     /// A place that overlaps no allocation, except those that one of the `earlier` nodes frees.
-    fn place(&self, device: u32, size: u64, earlier: &HashSet<u64>) -> Option<(Arc<Segment>, u64)> {
+    fn place(
+        &self,
+        device: u32,
+        access: &[MemAccessDesc],
+        size: u64,
+        earlier: &HashSet<u64>,
+    ) -> Option<(Arc<Segment>, u64)> {
         let all = lock(&self.0);
         let segments: BTreeMap<u64, &Arc<Segment>> =
             all.iter().map(|memory| (memory.segment.address, &memory.segment)).collect();
-        segments.into_values().filter(|segment| segment.device == device).find_map(|segment| {
+        let fits = |segment: &&Arc<Segment>| segment.device == device && *segment.access == *access;
+        segments.into_values().filter(fits).find_map(|segment| {
             let is_there = |memory: &&Arc<GraphMemory>| {
                 Arc::ptr_eq(&memory.segment, segment)
                     && memory.freed_by.get().is_none_or(|node| !earlier.contains(node))
@@ -92,21 +100,22 @@ impl Allocations {
 }
 
 impl GraphMemory {
-    /// Finds an address for the allocation of a node that depends on the `earlier` ones. The allocation
-    /// exists once a launch reaches the node.
+    /// Finds an address for the allocation of a node that depends on the `earlier` ones, and that other
+    /// devices have `access` to. The allocation exists once a launch reaches the node.
     pub fn new(
         driver: &'static Driver,
         allocations: &Allocations,
         context: &'static Context,
         earlier: &HashSet<u64>,
         device: u32,
+        access: &[MemAccessDesc],
         size: u64,
     ) -> Result<Arc<GraphMemory>> {
-        let placed = allocations.place(device, size, earlier);
+        let placed = allocations.place(device, access, size, earlier);
         let (segment, address) = match placed {
             Some(placed) => placed,
             None => {
-                let segment = Segment::new(driver, context, device, size)?;
+                let segment = Segment::new(driver, context, device, access, size)?;
                 let address = segment.address;
                 (segment, address)
             }
@@ -139,6 +148,11 @@ impl GraphMemory {
     /// The device that it is on.
     pub fn device(&self) -> u32 {
         self.segment.device
+    }
+
+    /// What other devices may do with it.
+    pub fn access(&self) -> &[MemAccessDesc] {
+        &self.segment.access
     }
 }
 

@@ -55,6 +55,10 @@ pub(crate) fn advise(address: u64, count: usize, advice: u32, to: MemLocation) -
         }
         4 => change(base, &range, |a| a.preferred = NO_PLACE),
         5 | 6 => {
+            // "All other location types are invalid" (`cuMemAdvise`).
+            if !matches!(to.kind, location::DEVICE | location::HOST) {
+                return Err(Status::INVALID_VALUE);
+            }
             let (_, device) = at()?;
             change(base, &range, |a| {
                 a.accessed_by.retain(|other| *other != device);

@@ -228,6 +228,11 @@ pub(crate) fn offer(driver: &Driver, context: &'static Context, base: usize, siz
     let servers = if reached { all & !bit(context.server) } else { all };
     if servers != 0 && flags & READ_ONLY == 0 {
         with_unreached(|unreached| unreached.insert(base, Unreached { size, servers }));
+    } else if !reached {
+        // Its pages cannot be replaced by those of a mirror.
+        context.cannot_reach(format!(
+            "kernels of {context:?} cannot use the {size} bytes at {base:#x} that are registered as read-only: only a server on this host can reach such memory. Copy it, or register it without CU_MEMHOSTREGISTER_READ_ONLY"
+        ));
     }
 }
 

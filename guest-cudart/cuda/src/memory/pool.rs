@@ -318,5 +318,15 @@ pub(crate) fn check_access(own: Option<&Device>, map: &[MemAccessDesc]) -> Resul
     map.iter().map(check).collect()
 }
 
+/// The access that devices other than `own` have, of what a program has set for each device.
+pub(crate) fn access_of_others(own: u32, set: &BTreeMap<u32, u32>) -> Vec<MemAccessDesc> {
+    let others = set.iter().filter(|(device, flags)| **device != own && **flags != 0);
+    let described = |(device, flags): (&u32, &u32)| {
+        let location = MemLocation { kind: LOCATION_DEVICE, id: *device as i32 };
+        MemAccessDesc { location, flags: *flags }
+    };
+    others.map(described).collect()
+}
+
 /// Gives a pool a name that all processes can use.
 pub(crate) type PoolName = [u8; 16];

@@ -46,8 +46,8 @@ pub(crate) struct Made {
     pub request: Option<Request>,
 }
 
-/// The number of a session, and a handle of its server's driver: two servers may choose the same.
-type Name = (usize, u64);
+/// The unique number of a context, and a handle of its driver: two contexts may have the same.
+type Name = (u64, u64);
 
 /// The process's textures and surfaces. The two have separate handles.
 #[derive(Default)]
@@ -56,9 +56,9 @@ pub(crate) struct Objects {
     pub surfaces: HashMap<Name, Made>,
 }
 
-/// The object of this name: the current context's server's, or else that of the only server that has one.
+/// The object of this name: the current context's, or else that of the only context that has one.
 fn named(all: &HashMap<Name, Made>, object: u64) -> Result<Made> {
-    let here = context::current().ok().and_then(|context| all.get(&(context.session().index(), object)));
+    let here = context::current().ok().and_then(|context| all.get(&(context.unique, object)));
     let mut anywhere = all.iter().filter(|((_, handle), _)| *handle == object).map(|(_, made)| made);
     let found = here.or_else(|| anywhere.next().filter(|_| anywhere.next().is_none()));
     found.cloned().ok_or(Status::INVALID_VALUE)
@@ -89,10 +89,10 @@ pub(crate) enum Object {
 impl Object {
     /// Tells the server that it is destroyed.
     fn destroy(self, context: &Context) -> Result {
-        let session = context.session();
+        let (session, context) = (context.session(), context.id);
         match self {
-            Object::Texture(texture) => session.append(&TextureDestroy { texture }),
-            Object::Surface(surface) => session.append(&SurfaceDestroy { surface }),
+            Object::Texture(texture) => session.append(&TextureDestroy { context, texture }),
+            Object::Surface(surface) => session.append(&SurfaceDestroy { context, surface }),
         }
         .map(drop)
     }

@@ -71,6 +71,7 @@ pub(crate) const NOT_HERE: &[usize] = &[
     124, // DMA_BUF_SUPPORTED
     128, // HANDLE_TYPE_FABRIC_SUPPORTED
     129, // UNIFIED_FUNCTION_POINTERS
+    130, // NUMA_CONFIG: the device's memory is no NUMA node of this machine
     132, // MULTICAST_SUPPORTED
     136, // MEM_DECOMPRESS_ALGORITHM_MASK
     137, // MEM_DECOMPRESS_MAXIMUM_LENGTH
@@ -131,6 +132,15 @@ mod tests {
         complete_attributes(&mut attributes);
         assert_eq!((attributes[10], attributes[89], attributes[147]), (Some(32), Some(0), Some(0)));
         assert_eq!(attributes[0], None);
+    }
+
+    #[test]
+    fn a_device_is_no_numa_node_here() {
+        // 130: NUMA_CONFIG. 131: NUMA_ID.
+        let mut attributes = vec![None; 148];
+        (attributes[130], attributes[131]) = (Some(1), Some(4));
+        complete_attributes(&mut attributes);
+        assert_eq!((attributes[130], attributes[131]), (Some(0), Some(-1)));
     }
 
     #[test]

@@ -153,7 +153,7 @@ impl Open {
     }
 
     /// Closes all.
-    fn close(&self, from: &Server, to: &Server) {
+    fn close(&self, from: &'static Server, to: &'static Server) {
         self.all.iter().for_each(|single| close(single.direct, from, to));
         MORE.fetch_sub(self.all.len() - 1, Ordering::Relaxed);
     }
@@ -267,7 +267,7 @@ fn widen(shared: &Shared, open: &mut Open, from: &'static Server, to: &'static S
 
 /// Opens another connection beside the `first`. Returns false if that is not possible, or if the others have
 /// failed meanwhile.
-fn add(shared: &Shared, first: u32, from: &Server, to: &Server) -> bool {
+fn add(shared: &Shared, first: u32, from: &'static Server, to: &'static Server) -> bool {
     if MORE.fetch_add(1, Ordering::Relaxed) < MOST_MORE
         && let Ok(direct) = open(from, to)
     {
@@ -312,10 +312,14 @@ fn can_close(from: &Server, to: &Server) -> bool {
 }
 
 /// Makes both servers forget a connection. Nothing waits for that: its number is not used again.
-fn close(direct: u32, from: &Server, to: &Server) {
+fn close(direct: u32, from: &'static Server, to: &'static Server) {
     for (server, op) in closes(direct, from, to) {
         // A lost session has no connections.
-        let _ = server.session.submit_ahead(&op);
+        if let Ok(None) = server.session.submit_ahead(&op) {
+            // Other threads have all reply slots: another one waits for one.
+            let tell = move || drop(server.session.call(&op));
+            let _ = std::thread::Builder::new().name("rgpu-direct".into()).spawn(tell);
+        }
     }
 }
 
@@ -562,6 +566,27 @@ mod tests {
         // Each attempt would take a place at a server that cannot close it.
         let mut connection = Connection::failed(false, now, FIRST_PAUSE);
         assert_eq!(connection.begin_again(now + LAST_PAUSE), None);
+    }
+
+    #[test]
+    fn both_servers_forget_a_connection_also_while_reply_slots_are_scarce() {
+        let both = [(); 2].map(|()| Server::unused());
+        let mut waits = Vec::new();
+        for server in both {
+            while server.session.has_free_slot() {
+                waits.push(server.session.slot().unwrap());
+            }
+        }
+        let before = both.map(|server| server.session.last_seq());
+        close(7, both[0], both[1]);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        for (server, before) in both.iter().zip(before) {
+            while server.session.last_seq() == before {
+                assert!(Instant::now() < deadline, "a server was not told");
+                std::thread::yield_now();
+            }
+        }
+        both.iter().for_each(|server| server.lose());
     }
 
     #[test]

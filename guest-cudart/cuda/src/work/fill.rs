@@ -25,14 +25,19 @@ pub(crate) enum Fill {
 }
 
 impl Fill {
-    /// How a fill is done now, after checking it.
-    pub fn of(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Fill> {
+    /// How a fill is done now, after checking it. If several servers have a variable there, `near` decides.
+    pub fn of(
+        driver: &Driver,
+        near: &'static Server,
+        stream: StreamId,
+        p: &MemsetNodeParams,
+    ) -> Result<Fill> {
         if !address::is_reserved(driver, p.dst)
             && let Some(bytes) = pinned(p)?
         {
             return Ok(Fill::Here(bytes));
         }
-        Ok(op(driver, stream, p)?.map_or(Fill::Nothing, |(op, home)| Fill::Server(op, home)))
+        Ok(op(driver, near, stream, p)?.map_or(Fill::Nothing, |(op, home)| Fill::Server(op, home)))
     }
 
     /// Puts it on a stream.
@@ -62,8 +67,9 @@ impl Fill {
 }
 
 /// Whether this process or another server does a fill.
-pub(crate) fn is_elsewhere(driver: &Driver, server: Option<&Server>, p: &MemsetNodeParams) -> bool {
-    match Fill::of(driver, StreamId(0), p) {
+pub(crate) fn is_elsewhere(driver: &Driver, server: Option<&'static Server>, p: &MemsetNodeParams) -> bool {
+    let near = server.unwrap_or_else(|| address::nearest(driver));
+    match Fill::of(driver, near, StreamId(0), p) {
         Ok(Fill::Here(_)) => true,
         Ok(Fill::Server(_, home)) => server.is_some_and(|server| !std::ptr::eq(home.server, server)),
         Ok(Fill::Nothing) | Err(_) => false,
@@ -71,7 +77,12 @@ pub(crate) fn is_elsewhere(driver: &Driver, server: Option<&Server>, p: &MemsetN
 }
 
 /// A fill as an operation, after checking it. `None` if there is nothing to fill.
-fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<(Memset, &'static Context)>> {
+fn op(
+    driver: &Driver,
+    near: &'static Server,
+    stream: StreamId,
+    p: &MemsetNodeParams,
+) -> Result<Option<(Memset, &'static Context)>> {
     let MemsetNodeParams { dst, pitch, value, elementSize: element, width, height } = *p;
     if width == 0 || height == 0 {
         return Ok(None);
@@ -91,7 +102,7 @@ fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<
         .checked_mul(height as u64 - 1)
         .and_then(|rows| rows.checked_add(row))
         .ok_or(Status::INVALID_VALUE)?;
-    let home = address::check(driver, dst, if height > 1 { span } else { row })?.context;
+    let home = address::check_near(driver, near, dst, if height > 1 { span } else { row })?.context;
     let (pitch, width, height) = (pitch as u64, width as u64, height as u64);
     Ok(Some((Memset { stream, dst, pitch, value, element, width, height }, home)))
 }

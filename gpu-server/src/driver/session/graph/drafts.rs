@@ -58,8 +58,8 @@ pub(super) struct Drafts<D, N> {
     drafts: HashMap<u32, Draft<D>>,
     /// By the first of a node's graphs.
     nodes: HashMap<u32, Node<N>>,
-    /// By handle.
-    conditions: HashMap<u64, Condition>,
+    /// By context and handle: contexts may use the same handles.
+    conditions: HashMap<(u32, u64), Condition>,
 }
 
 impl<D, N> Default for Drafts<D, N> {
@@ -121,14 +121,14 @@ impl<D, N> Drafts<D, N> {
     /// A condition of a draft was made.
     pub fn add_condition(&mut self, graph: GraphId, handle: u64) {
         if let Some(draft) = self.drafts.get(&graph.0) {
-            self.conditions.insert(handle, Condition { root: draft.root, used: false });
+            self.conditions.insert((draft.context, handle), Condition { root: draft.root, used: false });
         }
     }
 
     /// Checks that a draft may get such a conditional node.
     pub fn check_new_node(&self, op: &GraphConditional) -> Result<(), Status> {
         let draft = self.get(op.graph)?;
-        let condition = self.conditions.get(&op.handle).ok_or(Status::INVALID_VALUE)?;
+        let condition = self.conditions.get(&(draft.context, op.handle)).ok_or(Status::INVALID_VALUE)?;
         let size = op.bodies.len();
         let sized = match op.kind {
             conditional::IF => size == 1 || size == 2,
@@ -161,7 +161,7 @@ impl<D, N> Drafts<D, N> {
         for (body, graph) in op.bodies.iter().zip(graphs) {
             self.insert(*body, context, root, depth, graph);
         }
-        if let Some(condition) = self.conditions.get_mut(&op.handle) {
+        if let Some(condition) = self.conditions.get_mut(&(context, op.handle)) {
             condition.used = true;
         }
         let bodies = op.bodies.iter().map(|body| body.0).collect();
@@ -293,6 +293,21 @@ mod tests {
             assert_eq!(drafts.check_new_node(&bad).err(), Some(Status::INVALID_HANDLE), "{bad:?}");
         }
         assert!(drafts.check_new_node(&op(4, 102, conditional::SWITCH, &[5, 6, 7])).is_ok());
+    }
+
+    #[test]
+    fn contexts_may_use_the_same_handles_for_their_conditions() {
+        let mut drafts = Drafts::<(), ()>::default();
+        for context in 0..2 {
+            let graph = GraphId(10 + context);
+            drafts.add(ContextId(context), graph, ());
+            drafts.add_condition(graph, 100);
+        }
+        for graph in [10, 11] {
+            let node = op(graph, 100, conditional::IF, &[graph + 10]);
+            assert_eq!(drafts.check_new_node(&node), Ok(()), "{graph}");
+            drafts.add_node(&node, (), vec![()]);
+        }
     }
 
     #[test]

@@ -252,7 +252,7 @@ proptest! {
                     let seq = fake.push(&ContextSynchronize { context: ContextId(c) });
                     said.push(Said { scope: Some(c), ..Said::new(seq, Order::Earlier) });
                 }
-                Step::Destroy => said.push(Said::new(fake.push(&TextureDestroy { texture: 1 }), Order::Earlier)),
+                Step::Destroy => said.push(Said::new(fake.push(&TextureDestroy { context: ContextId(0), texture: 1 }), Order::Earlier)),
                 Step::Ask => said.push(Said::new(fake.push(&MemGetInfo { device: 0 }), Order::None)),
                 Step::Reset(device) => {
                     let seq = fake.push(&PrimaryReset { device });
