@@ -496,6 +496,30 @@ static void rgpu_request_remove_region(struct rgpu_request *request)
 	request->unpin = request->chan->unpins_queued;
 }
 
+static void rgpu_unregister_finish(struct rgpu_request *request);
+
+/*
+ * Has the device forget a region whose number nobody was told, unless the channel
+ * ends anyway. Without memory for the request it stays until then. Needs chan->lock.
+ */
+static void rgpu_region_forget(struct rgpu_channel *chan, struct rgpu_region *region)
+{
+	struct rgpu_request *request;
+
+	if (rgpu_channel_check_connected(chan))
+		return;
+	request = rgpu_request_alloc(chan, VIRTIO_RGPU_UNREGISTER_MEMORY, NULL);
+	if (IS_ERR(request))
+		return;
+	request->finish = rgpu_unregister_finish;
+	request->req.region = cpu_to_le32(region->id);
+	request->region = region;
+	region->live = false;
+	chan->ops++;
+	rgpu_request_submit(request);
+	rgpu_request_put(request);
+}
+
 static void rgpu_register_finish(struct rgpu_request *request)
 {
 	struct rgpu_channel *chan = request->chan;
@@ -511,7 +535,28 @@ static void rgpu_register_finish(struct rgpu_request *request)
 		rgpu_request_remove_region(request);
 	else
 		region->live = !request->error;
+	request->registered = !request->error && request->status == RGPU_STATUS_OK;
+	if (request->registered && request->abandoned)
+		rgpu_region_forget(chan, region);
 	rgpu_channel_settle(chan);
+	mutex_unlock(&chan->lock);
+}
+
+/*
+ * Nobody waits for the reply to REGISTER_MEMORY any more, so nobody gets to know
+ * the region's number.
+ */
+static void rgpu_register_abandon(struct rgpu_request *request)
+{
+	struct rgpu_channel *chan = request->chan;
+	u32 id = le32_to_cpu(request->req.region);
+
+	mutex_lock(&chan->lock);
+	request->abandoned = true;
+	/* The reply may have come just now, and the program may have guessed the number. */
+	if (request->registered && xa_load(&chan->regions, id) == request->region &&
+	    request->region->live)
+		rgpu_region_forget(chan, request->region);
 	mutex_unlock(&chan->lock);
 }
 
@@ -538,7 +583,8 @@ static void rgpu_unregister_finish(struct rgpu_request *request)
  * @read_only: whether the device only reads
  * @id: out: the region's number
  *
- * If the caller is killed meanwhile, the region stays until the channel ends.
+ * If the caller is killed meanwhile, or the device takes too long, the region goes
+ * again as soon as the device has replied.
  *
  * Return: 0 or an errno.
  */
@@ -583,9 +629,14 @@ int rgpu_channel_register(struct rgpu_channel *chan, u64 addr, u64 size, bool re
 	request->req.region = cpu_to_le32(region->id);
 	chan->registered += size;
 	chan->ops++;
+	kref_get(&request->ref);
 	rgpu_request_submit(request);
 	mutex_unlock(&chan->lock);
-	return rgpu_region_reply(request);
+	ret = rgpu_region_reply(request);
+	if (ret == -ETIMEDOUT || ret == -EINTR)
+		rgpu_register_abandon(request);
+	rgpu_request_put(request);
+	return ret;
 
 err_unlock:
 	mutex_unlock(&chan->lock);

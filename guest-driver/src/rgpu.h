@@ -221,6 +221,8 @@ struct rgpu_extent_chunk {
  * @region: for (UN)REGISTER_MEMORY; kept by @chan while requests are in flight
  * @unpin: the value of rgpu_channel.unpinned once the region is unpinned which @finish
  *	has removed; 0 for none
+ * @abandoned: nobody waits for REGISTER_MEMORY any more; protected by rgpu_channel.lock
+ * @registered: the device has registered @region; likewise
  * @error: 0 if the device replied, -ENODEV if it was reset before that, -EIO if
  *	the reply was malformed
  * @status: status in the device's reply
@@ -240,6 +242,8 @@ struct rgpu_request {
 	struct rgpu_channel *chan;
 	struct rgpu_region *region;
 	unsigned long unpin;
+	bool abandoned;
+	bool registered;
 	int error;
 	u32 status;
 	char reason[sizeof_field(struct virtio_rgpu_ctrl_resp, reason)];

@@ -219,6 +219,26 @@ static void test_memlock_after_close(void)
 	}
 }
 
+/* What was pinned for a region whose registration took too long is let go with the late answer. */
+static void test_late_registration(void)
+{
+	struct rlimit limit = { 1 << 20, 1 << 20 };
+	uint8_t *memory = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct channel *channel;
+	int fd;
+
+	CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
+	fd = open_device();
+	channel = connect_channel(fd, 65536);
+	command(fd, channel, (struct command){ .op = OP_NEXT_ANSWER, .seed = RGPU_STATUS_OK, .delay_ms = 33000 });
+	FAILS(ETIMEDOUT, register_memory(fd, memory, 1 << 20, 0, NULL));
+	for (int tries = 0; register_memory(fd, memory, 1 << 20, 0, NULL); tries++) {
+		CHECK(errno == ENOMEM && tries < 600);
+		usleep(100000);
+	}
+}
+
 static void test_arguments(void)
 {
 	struct rgpu_info info;
@@ -481,6 +501,7 @@ const struct test api_tests[] = {
 	{ "register-scattered", NULL, test_register_scattered },
 	{ "memlock", test_memlock, NULL },
 	{ "memlock-after-close", test_memlock_after_close, NULL },
+	{ "late-registration", test_late_registration, NULL },
 	{ "arguments", test_arguments, NULL },
 	{ "wait", test_wait, NULL },
 	{ "waiters", test_waiters, NULL },

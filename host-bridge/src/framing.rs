@@ -117,8 +117,9 @@ const MOST_REACHED: usize = 4096;
 
 /// Connects over TCP, trying each address that the name has, with `timeout` for each. `TCP_NODELAY` is set.
 ///
-/// If the name cannot be looked up, tries where it was reached last: whoever renews a lease, or goes on with a
-/// session, must not lose it because a nameserver is away. A server is known by its key, not by its address.
+/// If the name cannot be looked up, tries where it was reached last: whoever renews a lease, or goes on with
+/// a session, must not lose it because a nameserver is away. A server is known by its key, not by its
+/// address.
 pub fn connect_tcp(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
     connect_looked_up(host, port, timeout, || Ok((host, port).to_socket_addrs()?.collect()))
 }

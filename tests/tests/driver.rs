@@ -87,6 +87,14 @@ fn pinned_memory_is_limited_by_memlock() -> Result<()> {
     bed.check_idle()
 }
 
+#[test]
+fn memory_is_let_go_if_its_registration_took_too_long() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.selftest("late-registration")?;
+    assert_eq!(bed.device.count(Kind::Unregister), 1);
+    bed.check_idle()
+}
+
 /// Locks of a program's memory can be held for as long as the program likes, by a file system of its own.
 fn with_fuse() -> Result<Bed> {
     let bed = Bed::boot(Machine::builder().module("fuse"), Config::default())?;

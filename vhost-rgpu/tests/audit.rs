@@ -203,7 +203,7 @@ fn beside_a_neighbor(deed: fn(&Daemon, &AtomicU64)) {
     });
 }
 
-/// KiB of the files in which regions are noted for the successors of device processes, which the keeper holds.
+/// KiB of the files, held by the keeper, in which regions are noted for the successors of device processes.
 fn noted_kib(daemon: &Daemon) -> u64 {
     let open = std::fs::read_dir(format!("/proc/{}/fd", daemon.pid())).unwrap();
     let noted = open.filter_map(|entry| {

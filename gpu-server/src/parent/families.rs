@@ -58,9 +58,13 @@ metrics::families! {
     /// The part of it that was moved off the device because others needed room. It returns before the
     /// session's next command.
     MEMORY_AWAY: Gauge "rgpu_server_device_memory_away" ["bytes"] { "principal", "client", "program", "gpu" };
-    /// Device memory that all sessions of a principal may hold together on each device. Absent without a
-    /// limit.
+    /// Device memory that all sessions of a principal may hold together on each device. A lease is a
+    /// principal of its own. Absent without a limit.
     MEMORY_LIMIT: Gauge "rgpu_server_device_memory_limit" ["bytes"] { "principal" };
+    /// Device memory that sessions of a client with a limit hold, under all of its leases and outside.
+    CLIENT_MEMORY: Gauge "rgpu_server_client_memory" ["bytes"] { "principal", "gpu" };
+    /// The limit of that on each device.
+    CLIENT_MEMORY_LIMIT: Gauge "rgpu_server_client_memory_limit" ["bytes"] { "principal" };
     /// Recent share of the multiprocessors' time used by sessions, according to NVML.
     SM_UTILIZATION: Gauge "rgpu_server_sm_utilization" ["ratio"] { "principal", "client", "program", "gpu" };
     /// GPU time charged to a principal while others also wanted the same devices. A principal alone is not

@@ -182,9 +182,32 @@ fn sessions(samples: &mut Samples, state: &State, readings: &[Reading]) {
     for (principal, limit) in limited {
         samples.add(&f::MEMORY_LIMIT, &[principal], limit);
     }
+    for (client, (limit, held)) in clients(state) {
+        samples.add(&f::CLIENT_MEMORY_LIMIT, &[client], limit);
+        for (number, held) in held {
+            samples.add(&f::CLIENT_MEMORY, &[client, &number.to_string()], held);
+        }
+    }
     for (key, ns) in state.charged_ever.rows() {
         samples.add(&f::SHARED_TIME, &key.labels()[..1], *ns as f64 / 1e9);
     }
+}
+
+/// Clients with a limit of device memory: the limit, and what they hold of each device with all of their
+/// leases.
+fn clients(state: &State) -> BTreeMap<&str, (u64, BTreeMap<u32, u64>)> {
+    let mut all: BTreeMap<&str, (u64, BTreeMap<u32, u64>)> = BTreeMap::new();
+    for session in state.sessions.values() {
+        let limits = &session.limits;
+        let (limit, held) = all.entry(limits.owner()).or_default();
+        *limit = limits.client_memory.max(*limit);
+        for number in &session.devices {
+            let sum = held.entry(*number).or_default();
+            *sum = sum.saturating_add(session.account.held(*number as usize));
+        }
+    }
+    all.retain(|_, (limit, _)| *limit > 0);
+    all
 }
 
 /// Adds what sessions under these names have done.
@@ -246,7 +269,7 @@ mod tests {
 
     use super::super::queue::tests::session_of_limits;
     use super::*;
-    use crate::limits::Limits;
+    use crate::limits::{Amounts, Limits};
     use crate::worker_protocol::Counters;
 
     fn text(state: &State) -> String {
@@ -302,6 +325,26 @@ mod tests {
         };
         assert_eq!(value(&now, &of("a")), Some(u64::MAX as f64));
         assert_eq!(value(&now, &of("b")), Some(1.0));
+    }
+
+    #[test]
+    fn a_clients_memory_counts_under_all_of_its_leases() {
+        let mut state = State::default();
+        for (worker, principal) in [(1, "a 01"), (2, "a 02"), (3, "b")] {
+            let mut session = session_of_limits(Limits {
+                client_memory: if principal == "b" { 0 } else { 20 },
+                total: Amounts { device_memory: 20, ..Amounts::default() },
+                ..Limits::test(principal)
+            });
+            session.devices = vec![0];
+            session.account.measured(0, 10);
+            state.sessions.insert(worker, session);
+        }
+        let now = text(&state);
+        let held = value(&now, "rgpu_server_client_memory_bytes{principal=\"a\",gpu=\"0\"}");
+        let limit = value(&now, "rgpu_server_client_memory_limit_bytes{principal=\"a\"}");
+        assert_eq!((held, limit), (Some(20.0), Some(20.0)), "{now}");
+        assert!(!now.contains("client_memory_bytes{principal=\"b\""), "without a limit: {now}");
     }
 
     #[test]

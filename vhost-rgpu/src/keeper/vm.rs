@@ -152,8 +152,9 @@ impl Server {
         let device = Device::start(self, connection, &requests, &mut StoredByChannel::new(), None)?;
         let stream = UnixStream::from(vmm);
         let watched = stream.try_clone().context("duplicating the VMM's connection")?;
-        let relay = Relay::new(self, &watched, connection, device, Negotiation::default(), requests);
-        let relay = Arc::new(relay.context("duplicating the VMM's connection")?);
+        let attempts = Attempts::new(&watched).context("duplicating the VMM's connection")?;
+        let relay = Relay::new(self, attempts, connection, device, Negotiation::default(), requests);
+        let relay = Arc::new(relay);
         let name = &self.config.name;
         tracing::info!("vm {name}: a VMM has connected; device process {}", relay.lock().device.process.pid);
         drop(stays);
@@ -180,14 +181,14 @@ impl Server {
         let mut stored = ended.context("what its device process has stored")?;
         let (vmm, requests, negotiation) = connection.restore(&found).context("what it has kept")?;
         drop(found);
-        let (vmm, mut attempts) = (UnixStream::from(vmm), Attempts::new());
+        let vmm = UnixStream::from(vmm);
+        let mut attempts = Attempts::new(&vmm).context("duplicating the VMM's connection")?;
         let why = "was replaced together with the daemon vhost-rgpu";
-        let device = attempts.start(self, &vmm, &connection, &requests, &negotiation, &mut stored, why)?;
+        let device = attempts.start(self, &connection, &requests, &negotiation, &mut stored, why)?;
         let (name, process) = (&self.config.name, device.process.pid);
         tracing::info!("vm {name}: continues with the VMM; device process {process}");
         let (protocol, features) = (negotiation.protocol, negotiation.features);
-        let relay = Relay::new(self, &vmm, &connection, device, negotiation, requests);
-        let relay = Arc::new(relay.context("duplicating the VMM's connection")?);
+        let relay = Arc::new(Relay::new(self, attempts, &connection, device, negotiation, requests));
         // The handler must know what the VMM told the previous one. It gets that on a socket which is then
         // replaced by the VMM's.
         let (ours, theirs) = UnixStream::pair().context("a pair of sockets")?;
@@ -437,7 +438,6 @@ struct Relay<'s>(Mutex<Inner<'s>>);
 
 struct Inner<'s> {
     server: &'s Server,
-    vmm: UnixStream,
     connection: Arc<Connection>,
     device: Device,
     negotiation: Negotiation,
@@ -453,17 +453,15 @@ struct Inner<'s> {
 impl<'s> Relay<'s> {
     fn new(
         server: &'s Server,
-        vmm: &UnixStream,
+        attempts: Attempts,
         connection: &Arc<Connection>,
         device: Device,
         negotiation: Negotiation,
         requests: OwnedFd,
-    ) -> io::Result<Relay<'s>> {
-        let (connection, attempts) = (connection.clone(), Attempts::new());
-        Ok(Relay(Mutex::new(Inner {
+    ) -> Relay<'s> {
+        Relay(Mutex::new(Inner {
             server,
-            vmm: vmm.try_clone()?,
-            connection,
+            connection: connection.clone(),
             device,
             negotiation,
             requests,
@@ -471,7 +469,7 @@ impl<'s> Relay<'s> {
             resets: LogLimit::default(),
             read_only: LogLimit::default(),
             repeating: false,
-        })))
+        }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner<'s>> {
@@ -495,14 +493,15 @@ fn refused(error: &vhost::Error) -> bool {
 
 /// The history of starting device processes for one VMM.
 struct Attempts {
+    vmm: UnixStream,
     /// When the last one had been told everything.
     since: Instant,
     failures: Failures,
 }
 
 impl Attempts {
-    fn new() -> Attempts {
-        Attempts { since: Instant::now(), failures: Failures::default() }
+    fn new(vmm: &UnixStream) -> io::Result<Attempts> {
+        Ok(Attempts { vmm: vmm.try_clone()?, since: Instant::now(), failures: Failures::default() })
     }
 
     /// A device process serves the guest.
@@ -526,7 +525,6 @@ impl Attempts {
     fn start(
         &mut self,
         server: &Server,
-        vmm: &UnixStream,
         connection: &Arc<Connection>,
         requests: &OwnedFd,
         negotiation: &Negotiation,
@@ -543,7 +541,7 @@ impl Attempts {
             if server.stopping.load(Ordering::SeqCst) {
                 return Err(failed("the daemon is shutting down".to_owned()));
             }
-            if has_hung_up(vmm) {
+            if has_hung_up(&self.vmm) {
                 return Err(failed("the VMM has disconnected".to_owned()));
             }
             let mut device = match Device::start(server, connection, requests, stored, Some(why.to_owned())) {
@@ -588,8 +586,8 @@ impl Inner<'_> {
         let process = self.device.process.pid;
         tracing::error!("vm {name}: its device process {process} {how}; starting another one");
         self.attempts.failed(then);
-        let Inner { vmm, connection, requests, negotiation, attempts, .. } = self;
-        self.device = attempts.start(server, vmm, connection, requests, negotiation, &mut stored, &how)?;
+        let Inner { connection, requests, negotiation, attempts, .. } = self;
+        self.device = attempts.start(server, connection, requests, negotiation, &mut stored, &how)?;
         server.own.restarts.fetch_add(1, Ordering::Relaxed);
         server.succession.save(&server.own);
         tracing::info!("vm {name}: device process {} serves the guest now", self.device.process.pid);
@@ -878,7 +876,7 @@ mod tests {
 
     #[test]
     fn a_process_that_never_answers_counts_however_long_it_is_waited_for() {
-        let mut attempts = Attempts::new();
+        let mut attempts = Attempts::new(&UnixStream::pair().unwrap().0).unwrap();
         for failed in 1..=8 {
             assert!(attempts.failures.pause().is_ok(), "after {failed} failures");
             attempts.since = Instant::now().checked_sub(2 * ANSWERS_WITHIN).unwrap();
