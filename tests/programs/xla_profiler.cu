@@ -70,7 +70,6 @@ static uint64_t began, ended;
 static void about_a_graph(uint32_t id, const CUpti_ResourceData *resource)
 {
     const CUpti_GraphData *data = (const CUpti_GraphData *)resource->resourceDescriptor;
-    EXPECT_THAT(resource->context, "no context for %u", id);
     uint64_t node = 0, original = 0;
     heard[id]++;
     switch (id) {

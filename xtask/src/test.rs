@@ -48,8 +48,8 @@ pub struct Arguments {
 }
 
 /// Parts that boot machines, the longest and `dist` first. They run one after another. The others run beside
-/// them, also one after another: most of their tests wait for a server that was killed, a link that is cut, or
-/// a lease to end. Whichever of both has ended takes what the other one has left.
+/// them, also one after another: most of their tests wait for a server that was killed, a link that is cut,
+/// or a lease to end. Whichever of both has ended takes what the other one has left.
 const MACHINES: &[&str] = &[
     "rdma",
     "packages",

@@ -54,8 +54,8 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// Puts a fence on each stream that has been given work since its last fence from here: `end`, given the
     /// number of pieces of work, returns a function that is called when everything on that stream so far is
-    /// finished, or never will be. Work means kernels, graphs, fills and copies on a device. A fence orders no
-    /// work, also on a legacy default stream.
+    /// finished, or never will be. Work means kernels, graphs, fills and copies on a device. A fence orders
+    /// no work, also on a legacy default stream.
     fn fence_work(&mut self, call: &mut Call, end: &mut dyn FnMut(u64) -> End);
 
     /// Starts recording device activity for this process, like [`protocol::ops::activity::ActivityStart`] but

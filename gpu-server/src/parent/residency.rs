@@ -16,13 +16,13 @@
 //! leave meanwhile does so immediately: otherwise, two sessions that each have a part of what they want
 //! would wait for each other.
 //!
-//! Sessions that **belong together** ([`View::group`]) may be the ranks of one program, whose kernels wait for
-//! each other. If one rank's memory were away and another's on its device, that one's kernel would not end, and
-//! so keep the memory there, perhaps from another program in the same position: neither would ever go on. So
-//! they are on the devices together or away together. They are ordered to leave only if all of them are idle.
-//! What the first of them releases is kept for it until the last has left: if one of them has work after all,
-//! the others can return at any time. They return when there is room for all of them, and it is kept for those
-//! that return later.
+//! Sessions that **belong together** ([`View::group`]) may be the ranks of one program, whose kernels wait
+//! for each other. If one rank's memory were away and another's on its device, that one's kernel would not
+//! end, and so keep the memory there, perhaps from another program in the same position: neither would ever
+//! go on. So they are on the devices together or away together. They are ordered to leave only if all of them
+//! are idle. What the first of them releases is kept for it until the last has left: if one of them has work
+//! after all, the others can return at any time. They return when there is room for all of them, and it is
+//! kept for those that return later.
 //!
 //! A session's own reports can only make it wait or leave: see [`View`]. A worker that lies may say that it
 //! has carried out an order, or is about to, or that it waits for room. It is believed as far as it shows in

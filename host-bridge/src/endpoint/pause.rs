@@ -68,8 +68,8 @@ impl Touch {
 }
 
 /// Whether nothing uses the client's memory, or comes to use it: whether no command is being executed, and
-/// then, whether the memory is not `used`. In this order: a command begins its uses before it ends, and no other
-/// begins meanwhile.
+/// then, whether the memory is not `used`. In this order: a command begins its uses before it ends, and no
+/// other begins meanwhile.
 pub(super) fn is_at_rest(executes: impl FnOnce() -> bool, used: impl FnOnce() -> bool) -> bool {
     !executes() && !used()
 }

@@ -591,9 +591,9 @@ impl Api {
         Box::leak(Box::new(Api { copy_3d: copy, copy_dtoh: out, ..*Api::idle() }))
     }
 
-    /// Like [`idle`](Api::idle), but contexts and streams have handles that nothing else has, calls that make,
-    /// use up or end something are noted ([`calls`](Api::calls)), and those that [`refuse`](Api::refuse) names
-    /// fail. All that is a thread's own.
+    /// Like [`idle`](Api::idle), but contexts and streams have handles that nothing else has, calls that
+    /// make, use up or end something are noted ([`calls`](Api::calls)), and those that
+    /// [`refuse`](Api::refuse) names fail. All that is a thread's own.
     pub fn noting() -> &'static Api {
         unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint, _: c_int) -> u32 {
             // SAFETY: the caller's handle.
