@@ -43,20 +43,7 @@ __global__ void second_kernel(int *data)
     F(cuptiGetTimestamp) F(cuptiSubscribe) F(cuptiUnsubscribe) F(cuptiEnableDomain) F(cuptiEnableCallback)             \
     F(cuptiFinalize) F(cuptiGetStreamIdEx) F(cuptiGetDeviceId) F(cuptiGetContextId)
 
-#define DECLARE(name) static decltype(&::name) p_##name;
-FUNCTIONS(DECLARE)
-
-#define OK(call)                                                                                                       \
-    do {                                                                                                               \
-        CUptiResult result_ = p_##call;                                                                                \
-        if (result_ != CUPTI_SUCCESS) fail("%d: %s: %d", __LINE__, #call, (int)result_);                               \
-    } while (0)
-
-// Otherwise fails, with what is wrong.
-#define EXPECT_THAT(what, format, ...)                                                                                      \
-    do {                                                                                                               \
-        if (!(what)) fail("%d: not so: %s: " format, __LINE__, #what, ##__VA_ARGS__);                                  \
-    } while (0)
+#include "cupti_calls.h"
 
 struct Api { bool runtime; uint32_t cbid; uint64_t start, end; uint32_t result; };
 

@@ -13,7 +13,7 @@
 #include <cupti.h>
 
 #define PROGRAM "xla_profiler"
-#include "common.h"
+#include "driver.h"
 
 __global__ void add(int *data, int what)
 {
@@ -26,23 +26,7 @@ __global__ void add(int *data, int what)
     F(cuptiGetTimestamp) F(cuptiSubscribe) F(cuptiUnsubscribe) F(cuptiEnableCallback) F(cuptiFinalize)                 \
     F(cuptiGetDeviceId) F(cuptiGetGraphId) F(cuptiGetGraphExecId) F(cuptiGetGraphNodeId) F(cuptiSetThreadIdType)
 
-#define DECLARE(name) static decltype(&::name) p_##name;
-FUNCTIONS(DECLARE)
-
-#define OK(call)                                                                                                       \
-    do {                                                                                                               \
-        CUptiResult result_ = p_##call;                                                                                \
-        if (result_ != CUPTI_SUCCESS) fail("%d: %s: %d", __LINE__, #call, (int)result_);                               \
-    } while (0)
-#define DRIVER(call)                                                                                                   \
-    do {                                                                                                               \
-        CUresult result_ = call;                                                                                       \
-        if (result_ != CUDA_SUCCESS) fail("%d: %s: %d", __LINE__, #call, (int)result_);                                \
-    } while (0)
-#define EXPECT_THAT(what, format, ...)                                                                                 \
-    do {                                                                                                               \
-        if (!(what)) fail("%d: not so: %s: " format, __LINE__, #what, ##__VA_ARGS__);                                  \
-    } while (0)
+#include "cupti_calls.h"
 
 static const uint32_t RESOURCES[] = { CUPTI_CBID_RESOURCE_GRAPH_CREATED, CUPTI_CBID_RESOURCE_GRAPH_CLONED, CUPTI_CBID_RESOURCE_GRAPHEXEC_CREATED,
                                       CUPTI_CBID_RESOURCE_GRAPHNODE_CREATED, CUPTI_CBID_RESOURCE_GRAPHNODE_CLONED };
