@@ -76,7 +76,7 @@ const UNFIT: &[(&str, &[&str])] = &[
         &["pointer_attributes", "symbol_copies"],
     ),
     ("the library reports a refused launch later", &["refused_launches"]),
-    ("there is no CUPTI below the server", &["activity"]),
+    ("there is no CUPTI below the server", &["activity", "xla_profiler"]),
     (
         "the server has the program's host memory where the library has its own reservations, so the library \
          takes it for a device's",
