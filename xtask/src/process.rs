@@ -5,9 +5,12 @@ use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::unistd::{Pid, SysconfVar, sysconf};
 use rgpu_tests::tree;
 
 use crate::progress::Step;
@@ -103,10 +106,16 @@ fn plain(text: &str) -> String {
     plain
 }
 
+/// A command that has ended.
+pub struct Ended {
+    pub status: ExitStatus,
+    /// Processor time that it took with all its descendants for which somebody waited.
+    pub processors: Duration,
+}
+
 /// Runs a command from the root of the tree, or from the folder that it has, and appends its output to `log`.
-///
-/// Passes every line of standard output to `line`. Returns whether the command succeeded.
-pub fn lines(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> Result<bool> {
+/// Passes every line of standard output to `line`.
+pub fn lines(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> Result<Ended> {
     let mut output = append(command, log)?;
     let mut child = command
         .current_dir(command.get_current_dir().map_or_else(tree::root, Path::to_owned))
@@ -122,7 +131,29 @@ pub fn lines(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> R
             line(&text);
         }
     }
-    Ok(child.wait().context("cannot wait for a command")?.success())
+    wait(child)
+}
+
+/// Waits until a process has ended.
+pub fn wait(mut child: Child) -> Result<Ended> {
+    let process = Pid::from_raw(child.id().cast_signed());
+    // It stays until somebody has waited for it without this flag.
+    waitid(Id::Pid(process), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT)
+        .context("cannot wait for a command")?;
+    let processors = processor_time(&format!("/proc/{process}/stat"));
+    let status = child.wait().context("cannot wait for a command")?;
+    Ok(Ended { status, processors })
+}
+
+/// The processor time in a file as `proc_pid_stat(5)` describes it, with that of the children that were waited
+/// for; zero if it cannot be read.
+fn processor_time(stat: &str) -> Duration {
+    let text = std::fs::read_to_string(stat).unwrap_or_default();
+    // The second field is a name in parentheses, which may contain anything. Times are fields 14 to 17.
+    let fields = text.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ').skip(11).take(4);
+    let ticks: u64 = fields.filter_map(|field| field.parse::<u64>().ok()).sum();
+    let in_a_second = sysconf(SysconfVar::CLK_TCK).ok().flatten().unwrap_or(100);
+    Duration::from_secs_f64(ticks as f64 / in_a_second as f64)
 }
 
 /// The output of a command, which must succeed.
@@ -184,6 +215,19 @@ pub fn cargo() -> Command {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_processor_time_of_a_command_has_that_of_its_children() {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let mut busy = Command::new("sh");
+        busy.args(["-c", "sh -c 'i=0; while [ $i -lt 300000 ]; do i=$((i + 1)); done'; echo end"]);
+        let mut lines = Vec::new();
+        let ended = super::lines(&mut busy, log.path(), |line| lines.push(line.to_owned())).unwrap();
+        assert!(ended.status.success() && ended.processors > Duration::ZERO, "{:?}", ended.processors);
+        assert_eq!(lines, ["end"]);
+        let ended = super::lines(&mut Command::new("false"), log.path(), |_| ()).unwrap();
+        assert!(!ended.status.success());
+    }
 
     #[test]
     fn carriage_returns_end_lines_and_escape_sequences_are_removed() {

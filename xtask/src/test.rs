@@ -13,7 +13,7 @@ use std::fmt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -109,8 +109,10 @@ struct Report {
     tally: Tally,
     /// The parts that failed.
     broken: Vec<String>,
-    /// Each part's name and duration.
+    /// Each part's name and duration, and the processor time of its tests.
     times: Vec<String>,
+    /// The processor time of the part that runs.
+    processors: Duration,
     /// The lines of a part that runs beside others, which are shown when it has ended.
     kept: Option<String>,
 }
@@ -240,7 +242,7 @@ pub fn test(arguments: &Arguments) -> Result<()> {
         beside.map(|beside| beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
     report.add(beside.unwrap_or_default());
-    println!("{}", report.times.join(", "));
+    println!("how long each part took, and the processor time of its tests: {}", report.times.join(", "));
     // Repeated, because a failure is far up by now, and whoever sees only the end is to see it too.
     report.tally.said.iter().for_each(|said| println!("{said}"));
     println!("{} passed, {} failed", report.tally.passed, report.tally.failed);
@@ -273,7 +275,8 @@ impl Report {
         if !succeeded {
             self.broken.push(part.to_owned());
         }
-        self.times.push(format!("{part} {:.0} s", start.elapsed().as_secs_f64()));
+        let processors = std::mem::take(&mut self.processors).as_secs_f64();
+        self.times.push(format!("{part} {:.0} s ({processors:.0} s)", start.elapsed().as_secs_f64()));
         if let Some(kept) = &mut self.kept {
             print!("== {part}, which ran beside others\n{}", std::mem::take(kept));
         }
@@ -282,13 +285,15 @@ impl Report {
     /// Runs a command of a part. Shows its lines, or keeps them, and counts the tests. Returns whether it
     /// succeeded.
     fn command(&mut self, command: &mut Command, log: &Path) -> Result<bool> {
-        process::lines(command, log, |line| {
+        let ended = process::lines(command, log, |line| {
             match &mut self.kept {
                 Some(kept) => *kept += &format!("{line}\n"),
                 None => println!("{line}"),
             }
             self.tally.count(line);
-        })
+        })?;
+        self.processors += ended.processors;
+        Ok(ended.status.success())
     }
 
     fn add(&mut self, other: Report) {
@@ -342,7 +347,9 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
             return Ok(true);
         }
         "unit" => {
-            let succeeded = unit_tests::run(&executables.unit(&log)?, &log, |line| report.tally.count(line))?;
+            let (succeeded, processors) =
+                unit_tests::run(&executables.unit(&log)?, &log, |line| report.tally.count(line))?;
+            report.processors += processors;
             // The examples in the documentation.
             let mut command = process::cargo();
             command.args(["test", "--no-fail-fast", "--workspace", "--doc"]);

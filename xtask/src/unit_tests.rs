@@ -8,11 +8,13 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rgpu_tests::tree;
 use serde_json::Value;
 
+use crate::process::Ended;
 use crate::progress::{self, Step};
 use crate::{dependencies, process};
 
@@ -153,21 +155,27 @@ fn executables(messages: &str) -> Vec<Executable> {
 }
 
 /// Runs all programs, two at a time for each processor, and shows the output of each when it has ended.
-/// Passes every line to `line`. Returns whether all succeeded.
-pub fn run(executables: &[Executable], log: &Path, line: impl FnMut(&str) + Send) -> Result<bool> {
+/// Passes every line to `line`. Returns whether all succeeded, and their processor time.
+pub fn run(
+    executables: &[Executable],
+    log: &Path,
+    line: impl FnMut(&str) + Send,
+) -> Result<(bool, Duration)> {
     let left = Mutex::new(executables.iter());
-    let shown = Mutex::new((line, true));
+    let shown = Mutex::new((line, (true, Duration::ZERO)));
     let lock = |error: PoisonError<_>| error.into_inner();
     let work = || -> Result<()> {
         loop {
             let Some(executable) = left.lock().unwrap_or_else(lock).next() else { return Ok(()) };
-            let (text, succeeded) = executable.run()?;
+            let (text, ended) = executable.run()?;
             let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
             progress::print(text.trim_end());
             let mut file = std::fs::OpenOptions::new().append(true).open(log)?;
             file.write_all(text.as_bytes()).with_context(|| format!("cannot write {}", log.display()))?;
             text.lines().for_each(|text| shown.0(text));
-            shown.1 &= succeeded;
+            let (succeeded, processors) = &mut shown.1;
+            *succeeded &= ended.status.success();
+            *processors += ended.processors;
         }
     };
     let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -199,8 +207,8 @@ impl Executable {
         command
     }
 
-    /// Runs it. Returns its output, and whether its tests pass.
-    fn run(&self) -> Result<(String, bool)> {
+    /// Runs it. Returns its output, and how it ended.
+    fn run(&self) -> Result<(String, Ended)> {
         let context = || format!("cannot run {}", self.path.display());
         // The output goes to a file. A pipe would only end when all processes that the tests have started are
         // gone.
@@ -210,15 +218,15 @@ impl Executable {
             .stdin(Stdio::null())
             .stdout(output.try_clone().with_context(context)?)
             .stderr(output.try_clone().with_context(context)?);
-        let status = command.status().with_context(context)?;
+        let ended = process::wait(command.spawn().with_context(context)?)?;
         let mut bytes = Vec::new();
         output.rewind().and_then(|()| output.read_to_end(&mut bytes)).with_context(context)?;
         let mut text = format!("     Running {}\n", self.path.display());
         text.push_str(&String::from_utf8_lossy(&bytes));
-        if !status.success() {
-            text.push_str(&format!("error: {} failed: {status}\n", self.path.display()));
+        if !ended.status.success() {
+            text.push_str(&format!("error: {} failed: {}\n", self.path.display(), ended.status));
         }
-        Ok((text, status.success()))
+        Ok((text, ended))
     }
 }
 
@@ -262,12 +270,11 @@ mod tests {
         };
         let mut lines = Vec::new();
         let all = [program("/bin/pwd"), program("/bin/pwd")];
-        assert!(run(&all, &log, |line| lines.push(line.to_owned())).unwrap());
+        assert!(run(&all, &log, |line| lines.push(line.to_owned())).unwrap().0);
         let expected = folder.path().canonicalize().unwrap().display().to_string();
         assert_eq!(lines.iter().filter(|line| **line == expected).count(), 2);
-        assert!(
-            !run(&[program("/bin/true"), program("/bin/false"), program("/bin/true")], &log, |_| ()).unwrap()
-        );
+        let some_fail = [program("/bin/true"), program("/bin/false"), program("/bin/true")];
+        assert!(!run(&some_fail, &log, |_| ()).unwrap().0);
         assert!(std::fs::read_to_string(&log).unwrap().contains("/bin/false failed"));
     }
 }
