@@ -39,7 +39,7 @@ pub(super) fn programs_survive_broken_control_connections(rgpu: &Rgpu) -> Result
     let begun = Instant::now();
     let output = run("undisturbed", SURVIVORS[0])?;
     ensure!(output.success(), "{output}");
-    let life = begun.elapsed() / 8;
+    let life = begun.elapsed() / 4;
     undisturbed.kill()?;
     let relay = format!("exec hostile relay 127.0.0.1:9702 --do 127.0.0.1:9700 --life {}", life.as_millis());
     let relay = machine.spawn(&relay)?;
@@ -70,7 +70,7 @@ pub(super) fn programs_survive_broken_control_connections(rgpu: &Rgpu) -> Result
 /// The next one registers the program's memory anew and goes on.
 pub(super) fn programs_survive_killed_device_processes(rgpu: &Rgpu) -> Result<()> {
     /// A keeper gives up after eight in a row, so each program has one of its own.
-    const OF_A_PROGRAM: usize = 6;
+    const OF_A_PROGRAM: usize = 3;
     let machine = &rgpu.machine;
     let mut continued = 0;
     for program in SURVIVORS {
