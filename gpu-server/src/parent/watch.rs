@@ -24,6 +24,7 @@ use super::takeover::kept;
 use super::text::printable;
 use super::workers::{Stage, Worker};
 use super::{direct, queue};
+use crate::config::Serve;
 use crate::cuda_ipc::{MAX_OF_SESSION, Sharer};
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, Refusal, Reply, Shared, Token};
 
@@ -123,7 +124,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             FromWorker::Ready { backend, devices, free, key } => match become_ready(&mut state, worker) {
                 Ok(kind) => {
                     worker.set_key(key);
-                    log_devices(&mut state, backend, devices);
+                    log_devices(&mut state, &server.options, pid, backend, devices);
                     state.save_daemon(&server.succession, false);
                     state.pool_mut(kind).succeed(Instant::now(), free);
                     state.measure = true;
@@ -387,10 +388,16 @@ pub(super) fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, S
     }
 }
 
-fn log_devices(state: &mut State, backend: String, devices: Vec<String>) {
+/// The first worker reports which devices there are. It may have contexts on some that a daemon before this
+/// one has found unhealthy, and then gets no session.
+fn log_devices(state: &mut State, options: &Serve, pid: u32, backend: String, devices: Vec<String>) {
     if state.serving.is_none() {
         tracing::info!("serving {} device(s) with {backend}: {}", devices.len(), devices.join(", "));
+        let before = state.well(options);
         state.serving = Some((backend, devices));
+        let well = state.well(options).unwrap_or_else(|| state.devices(options));
+        let outdated = before.is_none() && well != state.devices(options);
+        state.workers.get_mut(&pid).into_iter().for_each(|managed| managed.outdated = outdated);
     }
 }
 
@@ -630,6 +637,22 @@ mod tests {
         state.serving = Some(("cuda".into(), vec!["NVIDIA H100".into()]));
         assert_eq!(ready(&state, "cuda"), Ok(()));
         assert!(ready(&state, "software").unwrap_err().contains("software"));
+    }
+
+    #[test]
+    fn a_worker_that_found_devices_of_which_one_was_unhealthy_before_gets_no_session() {
+        use super::super::state::Illness;
+
+        let options = Serve::from_flags(&[]);
+        for (ill, kept) in [(1, false), (7, true)] {
+            let mut state = State::default();
+            let illness = Illness { why: "a test".into(), since: Instant::now(), lasting: true, error: None };
+            state.ill.insert(ill, illness);
+            let worker = starting_worker(&mut state, 7, Kind::Gpu);
+            become_ready(&mut state, &worker).unwrap();
+            log_devices(&mut state, &options, 7, "software".into(), vec!["a".into(), "b".into()]);
+            assert_eq!(keep_idle(&mut state, &options, &worker, Kind::Gpu), kept);
+        }
     }
 
     #[test]
