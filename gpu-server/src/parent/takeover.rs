@@ -34,6 +34,7 @@ use sandbox::Process;
 use serde::Deserialize;
 
 use self::kept::{PARTS, Saved, SavedDaemon, name, parse_share};
+use super::accounts::ALL_DEVICES;
 use super::accounts::account::Account;
 use super::accounts::imports::Imports;
 use super::host::host_name;
@@ -297,7 +298,7 @@ fn take_session(server: &Server, worker: &Arc<Worker>, session: Session, meter: 
     state.tokens.insert(session.token, Arc::clone(worker));
     state.workers.insert(pid, Managed::serving(worker, session.kind));
     state.sessions.insert(pid, session);
-    state.publish(&client);
+    state.publish(&client, ALL_DEVICES);
     state.measure = true;
     kept::keep(server, &mut state, worker, meter);
 }

@@ -16,6 +16,7 @@ use nix::sys::signal::Signal;
 use protocol::ops::nvml::MOST_PROCESSES;
 use sandbox::Process;
 
+use super::accounts::ALL_DEVICES;
 use super::host::host_name;
 use super::pool::keep_idle;
 use super::session::Session;
@@ -208,7 +209,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                     session.parked = (!up).then(|| session.parked.unwrap_or_else(Instant::now));
                     session.resumed += u64::from(up);
                 }
-                state.save(pid);
+                state.save_link(pid);
             }
             FromWorker::Overrun => {
                 let session = state.sessions.get_mut(&pid);
@@ -464,19 +465,21 @@ fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<
     }
 }
 
-/// After so many openings, a session's list of opened events loses those that are no longer shared.
+/// So many events are noted of a session at least, or half as many again as it has opened, before its list
+/// loses those that are no longer shared.
 const TIDIED: usize = 64;
 
 fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>) {
     let Some(origin) = state.origin_of(pid) else { return (Reply::Refused(Refusal::Unknown), None) };
     let State { sessions, shares, .. } = state;
     if let Some(session) = sessions.get_mut(&pid).filter(|_| shares.has_event(token)) {
-        // Nobody gets a slot of an event that is no longer shared.
-        if session.opened.len().is_multiple_of(TIDIED) {
-            session.opened.retain(|(token, _)| shares.has_event(token));
-        }
-        if session.opened.len() >= MAX_OF_SESSION {
+        let opened = shares.opened(pid);
+        if opened >= MAX_OF_SESSION {
             return (Reply::Refused(Refusal::Full), None);
+        }
+        // Nobody gets a slot of an event that is no longer shared. Everybody waits for this.
+        if session.opened.len() >= TIDIED.max(opened + opened / 2) {
+            session.opened.retain(|(token, _)| shares.has_event(token));
         }
     }
     match state.shares.open(token, pid, &origin) {
@@ -561,7 +564,7 @@ pub(super) fn remove_worker(
         return None;
     };
     state.tokens.remove(&session.token);
-    state.publish(session.limits.owner());
+    state.publish(session.limits.owner(), ALL_DEVICES);
     if !session.ended {
         state.sessions_lost += 1;
         state.workers_crashed += 1;
@@ -748,6 +751,11 @@ mod tests {
                 .count()
         };
         assert_eq!(opened(&mut state), MAX_OF_SESSION);
+        // A refusal costs little, even if some of those that were noted are gone.
+        let gone = vec![([9; 16], 1); TIDIED];
+        state.sessions.get_mut(&8).unwrap().opened.extend(gone);
+        assert!(matches!(open(&mut state, 8, &tokens[19]).0, Reply::Refused(Refusal::Full)));
+        assert_eq!(state.sessions[&8].opened.len(), MAX_OF_SESSION + TIDIED, "nobody has looked for them");
         state.shares.remove(&tokens[0], 7);
         assert!(matches!(open(&mut state, 8, &tokens[19]).0, Reply::Opened { .. }), "there is room again");
     }
