@@ -81,8 +81,8 @@ impl Confining {
         command: &sandbox::Command,
         socket: std::os::fd::BorrowedFd<'_>,
     ) -> Result<Process, sandbox::Failed> {
-        let (process, lacks) = self.sandboxes.start(command, &[socket], "worker")?;
-        if let Some(reason) = lacks {
+        let process = self.sandboxes.start(command, &[socket], "worker")?;
+        if let Some(reason) = process.no_group() {
             tracing::warn!("a worker runs without limits by cgroup: {reason}");
         }
         Ok(process)

@@ -222,6 +222,8 @@ pub struct Shares {
     /// How many of them each session and each client has. Nobody may have to count them all.
     of_owners: HashMap<u32, usize>,
     of_accounts: HashMap<String, usize>,
+    /// How many slots each session has in events of others.
+    slots: HashMap<u32, usize>,
 }
 
 /// A session that shares something.
@@ -282,6 +284,7 @@ impl Shares {
         let share = self.all.remove(token)?;
         fewer(&mut self.of_owners, &share.owner);
         fewer(&mut self.of_accounts, &share.account);
+        share.slots.iter().skip(1).for_each(|session| fewer(&mut self.slots, session));
         Some(share)
     }
 
@@ -302,7 +305,11 @@ impl Shares {
         if usize::from(slot) < SLOTS {
             // The slots in between belong to sessions that have ended.
             share.slots.resize(share.slots.len().max(usize::from(slot) + 1), 0);
-            share.slots[usize::from(slot)] = session;
+            let before = std::mem::replace(&mut share.slots[usize::from(slot)], session);
+            if slot > 0 {
+                fewer(&mut self.slots, &before);
+                *self.slots.entry(session).or_default() += 1;
+            }
         }
     }
 
@@ -337,6 +344,11 @@ impl Shares {
         self.all.get(token).map(|share| share.owner)
     }
 
+    /// How many slots a session has in events that others share.
+    pub fn opened(&self, session: u32) -> usize {
+        self.slots.get(&session).copied().unwrap_or(0)
+    }
+
     /// The sessions that share something.
     pub fn owners(&self) -> impl Iterator<Item = u32> {
         self.all.values().map(|share| share.owner)
@@ -365,6 +377,7 @@ impl Shares {
             }
             *slot = share.slots.len() as u16;
             share.slots.push(asker);
+            *self.slots.entry(asker).or_default() += 1;
         }
         Ok((what, share.fd.clone(), own))
     }
@@ -378,14 +391,18 @@ impl Shares {
 
     /// Removes every object of an ended session and settles its events, so that nobody waits for them.
     pub fn remove_all_of(&mut self, owner: u32) {
-        for share in self.all.values().filter(|share| matches!(share.what, Shared::Event { .. })) {
-            let slots = share.slots.iter().enumerate().filter(|(_, session)| **session == owner);
-            for (slot, fd) in slots.filter_map(|(slot, _)| Some((slot as u16, share.fd.as_ref()?))) {
-                if let Err(e) = shared_event::settle(fd, slot) {
+        for share in self.all.values_mut().filter(|share| matches!(share.what, Shared::Event { .. })) {
+            let Share { slots, fd, .. } = share;
+            for (slot, session) in slots.iter_mut().enumerate().filter(|(_, session)| **session == owner) {
+                // Another session's worker may get this number.
+                *session = 0;
+                let settled = fd.as_ref().map(|fd| shared_event::settle(fd, slot as u16));
+                if let Some(Err(e)) = settled {
                     tracing::warn!("settling the events of a session that has ended: {e}");
                 }
             }
         }
+        self.slots.remove(&owner);
         let own: Vec<Token> = self.of(owner).map(|(token, _)| *token).collect();
         own.iter().for_each(|token| drop(self.take(token)));
     }
@@ -546,6 +563,30 @@ mod tests {
         shares.remove_all_of(7);
         shares.remove(&other, 8);
         assert!(shares.of_owners.is_empty() && shares.of_accounts.is_empty() && shares.all.is_empty());
+    }
+
+    #[test]
+    fn slots_in_events_of_others_are_counted_until_these_or_the_session_end() {
+        let event = SharedEvent::new().unwrap();
+        let file = || event.file().try_clone().unwrap();
+        let mut shares = Shares::default();
+        let mut add = || shares.add(of(7, "a"), Shared::Event { slot: 0 }, Some(file())).unwrap().unwrap();
+        let (first, second) = (add(), add());
+        for (asker, token) in [(7, first), (8, first), (8, second), (8, second), (9, second)] {
+            shares.open(&token, asker, "a").unwrap();
+        }
+        let counts = |shares: &Shares| [7, 8, 9].map(|session| shares.opened(session));
+        assert_eq!(counts(&shares), [0, 3, 1]);
+        shares.remove(&second, 7);
+        assert_eq!(counts(&shares), [0, 1, 0]);
+        shares.remove_all_of(8);
+        assert_eq!(counts(&shares), [0; 3]);
+        // Also those that a daemon before has given.
+        shares.restore(second, of(7, "a"), Shared::Event { slot: 0 }, file());
+        shares.restore_slot(&second, 1, 9);
+        assert_eq!(counts(&shares), [0, 0, 1]);
+        shares.remove_all_of(7);
+        assert!(shares.slots.is_empty());
     }
 
     #[test]

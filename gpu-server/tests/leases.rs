@@ -119,6 +119,7 @@ fn a_lease_gives_its_owners_sessions_its_devices_and_nobody_else() {
     let why = format!("the lease {} of this session was released", lease.id);
     until("the session is over", || client.session.over().is_some_and(|end| end.contains(&why)));
     until("it is over", || server.sessions() == 0);
+    assert_eq!(server.number("sessions_lost"), 0, "its owner wanted that");
     assert!(under(&owner).err().unwrap().contains("has no such lease"));
     assert!(!server.log().contains(&key.to_text()));
 }

@@ -757,6 +757,29 @@ fn stop_halfway(server: &Server, leaves: &Tenant, returns: &Tenant, state: &mut 
     }
 }
 
+#[test]
+fn memory_that_is_away_returns_under_a_daemon_that_moves_none() {
+    let mut service = Service::new(&["--grace-seconds=0", SWAP[0], SWAP[1]]);
+    let server = service.start();
+    let mut first = LocalBridge::connect(&server.socket());
+    take(&mut first, SIZE).unwrap();
+    fill(&mut first, 1, 0, SIZE);
+    let mut second = LocalBridge::connect(&server.socket());
+    take(&mut second, SIZE).unwrap();
+    fill(&mut second, 2, 0, SIZE);
+    is_away(&server, SIZE);
+    service.flags.truncate(1);
+    let server = service.crash(server);
+    // Nothing leaves any more, so it waits for the second one's end.
+    let slot = 1;
+    let seq = first.send(slot, &StreamSynchronize { stream: STREAM });
+    check(&mut second, 2, 0, SIZE);
+    drop(second);
+    assert_eq!(first.wait(slot, seq).0, Status::SUCCESS);
+    check(&mut first, 1, 0, SIZE);
+    is_away(&server, 0);
+}
+
 /// Sessions without a kill keep their data; killed sessions and daemons leave nothing behind.
 /// `RGPU_SWAP_KILLS` is the number of kills.
 #[test]

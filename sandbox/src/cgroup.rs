@@ -85,10 +85,11 @@ pub struct Group {
 }
 
 impl Group {
-    /// A group that another daemon created.
-    pub(crate) fn adopt(path: &Path) -> io::Result<Group> {
+    /// A group that another daemon created, or this process when it was that daemon: `own` is where this one
+    /// creates its groups.
+    pub(crate) fn adopt(path: &Path, own: Option<&Path>) -> io::Result<Group> {
         let folder = OwnedFd::from(fs::File::open(path)?);
-        Ok(Group { path: path.to_owned(), folder, adopted: true })
+        Ok(Group { path: path.to_owned(), folder, adopted: path.parent() != own })
     }
 
     /// Its folder.
@@ -159,6 +160,17 @@ pub(crate) fn mount_point(mounts: &str) -> Option<PathBuf> {
 }
 
 impl Cgroups {
+    /// Where groups are created.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Groups below any folder.
+    #[cfg(test)]
+    pub(crate) fn below(root: &Path) -> Cgroups {
+        Cgroups { root: root.to_owned(), has_cpu: false, made: false }
+    }
+
     /// Takes over this process's cgroup, or creates one named `name` at the top of the tree, for groups of
     /// processes. Moves this process into a child of it, because a cgroup that limits children may not
     /// contain processes itself.
@@ -259,6 +271,18 @@ mod tests {
         let mounts = "proc /proc proc rw 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw 0 0\ncgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n";
         assert_eq!(mount_point(mounts), Some("/sys/fs/cgroup/unified".into()));
         assert_eq!(mount_point("proc /proc proc rw 0 0\n"), None);
+    }
+
+    #[test]
+    fn the_end_of_a_group_that_was_taken_over_leaves_this_daemons_own() {
+        for (own, stays) in [(true, true), (false, false)] {
+            let folder = tempfile::tempdir().unwrap();
+            let daemon = folder.path().join("rgpu-server-7");
+            let path = daemon.join("worker-0");
+            fs::create_dir_all(&path).unwrap();
+            drop(Group::adopt(&path, own.then_some(daemon.as_path())).unwrap());
+            assert_eq!((path.exists(), daemon.exists()), (false, stays));
+        }
     }
 
     #[test]

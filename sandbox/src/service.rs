@@ -104,16 +104,16 @@ impl Sandboxes {
     }
 
     /// Starts a process with `descriptors`, as [`start`] does. `kind` is part of its cgroup's name. The
-    /// process must [enter](Orders::enter) its sandbox according to its [orders](Self::orders). Also returns
-    /// why it has no cgroup, if there is none only for this process.
+    /// process must [enter](Orders::enter) its sandbox according to its [orders](Self::orders).
+    /// [`Process::no_group`] says why it has no cgroup, if there is none only for this process.
     pub fn start(
         &self,
         command: &Command,
         descriptors: &[BorrowedFd<'_>],
         kind: &str,
-    ) -> Result<(Process, Option<String>), Failed> {
+    ) -> Result<Process, Failed> {
         if !self.on() {
-            return Ok((start_unconfined(command, descriptors)?, None));
+            return Ok(start_unconfined(command, descriptors)?);
         }
         let user = self.users.as_ref().map(Users::allocate).transpose()?;
         let (group, lacks) = match self.groups.as_ref().map(|groups| self.group(groups, kind)) {
@@ -121,7 +121,9 @@ impl Sandboxes {
             Ok(Err(e)) => (None, Some(e.to_string())),
             Err(_) => (None, None),
         };
-        Ok((start(command, descriptors, user, group)?, lacks))
+        let mut process = start(command, descriptors, user, group)?;
+        process.lacks_group(lacks);
+        Ok(process)
     }
 
     fn group(&self, groups: &Cgroups, kind: &str) -> Result<Group, Unavailable> {
@@ -141,7 +143,7 @@ impl Sandboxes {
     /// # Errors
     /// If the process has ended, or is not the one that was described.
     pub fn adopt(&self, description: &Description, alive: Option<OwnedFd>) -> io::Result<Process> {
-        description.adopt(alive, self.users.as_ref())
+        description.adopt(alive, self.users.as_ref(), self.groups.as_ref().ok().map(Cgroups::root))
     }
 
     /// The orders for a process.
@@ -150,6 +152,7 @@ impl Sandboxes {
         if let Err(reason) = &self.groups {
             known.lacks(Layer::Limits, reason);
         }
+        process.no_group().into_iter().for_each(|reason| known.lacks(Layer::Limits, reason));
         let confinement = Confinement {
             isolation: process.isolation().clone(),
             user: process.user(),
@@ -193,5 +196,23 @@ impl Orders {
             }
             _ => Ok(report),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_for_which_no_group_could_be_made_lacks_limits() {
+        let folder = tempfile::tempdir().unwrap();
+        let policy = Policy { mode: Mode::On, require: true, users: None, limits: Limits::default() };
+        let reach = Reach { visible: Vec::new(), other_calls: OtherCalls::Refuse };
+        let groups = Ok(Cgroups::below(&folder.path().join("gone")));
+        let sandboxes = Sandboxes { policy, reach, users: None, groups, number: AtomicU64::new(0) };
+        let process = sandboxes.start(&Command::new("/bin/true", "true"), &[], "worker").unwrap();
+        let orders = sandboxes.orders(&process);
+        let missing = orders.known.required().unwrap();
+        assert!(orders.required && missing.starts_with("limits by cgroup"), "{missing}");
     }
 }

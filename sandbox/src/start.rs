@@ -14,7 +14,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::ptr;
 use std::sync::Arc;
@@ -244,18 +244,24 @@ impl Description {
     }
 
     /// Takes over the process, which another daemon has started. `alive` is the descriptor that the other
-    /// daemon got from [`Process::alive`]. `users` is this daemon's allocator.
-    pub(crate) fn adopt(&self, alive: Option<OwnedFd>, users: Option<&Arc<Users>>) -> io::Result<Process> {
+    /// daemon got from [`Process::alive`]. `users` is this daemon's allocator, and `groups` is where it creates
+    /// cgroups.
+    pub(crate) fn adopt(
+        &self,
+        alive: Option<OwnedFd>,
+        users: Option<&Arc<Users>>,
+        groups: Option<&Path>,
+    ) -> io::Result<Process> {
         let handle = self.process.open()?;
         let guard = match (&self.guard, alive) {
             (Some(guard), Some(alive)) => Some(Guard { pid: guard.pid, handle: guard.open()?, alive }),
             (Some(_), None) => return Err(io::Error::other("nothing holds its namespace")),
             (None, _) => None,
         };
-        let group = self.group.as_ref().map(|path| Group::adopt(path)).transpose()?;
+        let group = self.group.as_ref().map(|path| Group::adopt(path, groups)).transpose()?;
         let user = self.user.zip(users).map(|(id, users)| users.adopt(id));
         let (pid, isolation) = (self.process.pid, self.isolation.clone());
-        Ok(Process { pid, handle, isolation, ended: false, guard, group, user })
+        Ok(Process { pid, handle, isolation, ended: false, guard, group, no_group: None, user })
     }
 }
 
@@ -270,6 +276,8 @@ pub struct Process {
     // the user ID, which no process has any more, is freed.
     guard: Option<Guard>,
     group: Option<Group>,
+    /// Why it has no group, if others have.
+    no_group: Option<String>,
     user: Option<User>,
 }
 
@@ -292,6 +300,16 @@ impl Process {
     /// Its user ID, for its [`Confinement`](crate::Confinement). `None` if it keeps the daemon's.
     pub fn user(&self) -> Option<u32> {
         self.user.as_ref().map(User::id)
+    }
+
+    /// Notes that no group could be made for it, and why.
+    pub(crate) fn lacks_group(&mut self, why: Option<String>) {
+        self.no_group = why;
+    }
+
+    /// Why it has no cgroup, if only it has none.
+    pub fn no_group(&self) -> Option<&str> {
+        self.no_group.as_deref()
     }
 
     /// Its cgroup.
@@ -374,14 +392,14 @@ pub fn start(
         in_user_namespace(command, descriptors, user.as_ref(), group.as_ref())?
     };
     let Started { pid, handle, guard, isolation } = started;
-    Ok(Process { pid, handle, isolation, ended: false, guard, group, user })
+    Ok(Process { pid, handle, isolation, ended: false, guard, group, no_group: None, user })
 }
 
 /// Starts a process in this process's namespaces, with its user and its rights. Otherwise like [`start`].
 pub fn start_unconfined(command: &Command, descriptors: &[BorrowedFd<'_>]) -> Result<Process, Error> {
     let (pid, handle) = spawn(command, descriptors, 0, None, RunAs::Itself)?;
     let isolation = Isolation::None { reason: "it was started without a sandbox".into() };
-    Ok(Process { pid, handle, isolation, ended: false, guard: None, group: None, user: None })
+    Ok(Process { pid, handle, isolation, ended: false, guard: None, group: None, no_group: None, user: None })
 }
 
 /// Whether this process may give other user IDs to processes.
@@ -711,7 +729,7 @@ mod tests {
         let filter = SeccompFilter::new(calls, SeccompAction::Allow, absent, TargetArch::x86_64).unwrap();
         seccompiler::apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        let group = Group::adopt(folder.path()).unwrap();
+        let group = Group::adopt(folder.path(), None).unwrap();
         folder.close().unwrap();
         // SAFETY: the copy makes system calls only.
         let copied = unsafe { copy(0, Some(&group)) };

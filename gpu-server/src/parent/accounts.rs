@@ -9,6 +9,7 @@ pub(super) mod account;
 pub(super) mod imports;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -79,7 +80,7 @@ impl State {
         if let Some((token, import)) = import {
             session.account.imports.add(token, import);
         }
-        self.publish(&client);
+        self.publish(&client, devices_of(resource));
         Reply::Charged
     }
 
@@ -118,7 +119,7 @@ impl State {
             record.change(request, resource, bytes, left);
         }
         let client = session.limits.owner().to_owned();
-        self.publish(&client);
+        self.publish(&client, devices_of(resource));
         self.pass_on_imports(shared);
     }
 
@@ -134,15 +135,18 @@ impl State {
                 }
             }
         }
-        let mut clients = BTreeSet::new();
+        let mut changed = BTreeSet::new();
         for session in self.sessions.values_mut() {
             for token in session.account.imports.among(&left) {
                 session.account.imports.count_here(&token);
-                clients.insert(session.limits.owner().to_owned());
+                let device = session.account.imports.get(&token).map(|import| import.device);
+                changed.extend(device.map(|device| (session.limits.owner().to_owned(), device)));
                 left.remove(&token);
             }
         }
-        clients.iter().for_each(|client| self.publish(client));
+        for (client, device) in changed {
+            self.publish(&client, devices_of(Resource::Device(device)));
+        }
     }
 
     /// Sessions were taken over from the previous daemon: the ones that shared memory with them may be gone.
@@ -152,23 +156,37 @@ impl State {
         self.pass_on_imports(tokens);
     }
 
-    /// Tells the workers of a client's sessions what counts against their limits on each device.
-    pub(super) fn publish(&self, client: &str) {
+    /// Tells the workers of a client's sessions what counts against their limits on these devices.
+    pub(super) fn publish(&self, client: &str, devices: Range<usize>) {
         let sessions = || self.sessions.values().filter(|session| session.limits.owner() == client);
         let (mut all, mut of_principals) = ([0u64; MOST_DEVICES], HashMap::new());
         for session in sessions() {
             let own = of_principals.entry(&session.limits.principal).or_insert([0u64; MOST_DEVICES]);
-            for (number, (all, own)) in (0..).zip(all.iter_mut().zip(own)) {
-                let bytes = session.account.counts(number);
-                (*all, *own) = (all.saturating_add(bytes), own.saturating_add(bytes));
+            for number in devices.clone() {
+                let bytes = session.account.counts(number as u32);
+                (all[number], own[number]) =
+                    (all[number].saturating_add(bytes), own[number].saturating_add(bytes));
             }
         }
         for session in sessions() {
             let own = of_principals.get(&session.limits.principal).unwrap_or(&all);
-            for (told, (own, all)) in session.account.terms.total_held.iter().zip(own.iter().zip(all)) {
-                told.store(against_both(*own, all, &session.limits), Ordering::Relaxed);
+            for number in devices.clone() {
+                let held = against_both(own[number], all[number], &session.limits);
+                session.account.terms.total_held[number].store(held, Ordering::Relaxed);
             }
         }
+    }
+}
+
+/// All devices.
+pub(super) const ALL_DEVICES: Range<usize> = 0..MOST_DEVICES;
+
+/// The device on which a change of a resource counts, if it is memory of one. A client may make thousands of
+/// changes in a second, and everybody waits for each.
+fn devices_of(resource: Resource) -> Range<usize> {
+    match resource {
+        Resource::Device(number) if (number as usize) < MOST_DEVICES => number as usize..number as usize + 1,
+        _ => 0..0,
     }
 }
 
@@ -235,9 +253,27 @@ mod tests {
         );
         assert_eq!((told(&state, 1), told(&state, 2), told(&state, 3)), (100, 100, 100));
         state.sessions.remove(&1);
-        state.publish("a");
+        state.publish("a", ALL_DEVICES);
         assert_eq!(told(&state, 2), 40);
         assert!(granted(&state.charge(2, 1, DEVICE, 60, None)));
+    }
+
+    #[test]
+    fn a_change_is_told_for_its_device_only() {
+        let mut state = state(&[(1, "a", 100), (2, "a", 100)]);
+        let untouched = |state: &State| {
+            let total = &state.sessions[&2].account.terms.total_held;
+            (0..MOST_DEVICES).filter(|number| total[*number].load(Ordering::Relaxed) == 7).count()
+        };
+        for told in &state.sessions[&2].account.terms.total_held {
+            told.store(7, Ordering::Relaxed);
+        }
+        assert!(granted(&state.charge(1, 1, Resource::Pinned, 60, None)));
+        assert_eq!(untouched(&state), MOST_DEVICES);
+        assert!(granted(&state.charge(1, 2, DEVICE, 60, None)));
+        assert_eq!((told(&state, 2), untouched(&state)), (60, MOST_DEVICES - 1));
+        state.discharge(1, 3, DEVICE, 60, None);
+        assert_eq!((told(&state, 2), untouched(&state)), (0, MOST_DEVICES - 1));
     }
 
     #[test]

@@ -123,7 +123,7 @@ fn release(server: &Server, id: &str) -> Result<Value, String> {
     if !server.lock().leases.all().any(|lease| lease.id.to_string() == id) {
         return Err(format!("there is no lease {id:?}"));
     }
-    let ended = leases::end(server, |lease| {
+    let ended = leases::end(server, true, |lease| {
         (lease.id.to_string() == id).then(|| "was released by the operator".to_owned())
     });
     Ok(json!({ "ended_sessions": ended }))
@@ -171,10 +171,10 @@ fn revoke(server: &Server, trust: &Trust, name: &str) -> Result<Value, String> {
     }
     let reason = format!("the access of {name} to this server was revoked");
     server.audit.revoked(name);
-    let ended = ends::end_sessions(server, |principal, _| {
+    let ended = ends::end_sessions(server, true, |principal, _| {
         (principal.name == name && principal.key.is_some()).then(|| reason.clone())
     });
-    leases::end(server, |lease| (lease.principal == name).then(|| format!("ended: {reason}")));
+    leases::end(server, true, |lease| (lease.principal == name).then(|| format!("ended: {reason}")));
     tracing::info!(principal = name, ended, "revoked a client");
     Ok(json!({ "ended_sessions": ended }))
 }

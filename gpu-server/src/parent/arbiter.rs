@@ -21,7 +21,8 @@
 //! - A worker that reports work it doesn't have uses up its own principal's time; one that doesn't report its
 //!   work gets no turn.
 //! - A turn ends early if there is no work, so idle time goes to whoever has some. A principal that returns
-//!   after a pause starts level with the others, without credit for the time before.
+//!   after a pause starts level with the others, without credit for the time before. So do groups that a
+//!   principal joins by using devices of both: what each has had is comparable only within a group.
 //! - A program that gives its device one short kernel after another, and waits for none of them, often leaves
 //!   it idle between them. If the holder does, the next principal has its turn beside it, provided that it
 //!   leaves room as well when it is alone: neither keeps the other waiting for long. Work that fills the
@@ -118,11 +119,19 @@ pub(super) enum Gate {
     },
 }
 
+/// The principals among which the one with the least time is next: those of a group with one priority. The
+/// group's number in the last step, and the priority.
+type Class = (usize, i32);
+
 /// A principal's share.
 #[derive(Debug, Default)]
 struct Part {
-    /// Charged time in ns per unit of weight.
+    /// Charged time in ns per unit of weight, comparable with that of others in its class. While it is in
+    /// none: what it has had more than they when it paused.
     weighted: f64,
+    class: Option<Class>,
+    /// Since when it has been in none.
+    paused: u64,
     /// Charged time in ns.
     charged: u64,
     /// Whether it takes part in turns.
@@ -191,6 +200,18 @@ struct Together<'a> {
     unknown: bool,
 }
 
+/// What whoever has had least has had, of each class.
+fn least_of<'a>(parts: impl Iterator<Item = &'a Part>) -> HashMap<Class, f64> {
+    let mut all = HashMap::new();
+    for part in parts {
+        if let Some(class) = part.class {
+            let least = all.entry(class).or_insert(part.weighted);
+            *least = part.weighted.min(*least);
+        }
+    }
+    all
+}
+
 impl Arbiter {
     pub(super) fn new(clock: Clock) -> Arbiter {
         Arbiter { clock, last: 0, parts: HashMap::new(), seen: HashMap::new(), turns: Vec::new() }
@@ -215,6 +236,7 @@ impl Arbiter {
         self.notice_room(passed, &all);
         self.notice_work(now, &all);
         let groups = self.groups(&all);
+        self.level(now, &groups, &all);
         let contended = |name: &str| groups.iter().any(|group| group.len() > 1 && group.contains(&name));
         self.turns.retain(|turn| contended(&turn.holder));
         for group in groups.iter().filter(|group| group.len() > 1) {
@@ -370,20 +392,46 @@ impl Arbiter {
 
     fn notice_work(&mut self, now: u64, all: &BTreeMap<&str, Together<'_>>) {
         let (_, pause) = self.patience();
-        let begin = self.parts.values().filter(|part| part.active).map(|part| part.weighted);
-        let begin = begin.fold(f64::INFINITY, f64::min);
         for (name, together) in all {
             let part = self.parts.entry((*name).to_owned()).or_default();
             if together.works || together.unknown {
                 part.worked = now;
             }
-            if together.works && !part.active {
-                part.active = true;
-                if begin.is_finite() {
-                    part.weighted = part.weighted.max(begin);
-                }
-            } else if part.active && now.saturating_sub(part.worked) > pause {
-                part.active = false;
+            part.active = together.works || part.active && now.saturating_sub(part.worked) <= pause;
+        }
+    }
+
+    /// Makes what principals have had comparable within each class. Those that were in one together stay as
+    /// far apart as they were. Those that begin, and classes that come together, start level with whoever has
+    /// had least. A principal that returns still owes what it had had more than the others when it paused,
+    /// less what they can have had since.
+    fn level(&mut self, now: u64, groups: &[Vec<&str>], all: &BTreeMap<&str, Together<'_>>) {
+        let least = least_of(self.parts.values().filter(|part| part.active));
+        for part in self.parts.values_mut().filter(|part| !part.active) {
+            if let Some(class) = part.class.take() {
+                // If nobody goes on, it owes nobody anything.
+                let least = least.get(&class).copied().unwrap_or(part.weighted);
+                (part.weighted, part.paused) = ((part.weighted - least).max(0.0), now);
+            }
+        }
+        let mut classes: BTreeMap<Class, Vec<&str>> = BTreeMap::new();
+        for (number, group) in groups.iter().enumerate() {
+            for name in group {
+                let priority = all.get(name).map_or(0, |together| together.priority);
+                classes.entry((number, priority)).or_default().push(name);
+            }
+        }
+        for (class, names) in classes {
+            let least = least_of(names.iter().filter_map(|name| self.parts.get(*name)));
+            let begin = least.values().copied().fold(0.0, f64::max);
+            let others = names.len().saturating_sub(1).max(1) as f64;
+            for name in names {
+                let Some(part) = self.parts.get_mut(name) else { continue };
+                let ahead = match part.class.and_then(|before| least.get(&before)) {
+                    Some(least) => part.weighted - least,
+                    None => (part.weighted - now.saturating_sub(part.paused) as f64 / others).max(0.0),
+                };
+                (part.weighted, part.class) = (begin + ahead, Some(class));
             }
         }
     }

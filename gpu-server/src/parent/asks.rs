@@ -45,7 +45,11 @@ fn serve(server: &Server, ask: &Ask) {
         let text = serde_json::to_vec(&answer)
             .map_err(|e| Refused(Reason::Failed, format!("the answer cannot be written: {e}")))?;
         // The client may be gone just now. What it was granted ends when its time runs out.
-        let _ = connection.send_answer(&text);
+        if let Err(e) = connection.send_answer(&text)
+            && let Some(not_shown) = server.log_limits.allow(Some(&who.name), Instant::now())
+        {
+            tracing::info!(peer, principal = who.name, "a question's answer was not sent: {e}{not_shown}");
+        }
         Ok(())
     });
     if let Err(refused) = answered {

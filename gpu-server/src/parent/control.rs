@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, Shutdown, recv, send, sendmsg, shutdown};
@@ -16,6 +17,9 @@ use zerocopy::IntoBytes;
 use super::host::host_name;
 use super::refusals::Reason;
 use crate::worker_protocol::Token;
+
+/// How long a client may take to read a long answer.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(2);
 
 /// A connection.
 pub(super) enum Control {
@@ -39,7 +43,7 @@ impl AsFd for Control {
 impl Control {
     /// A TLS connection whose handshake is complete.
     pub(super) fn tls(stream: TcpStream, mut tls: ServerConnection) -> Control {
-        // Only short messages are sent here.
+        // Only short messages are sent here, apart from answers.
         tls.set_buffer_limit(Some(64 << 10));
         Control::Tls(stream, Box::new(Mutex::new(tls)))
     }
@@ -49,28 +53,47 @@ impl Control {
         matches!(self, Control::Tls(..))
     }
 
-    /// Sends bytes without blocking. It is an error if the client has left so much unread that there is no
-    /// room.
-    fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let full = || io::Error::new(io::ErrorKind::WouldBlock, "the client does not read");
+    /// Sends bytes. It is an error if the client has left so much unread that there is no room, and makes
+    /// none for so long.
+    fn send(&self, bytes: &[u8], patience: Duration) -> io::Result<()> {
+        let deadline = Instant::now() + patience;
+        let when_there_is_room = |write: &mut dyn FnMut() -> io::Result<usize>| loop {
+            match write() {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.wait_for_room(deadline)?,
+                written => return written,
+            }
+        };
         if let Control::Tls(stream, tls) = self {
             let mut tls = tls.lock().unwrap_or_else(|e| e.into_inner());
+            if !patience.is_zero() {
+                tls.set_buffer_limit(None);
+            }
             tls.writer().write_all(bytes)?;
             while tls.wants_write() {
-                tls.write_tls(&mut Now(stream.as_fd()))?;
+                when_there_is_room(&mut || tls.write_tls(&mut Now(stream.as_fd())))?;
             }
             return Ok(());
         }
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        match send(self.as_fd().as_raw_fd(), bytes, flags)? {
-            n if n == bytes.len() => Ok(()),
-            _ => Err(full()),
+        let mut left = bytes;
+        while !left.is_empty() {
+            let sent = when_there_is_room(&mut || Now(self.as_fd()).write(left))?;
+            left = left.get(sent..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    fn wait_for_room(&self, deadline: Instant) -> io::Result<()> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(self.as_fd(), PollFlags::POLLOUT)], timeout)? {
+            0 => Err(io::Error::new(io::ErrorKind::WouldBlock, "the client does not read")),
+            _ => Ok(()),
         }
     }
 
     /// Sends a welcome without blocking.
     pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
-        self.send(welcome.as_bytes())
+        self.send(welcome.as_bytes(), Duration::ZERO)
     }
 
     /// The same with a descriptor, over a Unix socket.
@@ -93,11 +116,12 @@ impl Control {
         poll(&mut [self.hung_up()], PollTimeout::ZERO).is_ok_and(|events| events > 0)
     }
 
-    /// Sends the answer to a question after a welcome, without blocking.
+    /// Sends the answer to a question after a welcome. Blocks only for an answer that is too long for the
+    /// socket's buffer, such as a list of hundreds of leases: as long as the client reads, for a moment.
     pub(super) fn send_answer(&self, answer: &[u8]) -> io::Result<()> {
         let welcome = welcome(Answer::Ok, [0; 16], 0, "");
         let header = FrameHeader { kind: frame::ANSWER, len: answer.len() as u32 };
-        self.send(&[welcome.as_bytes(), header.as_bytes(), answer].concat())
+        self.send(&[welcome.as_bytes(), header.as_bytes(), answer].concat(), ANSWERED_WITHIN)
     }
 
     /// The transport's name, for the log and the status.
@@ -112,7 +136,7 @@ impl Control {
     /// client that doesn't read notices that the connection closes.
     pub(super) fn bye(&self, reason: &str) {
         let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
-        let _ = self.send(&[header.as_bytes(), reason.as_bytes()].concat());
+        let _ = self.send(&[header.as_bytes(), reason.as_bytes()].concat(), Duration::ZERO);
         self.shut_down();
     }
 
@@ -147,5 +171,72 @@ impl Write for Now<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+    use identity::{Identity, tls};
+
+    /// More than a socket's buffer has room for.
+    const LONG: usize = 4 << 20;
+
+    /// What a client reads until the end.
+    fn whole(client: &mut impl Read) -> usize {
+        let mut all = Vec::new();
+        client.read_to_end(&mut all).unwrap();
+        all.len()
+    }
+
+    fn sends_long_answers(control: Control, mut client: impl Read + Send + 'static) {
+        let read = std::thread::spawn(move || whole(&mut client));
+        control.send_answer(&vec![7; LONG]).unwrap();
+        drop(control);
+        assert_eq!(read.join().unwrap(), LONG + size_of::<Welcome>() + size_of::<FrameHeader>());
+    }
+
+    #[test]
+    fn an_answer_may_be_longer_than_a_sockets_buffer() {
+        let (server, client) = UnixStream::pair().unwrap();
+        sends_long_answers(Control::Local(server), client);
+    }
+
+    #[test]
+    fn an_answer_under_tls_may_be_longer_than_a_sockets_buffer() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut server = listener.accept().unwrap().0;
+        let (own, theirs) = (Identity::generate().unwrap(), Identity::generate().unwrap());
+        let config = tls::client_pinning(&theirs, &[own.fingerprint()]).unwrap();
+        let mut tls = rustls::ClientConnection::new(config, "localhost".try_into().unwrap()).unwrap();
+        let mut ours = ServerConnection::new(tls::server_for_anyone(&own).unwrap()).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| tls.complete_io(&mut client).unwrap());
+            ours.complete_io(&mut server).unwrap();
+        });
+        let control = Control::tls(server, ours);
+        sends_long_answers(control, Encrypted(rustls::StreamOwned::new(tls, client)));
+    }
+
+    /// Ends where the connection does.
+    struct Encrypted(rustls::StreamOwned<rustls::ClientConnection, TcpStream>);
+
+    impl Read for Encrypted {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            match self.0.read(buffer) {
+                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(0),
+                read => read,
+            }
+        }
+    }
+
+    #[test]
+    fn a_client_that_does_not_read_its_answer_is_not_waited_for_long() {
+        let (server, _client) = UnixStream::pair().unwrap();
+        let failed = Control::Local(server).send_answer(&vec![7; LONG]).unwrap_err();
+        assert!(failed.to_string().contains("does not read"), "{failed}");
     }
 }

@@ -9,9 +9,10 @@ use super::trust::Principal;
 use crate::worker_protocol::{Kind, Token};
 
 /// Ends all sessions, including those waiting for a worker, for which `reason` returns one, and tells their
-/// clients. Returns their number.
+/// clients. `lost`: whether their clients did not ask for it. Returns their number.
 pub(super) fn end_sessions(
     server: &Server,
+    lost: bool,
     reason: impl Fn(&Principal, Option<LeaseId>) -> Option<String>,
 ) -> usize {
     let mut guard = server.lock();
@@ -38,17 +39,18 @@ pub(super) fn end_sessions(
         }
         let Some(reason) = reason(&session.principal, session.lease) else { continue };
         count += 1;
-        (session.ended, session.lost) = (true, true);
+        (session.ended, session.lost) = (true, lost);
+        // One that has not begun is refused.
+        state.sessions_lost += u64::from(lost && session.begun);
         running -= usize::from(session.begun);
         state.drain.iter_mut().for_each(|drain| drain.note(session, Some(&reason), running));
         let (client, program) = (&session.client, &session.program);
-        tracing::warn!(
-            worker = pid,
-            client,
-            program,
-            principal = session.principal.name,
-            "session ended: {reason}"
-        );
+        let principal = &session.principal.name;
+        if lost {
+            tracing::warn!(worker = pid, client, program, principal, "session lost: {reason}");
+        } else {
+            tracing::info!(worker = pid, client, program, principal, "session ends: {reason}");
+        }
         // The worker sends nothing more. Its own connection ends with it.
         state.workers.get(pid).inspect(|managed| managed.worker.kill());
         // A client that was not welcomed is refused instead.
@@ -84,5 +86,27 @@ impl State {
     /// Why a session ended, if the daemon remembers it.
     pub(super) fn end_of(&self, token: &Token) -> Option<&str> {
         self.ended.iter().rev().find(|(of, _)| of == token).map(|(_, why)| why.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::queue::tests::{server, session_of_limits};
+    use super::*;
+    use crate::limits::Limits;
+
+    #[test]
+    fn a_session_that_the_daemon_ends_is_lost_unless_its_client_asked_for_that() {
+        let server = server(&[]);
+        for lost in [true, false] {
+            for (worker, begun) in [(1, true), (2, false)] {
+                let mut session = session_of_limits(Limits::default());
+                session.begun = begun;
+                server.lock().sessions.insert(worker, session);
+            }
+            assert_eq!(end_sessions(&server, lost, |_, _| Some("by a test".into())), 2);
+            let state = server.lock();
+            assert_eq!((state.sessions[&1].lost, state.sessions_lost), (lost, 1), "counted once");
+        }
     }
 }

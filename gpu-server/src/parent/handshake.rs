@@ -148,6 +148,7 @@ fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) 
             let mut state = server.lock();
             let session = state.sessions.get_mut(&worker.pid());
             if let Some(session) = session.filter(|session| attempt > session.attempt) {
+                let before = session.origin();
                 session.attempt = attempt;
                 session.control = Some(Arc::clone(connection));
                 peer.clone_into(&mut session.peer);
@@ -160,8 +161,12 @@ fn route(server: &Server, connection: &Arc<Control>, hello: &Hello, peer: &str) 
                     attempt,
                     "a session's bridge opens new connections"
                 );
+                if session.origin() == before {
+                    state.save_link(worker.pid());
+                } else {
+                    state.save(worker.pid());
+                }
             }
-            state.save(worker.pid());
             drop(state);
             worker.send(&ToWorker::Resume { attempt }, &[connection.as_fd()])
         }

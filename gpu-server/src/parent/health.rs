@@ -128,10 +128,11 @@ impl State {
         if shared.is_empty() { (0..count).collect() } else { shared.clone() }
     }
 
-    /// Those that take sessions. `None`: all are healthy.
+    /// Those that take sessions. `None`: all are healthy, or no worker has reported yet which there are.
     pub(super) fn well(&self, options: &Serve) -> Option<Vec<u32>> {
+        let devices = self.devices(options);
         let well = |number: &u32| !self.ill.contains_key(number);
-        (!self.ill.is_empty()).then(|| self.devices(options).into_iter().filter(well).collect())
+        (!self.ill.is_empty() && !devices.is_empty()).then(|| devices.into_iter().filter(well).collect())
     }
 
     /// Notes an event. Returns the workers whose programs must get an error, or `None` if nothing has

@@ -339,7 +339,7 @@ pub(super) fn renew(
 /// Ends a client's lease at its request.
 pub(super) fn release(server: &Server, principal: &str, key: &Secret) -> Result<ask::Answer, Refused> {
     let id = known(&server.lock(), principal, key)?;
-    let sessions = end(server, |lease| (lease.id == id).then(|| "was released".to_owned()));
+    let sessions = end(server, false, |lease| (lease.id == id).then(|| "was released".to_owned()));
     Ok(ask::Answer::Released { sessions })
 }
 
@@ -348,8 +348,9 @@ fn known(state: &State, principal: &str, key: &Secret) -> Result<LeaseId, Refuse
     lease.ok_or_else(|| Refused(Reason::NoLease, UNKNOWN.into()))
 }
 
-/// Ends the leases for which `reason` returns one, and their sessions. Returns the number of sessions.
-pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) -> usize {
+/// Ends the leases for which `reason` returns one, and their sessions. `lost`: whether their owners did not
+/// ask for it. Returns the number of sessions.
+pub(super) fn end(server: &Server, lost: bool, reason: impl Fn(&Lease) -> Option<String>) -> usize {
     let mut state = server.lock();
     let over: Vec<(LeaseId, String)> =
         state.leases.all().filter_map(|lease| Some((lease.id, reason(lease)?))).collect();
@@ -364,7 +365,7 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
     }
     state.save_daemon(&server.succession, true);
     drop(state);
-    let ended = ends::end_sessions(server, |_, lease| {
+    let ended = ends::end_sessions(server, lost, |_, lease| {
         let (id, why) = over.iter().find(|(id, _)| Some(*id) == lease)?;
         Some(format!("the lease {id} of this session {why}"))
     });
@@ -376,7 +377,7 @@ pub(super) fn end(server: &Server, reason: impl Fn(&Lease) -> Option<String>) ->
 /// Ends the leases of clients that may no longer use the server, and their sessions. Returns the number of
 /// sessions.
 pub(super) fn end_forbidden(server: &Server) -> usize {
-    end(server, |lease| {
+    end(server, true, |lease| {
         let why = match &lease.holder {
             Some(holder) => server.may_not_go_on(holder),
             None => server.not_allowed(&lease.principal),
@@ -391,7 +392,7 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let work = move || {
         loop {
             let now = Instant::now();
-            end(&server, |lease| (lease.until() <= now).then(|| "was not renewed in time".to_owned()));
+            end(&server, true, |lease| (lease.until() <= now).then(|| "was not renewed in time".to_owned()));
             let state = server.lock();
             match state.leases.all().map(Lease::until).min() {
                 Some(next) => {

@@ -14,6 +14,7 @@ use anyhow::Context;
 use handover::clock;
 use protocol::ops::nvml::status;
 
+use super::accounts::ALL_DEVICES;
 use super::state::{Server, State};
 use crate::driver::cuda::nvml::processes::{self, Answer};
 
@@ -127,7 +128,7 @@ impl State {
             }
         }
         let clients: BTreeSet<&str> = self.sessions.values().map(|session| session.limits.owner()).collect();
-        clients.into_iter().for_each(|client| self.publish(client));
+        clients.into_iter().for_each(|client| self.publish(client, ALL_DEVICES));
     }
 
     /// A worker's session has begun: its earlier memory use is already known.

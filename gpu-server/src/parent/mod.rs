@@ -139,7 +139,7 @@ fn reload(server: &Server) {
         Err(e) => tracing::warn!("{}", host_bridge::framing::with_causes(&e)),
     }
     let (groups, clients) = server.policy().counts();
-    let ended = ends::end_sessions(server, |principal, _| server.may_not_go_on(principal))
+    let ended = ends::end_sessions(server, true, |principal, _| server.may_not_go_on(principal))
         + leases::end_forbidden(server);
     // Clients that wait may have more now, or less.
     queue::serve_all(server);

@@ -306,6 +306,27 @@ pub(super) mod tests {
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0);
     }
 
+    /// A daemon that has other devices than the one before, of which one was unhealthy.
+    #[test]
+    fn the_worker_that_tells_the_devices_starts_whatever_was_unhealthy_before() {
+        use super::super::state::Illness;
+
+        let (mut state, now, options) = (State::default(), Instant::now(), options(&["--workers=0"]));
+        let illness = Illness { why: "a test".into(), since: now, lasting: true, error: None };
+        state.ill.insert(1, illness);
+        assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 1);
+        // If a client waits, another one that does not use that device.
+        state.serving = Some(("software".into(), vec!["a".into(), "b".into()]));
+        state.gpu.starting = 0;
+        waiting(&mut state, 1, Kind::Gpu);
+        assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 1);
+        assert_eq!(state.well(&options), Some(vec![0]));
+        state.serving = Some(("software".into(), vec!["b".into()]));
+        state.ill = state.ill.into_iter().map(|(_, illness)| (0, illness)).collect();
+        state.gpu.starting = 0;
+        assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0, "none could serve");
+    }
+
     #[test]
     fn later_workers_use_the_backend_of_the_first() {
         let (mut state, options) = (State::default(), options(&["--devices=0,1"]).worker);

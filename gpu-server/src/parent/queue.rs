@@ -31,6 +31,7 @@ use protocol::device::{Answer, text};
 use protocol::link::Welcome;
 
 use self::parked::Parked;
+use super::accounts::ALL_DEVICES;
 use super::accounts::account::Account;
 use super::control::{Control, Refused, welcome};
 use super::grants;
@@ -287,7 +288,7 @@ fn assign(server: &Server, kind: Kind) -> Option<Assigned> {
         let key = state.settled.enter_for(parked.limits.owner(), names(&parked), Instant::now());
         state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
         state.measured_before(worker.pid());
-        state.publish(parked.limits.owner());
+        state.publish(parked.limits.owner(), ALL_DEVICES);
         state.measure = true;
         state.sessions_begun += 1;
         let message = ToWorker::Session {

@@ -32,11 +32,27 @@ struct Ledger {
     of: AtomicU64,
     bytes: AtomicU64,
     after: AtomicU64,
+    /// Whether the rest was written, which counts instead of what the text says: see [`Link`].
+    linked: AtomicU64,
+    parked: AtomicU64,
+    attempt: AtomicU64,
+    resumed: AtomicU64,
 }
 
 // SAFETY: all fields are atomic integers.
 unsafe impl Shared for Ledger {
     const WRITTEN_BY_WORKER: bool = true;
+}
+
+/// A session's links. They change with each new one, and the text may be long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Link {
+    /// Since when it has none, in ns of CLOCK_MONOTONIC.
+    pub(super) parked: Option<u64>,
+    /// The latest of them.
+    pub(super) attempt: u32,
+    /// How often it resumed over new connections.
+    pub(super) resumed: u64,
 }
 
 /// See the module's documentation.
@@ -108,6 +124,26 @@ impl Record {
         let mut all = serde_json::Deserializer::from_slice(&text);
         let first = T::deserialize(&mut all)?;
         Ok((first, all.into_iter().collect::<Result<_, _>>()?))
+    }
+
+    /// Notes a session's links.
+    pub(super) fn set_link(&self, Link { parked, attempt, resumed }: Link) {
+        let ledger = &*self.ledger;
+        ledger.parked.store(parked.unwrap_or(0), Ordering::SeqCst);
+        ledger.attempt.store(attempt.into(), Ordering::SeqCst);
+        ledger.resumed.store(resumed, Ordering::SeqCst);
+        ledger.linked.store(1, Ordering::SeqCst);
+    }
+
+    /// The session's links, if they were noted.
+    pub(super) fn link(&self) -> Option<Link> {
+        let read = |word: &AtomicU64| word.load(Ordering::Acquire);
+        let Ledger { linked, parked, attempt, resumed, .. } = &*self.ledger;
+        (read(linked) != 0).then(|| Link {
+            parked: Some(read(parked)).filter(|at| *at != 0),
+            attempt: read(attempt) as u32,
+            resumed: read(resumed),
+        })
     }
 
     /// Granted bytes of a resource. For a nonexistent one, more than any limit.

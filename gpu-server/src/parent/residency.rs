@@ -171,6 +171,10 @@ pub(super) struct Swapping {
     pub(super) residency: Residency,
     /// Bytes of each device. A device without an entry has no known limit.
     pub(super) budget: Bytes,
+    /// What devices must at least have for sessions of earlier daemons, as they were seen last.
+    pub(super) least: Bytes,
+    /// Whether it was noted that some devices have no known limit.
+    pub(super) warned: bool,
     /// When the devices were asked for it last.
     pub(super) read: Option<Instant>,
     /// Times that a session had to wait because others had only just got their memory back.
@@ -309,8 +313,8 @@ impl Residency {
         }
     }
 
-    /// Decides what happens now. `budget`: the bytes of each device. Every session that has device memory is
-    /// in `views`.
+    /// Decides what happens now. `budget`: the bytes of each device; others have room for everything. Every
+    /// session that has device memory is in `views`.
     pub(super) fn step(&mut self, now: u64, budget: &Bytes, views: &[View]) -> Decided {
         self.sessions.retain(|worker, _| views.iter().any(|view| view.worker == *worker));
         views.iter().for_each(|view| self.note(now, view));
@@ -328,6 +332,10 @@ impl Residency {
             }
         }
         let mut room = Room { free: missing(budget, &used), owed: missing(&used, budget) };
+        let known = |device: &u32| budget.contains_key(device);
+        room.owed.retain(|device, _| known(device));
+        let wanted = views.iter().flat_map(|view| view.needs.keys().chain(view.away.keys()));
+        room.free.extend(wanted.filter(|device| !known(device)).map(|device| (*device, u64::MAX)));
         let mut line: Vec<&View> = views.iter().filter(|view| self.place(view).is_some()).collect();
         line.sort_by_key(|view| self.place(view));
         self.reserved.clear();

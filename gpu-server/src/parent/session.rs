@@ -5,12 +5,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
+use handover::clock;
 use identity::Secret;
 use nix::poll::{PollFd, PollFlags};
 
 use super::accounts::account::Account;
 use super::control::Control;
 use super::leases::table::LeaseId;
+use super::record::Link;
 use super::trust::Principal;
 use crate::cuda_ipc::origin;
 use crate::limits::Limits;
@@ -60,6 +62,11 @@ impl Session {
     /// Where it comes from: see [`origin`].
     pub(super) fn origin(&self) -> String {
         origin(&self.principal.name, &self.peer, &self.client)
+    }
+
+    /// The state of its links, for the next daemon.
+    pub(super) fn link(&self) -> Link {
+        Link { parked: self.parked.map(clock::to_ns), attempt: self.attempt, resumed: self.resumed }
     }
 }
 

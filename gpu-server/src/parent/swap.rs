@@ -6,7 +6,7 @@
 //! that lies can have more memory on a device than is counted, as can one that allocates from NVIDIA's
 //! driver without asking the daemon; NVML shows both, and what NVML shows is counted.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -42,21 +42,43 @@ pub(super) fn check(swap: &Swap) -> anyhow::Result<()> {
 
 /// Starts moving device memory, if the options ask for it. Called before any session begins.
 pub(super) fn prepare(server: &Server) -> anyhow::Result<()> {
-    let Swap { memory, folder, residency_ms, .. } = &server.options.worker.swap;
-    if !server.options.worker.swap.on() {
-        return Ok(());
+    if server.options.worker.swap.on() {
+        check(&server.options.worker.swap)?;
+        server.lock().swapping = Some(swapping(&server.options));
     }
-    check(&server.options.worker.swap)?;
+    Ok(())
+}
+
+/// Moving device memory by these options, before anything has moved.
+fn swapping(options: &Serve) -> Swapping {
+    let Swap { memory, folder, residency_ms, .. } = &options.worker.swap;
     let rules = Rules {
         residency: u64::from(*residency_ms) * 1_000_000,
         memory: *memory,
         // A worker that uses more than its group may is killed by the kernel.
-        memory_each: confinement::memory_limit(server.options.sandbox.memory) / 4 * 3,
+        memory_each: confinement::memory_limit(options.sandbox.memory) / 4 * 3,
         files: folder.is_some(),
     };
-    let residency = Residency::new(rules);
-    server.lock().swapping = Some(Swapping { residency, ..Swapping::default() });
-    Ok(())
+    Swapping { residency: Residency::new(rules), ..Swapping::default() }
+}
+
+/// Starts moving device memory without being asked to by the options, if a session waits for memory that an
+/// earlier daemon has moved away: it returns, and nobody leaves, because there is no place for what leaves.
+fn bring_back(server: &Server) {
+    let mut state = server.lock();
+    let waits = |session: &Session| {
+        let account = &session.account;
+        takes_part(session)
+            && session.daemons > 0
+            && account.meter().memory.returns.load(Ordering::Acquire) != 0
+            && session.devices.iter().any(|number| account.away(*number) > 0)
+    };
+    if state.swapping.is_none() && state.sessions.values().any(waits) {
+        tracing::info!(
+            "device memory that an earlier daemon has moved returns to its devices (there is no --swap-memory and no --swap-folder any more)"
+        );
+        state.swapping = Some(swapping(&server.options));
+    }
 }
 
 /// How long a first reading of the devices' memory may take, and how long until the next is taken, if that
@@ -80,11 +102,20 @@ fn learn_budget(server: &Server) {
         }
     };
     let found = budget(server, within);
-    if let Some(swapping) = &mut server.lock().swapping {
-        swapping.read = Some(Instant::now());
-        for (number, bytes) in found {
-            swapping.budget.entry(number).or_insert(bytes);
-        }
+    let mut state = server.lock();
+    let devices = state.devices(&server.options);
+    let Some(swapping) = &mut state.swapping else { return };
+    swapping.read = Some(Instant::now());
+    for (number, bytes) in found {
+        swapping.budget.entry(number).or_insert(bytes);
+    }
+    let unknown: Vec<u32> =
+        devices.into_iter().filter(|number| !swapping.budget.contains_key(number)).collect();
+    if !unknown.is_empty() && !std::mem::replace(&mut swapping.warned, true) {
+        tracing::warn!(
+            devices = ?unknown,
+            "no memory leaves these devices until NVML says how much they have (--swap-device-memory says it, too)"
+        );
     }
 }
 
@@ -170,14 +201,20 @@ fn send_with_file(server: &Server, InFile { worker, number, order }: &InFile, fi
 /// Looks at all sessions and gives orders. Returns whether somebody waits, so that it must be called again
 /// soon.
 pub(super) fn step(server: &Server, files: &Files) -> bool {
+    bring_back(server);
     learn_budget(server);
     let mut state = server.lock();
     let Some(swapping) = &state.swapping else { return false };
-    let left = |(device, bytes): (&u32, &u64)| (*device, bytes.saturating_sub(state.beside(*device)));
+    let groups = groups(&state.sessions);
+    let least = least_for_earlier(&state.sessions, &groups, &swapping.budget);
+    let left = |(device, bytes): (&u32, &u64)| {
+        let least = least.get(device).copied().unwrap_or(0);
+        (*device, bytes.saturating_sub(state.beside(*device)).max(least))
+    };
     let budget: Bytes = swapping.budget.iter().map(left).collect();
     let State { sessions, workers, swapping: Some(swapping), .. } = &mut *state else { return false };
+    swapping.least = least;
     let now = Instant::now();
-    let groups = groups(sessions);
     let views: Vec<View> = sessions
         .iter()
         .filter(|(_, session)| takes_part(session))
@@ -257,6 +294,29 @@ fn groups(sessions: &HashMap<u32, Session>) -> HashMap<u32, u32> {
     groups
 }
 
+/// What devices must at least have for sessions that earlier daemons began, whose `--swap-device-memory` may
+/// have been larger: each returns as a whole, and at the same time as those that it belongs to.
+fn least_for_earlier(sessions: &HashMap<u32, Session>, groups: &HashMap<u32, u32>, budget: &Bytes) -> Bytes {
+    let unit = |worker: &u32| groups.get(worker).copied().unwrap_or(*worker);
+    let all = || sessions.iter().filter(|(_, session)| takes_part(session));
+    let earlier: HashSet<u32> =
+        all().filter(|(_, session)| session.daemons > 0).map(|(worker, _)| unit(worker)).collect();
+    let mut sums: HashMap<(u32, u32), u64> = HashMap::new();
+    for (worker, session) in all().filter(|(worker, _)| earlier.contains(&unit(worker))) {
+        for number in budget.keys() {
+            let sum = sums.entry((unit(worker), *number)).or_default();
+            let account = &session.account;
+            *sum = sum.saturating_add(account.on(*number)).saturating_add(account.away(*number));
+        }
+    }
+    let mut least = Bytes::new();
+    for ((_, number), sum) in sums {
+        let most = least.entry(number).or_default();
+        *most = sum.max(*most);
+    }
+    least
+}
+
 /// Whether a session's memory can be ordered to move.
 fn takes_part(session: &Session) -> bool {
     session.kind == Kind::Gpu && session.begun && !session.ended
@@ -272,7 +332,8 @@ fn view(worker: u32, session: &Session, budget: &Bytes, now: Instant) -> View {
     let mut view = View {
         worker,
         principal: session.limits.principal.clone(),
-        swap: session.limits.swappable,
+        // Where nobody knows how much room there is, nobody can tell when it can return.
+        swap: session.limits.swappable && session.devices.iter().all(|number| budget.contains_key(number)),
         returns: memory.returns.load(Ordering::Acquire) != 0,
         yields: memory.yields.load(Ordering::Acquire) != 0,
         rested: Some(memory.rested.load(Ordering::Relaxed))
@@ -311,8 +372,12 @@ impl Account {
         said.map_or(0, |bytes| bytes.load(Ordering::Acquire)).min(granted)
     }
 
-    /// The session's bytes on a device.
+    /// The session's bytes on a device. Of a session that began when no memory was moved, which asks nobody,
+    /// only NVML knows them.
     fn on(&self, number: u32) -> u64 {
+        if !self.asks && self.record.granted(Resource::Device(number)) == 0 {
+            return self.used(number as usize);
+        }
         (self.counted(number) - self.away(number)).saturating_add(self.implicit(number as usize))
     }
 
@@ -338,8 +403,10 @@ impl State {
     pub(super) fn has_room(&self, worker: u32, resource: Resource, bytes: u64) -> Result<bool, ()> {
         let (Some(swapping), Resource::Device(number)) = (&self.swapping, resource) else { return Ok(true) };
         let Some(most) = swapping.budget.get(&number) else { return Ok(true) };
+        let least = swapping.least.get(&number).copied().unwrap_or(0);
+        let beside = self.beside(number);
         let mut all = bytes.saturating_add(swapping.residency.reserved(worker, number));
-        all = all.saturating_add(self.beside(number));
+        all = all.saturating_add(beside);
         let mut own = bytes;
         for (other, session) in self.sessions.iter().filter(|(_, session)| takes_part(session)) {
             let account = &session.account;
@@ -352,7 +419,8 @@ impl State {
                 own = own.saturating_add(on);
             }
         }
-        if own > *most { Err(()) } else { Ok(all <= *most) }
+        let most_of_all = (*most).max(beside.saturating_add(least));
+        if own > (*most).max(least) { Err(()) } else { Ok(all <= most_of_all) }
     }
 
     /// All sessions' bytes that are away from a device.
@@ -481,6 +549,81 @@ mod tests {
         read(Instant::now().checked_sub(READ_AGAIN));
         learn_budget(&server);
         assert_eq!(budget(), Bytes::from([(0, 7), (1, 7)]));
+    }
+
+    /// A server with sessions that an earlier daemon began. The memory of the first, 60 bytes, is away, and
+    /// it waits for that.
+    fn successor(flags: &[&str]) -> Arc<Server> {
+        let server = server(flags);
+        let mut filled = state(&[1, 2]);
+        filled.swapping = None;
+        assert!(matches!(filled.charge(1, 1, DEVICE, 60, None), Reply::Charged));
+        for session in filled.sessions.values_mut() {
+            session.daemons = 1;
+        }
+        let memory = &filled.sessions[&1].account.meter().memory;
+        memory.away[0].store(60, Ordering::Relaxed);
+        memory.returns.store(1, Ordering::Relaxed);
+        {
+            let mut state = server.lock();
+            state.sessions = filled.sessions;
+            state.workers.insert(1, Managed::fake(1, Stage::Serving));
+            state.serving = Some(("software".into(), vec!["a".into()]));
+        }
+        prepare(&server).unwrap();
+        server
+    }
+
+    fn ordered(server: &Server) -> Option<MemoryOrder> {
+        server.lock().swapping.as_ref()?.residency.ordered(1)
+    }
+
+    #[test]
+    fn memory_that_an_earlier_daemon_moved_returns_although_this_one_moves_none() {
+        let server = successor(&[]);
+        let returns = |value| {
+            server.lock().sessions[&1].account.meter().memory.returns.store(value, Ordering::Relaxed);
+        };
+        returns(0);
+        assert!(!step(&server, &Files(channel().0)) && server.lock().swapping.is_none());
+        returns(1);
+        assert!(step(&server, &Files(channel().0)));
+        assert_eq!(ordered(&server), Some(MemoryOrder::Return));
+    }
+
+    #[test]
+    fn a_session_returns_that_has_more_than_this_daemon_gives_a_session() {
+        let server = successor(&["--swap-memory=1G", "--swap-device-memory=40"]);
+        step(&server, &Files(channel().0));
+        assert_eq!(ordered(&server), Some(MemoryOrder::Return));
+        let charge = |bytes| server.lock().charge(2, bytes, DEVICE, bytes, None);
+        assert!(matches!(charge(1), Reply::Refused(Refusal::Crowded)), "its room is kept");
+        server.lock().sessions.remove(&1);
+        step(&server, &Files(channel().0));
+        assert!(matches!(charge(41), Reply::Refused(Refusal::Full)));
+        assert!(matches!(charge(40), Reply::Charged));
+    }
+
+    #[test]
+    fn a_session_from_before_memory_was_moved_has_what_nvml_says() {
+        let mut state = state(&[1, 2]);
+        let account = &state.sessions[&1].account;
+        account.meter().held[0].store(60, Ordering::Relaxed);
+        account.measured(0, 65);
+        assert!(matches!(state.charge(2, 1, DEVICE, 36, None), Reply::Refused(Refusal::Crowded)));
+        // Whatever its worker says.
+        state.sessions[&1].account.meter().held[0].store(u64::MAX, Ordering::Relaxed);
+        state.sessions[&1].account.measured(0, 65);
+        assert!(matches!(state.charge(2, 2, DEVICE, 35, None), Reply::Charged));
+    }
+
+    #[test]
+    fn nobody_leaves_a_device_of_which_nobody_knows_how_much_it_has() {
+        let mut state = state(&[1]);
+        let swap = |state: &State| view(1, &state.sessions[&1], &budget(), Instant::now()).swap;
+        assert!(swap(&state));
+        state.sessions.get_mut(&1).unwrap().devices = vec![0, 1];
+        assert!(!swap(&state));
     }
 
     #[test]

@@ -34,9 +34,11 @@ use sandbox::Process;
 use serde::Deserialize;
 
 use self::kept::{PARTS, Saved, SavedDaemon, name, parse_share};
+use super::accounts::ALL_DEVICES;
 use super::accounts::account::Account;
 use super::accounts::imports::Imports;
 use super::host::host_name;
+use super::leases::table::LeaseId;
 use super::listen::canonical;
 use super::record::{Record, Succession};
 use super::session::{Leaving, Session};
@@ -151,8 +153,14 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         let gone = gone.len();
         tracing::info!("took over {count} sessions of the previous daemon; {gone} are over");
     }
-    // The rules may have changed meanwhile.
-    ends::end_sessions(server, |principal, _| server.may_not_go_on(principal));
+    // The rules may have changed meanwhile, and the daemon before may have ended a lease, but not its
+    // sessions yet.
+    let leases: BTreeSet<LeaseId> = server.lock().leases.all().map(|lease| lease.id).collect();
+    ends::end_sessions(server, true, |principal, lease| {
+        let over = lease.filter(|id| !leases.contains(id));
+        let over = over.map(|id| format!("the lease {id} of this session has ended"));
+        over.or_else(|| server.may_not_go_on(principal))
+    });
     leases::end_forbidden(server);
 }
 
@@ -290,7 +298,7 @@ fn take_session(server: &Server, worker: &Arc<Worker>, session: Session, meter: 
     state.tokens.insert(session.token, Arc::clone(worker));
     state.workers.insert(pid, Managed::serving(worker, session.kind));
     state.sessions.insert(pid, session);
-    state.publish(&client);
+    state.publish(&client, ALL_DEVICES);
     state.measure = true;
     kept::keep(server, &mut state, worker, meter);
 }
@@ -552,6 +560,22 @@ mod tests {
         assert_eq!(restored((Vec::new(), 2)), serving);
         assert_eq!(restored((Vec::new(), 1)), None);
         assert_eq!(restored((vec![0], 2)), None);
+    }
+
+    #[test]
+    fn a_session_whose_lease_the_daemon_before_has_ended_does_not_go_on() {
+        let server = Arc::new(Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap());
+        let session = |id| restored(&server, "host1", "10.0.0.9:4711", Some((id, "host1/00000001")));
+        let sessions = [(1, session(1)), (2, session(2))];
+        let mut state = server.lock();
+        state.restore(saved_daemon(saved_lease("host1", "host1")));
+        state.sessions.extend(sessions);
+        // Killed after it has saved that.
+        state.save_daemon(&server.succession, true);
+        drop(state);
+        take_over(&server, &mut Inherited::default());
+        let ended = [1, 2].map(|worker| server.lock().sessions[&worker].ended);
+        assert_eq!(ended, [false, true]);
     }
 
     #[test]

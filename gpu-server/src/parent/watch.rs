@@ -16,6 +16,7 @@ use nix::sys::signal::Signal;
 use protocol::ops::nvml::MOST_PROCESSES;
 use sandbox::Process;
 
+use super::accounts::ALL_DEVICES;
 use super::host::host_name;
 use super::pool::keep_idle;
 use super::session::Session;
@@ -24,6 +25,7 @@ use super::takeover::kept;
 use super::text::printable;
 use super::workers::{Stage, Worker};
 use super::{direct, queue};
+use crate::config::Serve;
 use crate::cuda_ipc::{MAX_OF_SESSION, Sharer};
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, Refusal, Reply, Shared, Token};
 
@@ -123,7 +125,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
             FromWorker::Ready { backend, devices, free, key } => match become_ready(&mut state, worker) {
                 Ok(kind) => {
                     worker.set_key(key);
-                    log_devices(&mut state, backend, devices);
+                    log_devices(&mut state, &server.options, pid, backend, devices);
                     state.save_daemon(&server.succession, false);
                     state.pool_mut(kind).succeed(Instant::now(), free);
                     state.measure = true;
@@ -207,7 +209,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                     session.parked = (!up).then(|| session.parked.unwrap_or_else(Instant::now));
                     session.resumed += u64::from(up);
                 }
-                state.save(pid);
+                state.save_link(pid);
             }
             FromWorker::Overrun => {
                 let session = state.sessions.get_mut(&pid);
@@ -387,10 +389,16 @@ pub(super) fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, S
     }
 }
 
-fn log_devices(state: &mut State, backend: String, devices: Vec<String>) {
+/// The first worker reports which devices there are. It may have contexts on some that a daemon before this
+/// one has found unhealthy, and then gets no session.
+fn log_devices(state: &mut State, options: &Serve, pid: u32, backend: String, devices: Vec<String>) {
     if state.serving.is_none() {
         tracing::info!("serving {} device(s) with {backend}: {}", devices.len(), devices.join(", "));
+        let before = state.well(options);
         state.serving = Some((backend, devices));
+        let well = state.well(options).unwrap_or_else(|| state.devices(options));
+        let outdated = before.is_none() && well != state.devices(options);
+        state.workers.get_mut(&pid).into_iter().for_each(|managed| managed.outdated = outdated);
     }
 }
 
@@ -457,19 +465,21 @@ fn share(server: &Server, state: &mut State, pid: u32, what: Shared, fd: Option<
     }
 }
 
-/// After so many openings, a session's list of opened events loses those that are no longer shared.
+/// So many events are noted of a session at least, or half as many again as it has opened, before its list
+/// loses those that are no longer shared.
 const TIDIED: usize = 64;
 
 fn open(state: &mut State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>) {
     let Some(origin) = state.origin_of(pid) else { return (Reply::Refused(Refusal::Unknown), None) };
     let State { sessions, shares, .. } = state;
     if let Some(session) = sessions.get_mut(&pid).filter(|_| shares.has_event(token)) {
-        // Nobody gets a slot of an event that is no longer shared.
-        if session.opened.len().is_multiple_of(TIDIED) {
-            session.opened.retain(|(token, _)| shares.has_event(token));
-        }
-        if session.opened.len() >= MAX_OF_SESSION {
+        let opened = shares.opened(pid);
+        if opened >= MAX_OF_SESSION {
             return (Reply::Refused(Refusal::Full), None);
+        }
+        // Nobody gets a slot of an event that is no longer shared. Everybody waits for this.
+        if session.opened.len() >= TIDIED.max(opened + opened / 2) {
+            session.opened.retain(|(token, _)| shares.has_event(token));
         }
     }
     match state.shares.open(token, pid, &origin) {
@@ -554,7 +564,7 @@ pub(super) fn remove_worker(
         return None;
     };
     state.tokens.remove(&session.token);
-    state.publish(session.limits.owner());
+    state.publish(session.limits.owner(), ALL_DEVICES);
     if !session.ended {
         state.sessions_lost += 1;
         state.workers_crashed += 1;
@@ -630,6 +640,22 @@ mod tests {
         state.serving = Some(("cuda".into(), vec!["NVIDIA H100".into()]));
         assert_eq!(ready(&state, "cuda"), Ok(()));
         assert!(ready(&state, "software").unwrap_err().contains("software"));
+    }
+
+    #[test]
+    fn a_worker_that_found_devices_of_which_one_was_unhealthy_before_gets_no_session() {
+        use super::super::state::Illness;
+
+        let options = Serve::from_flags(&[]);
+        for (ill, kept) in [(1, false), (7, true)] {
+            let mut state = State::default();
+            let illness = Illness { why: "a test".into(), since: Instant::now(), lasting: true, error: None };
+            state.ill.insert(ill, illness);
+            let worker = starting_worker(&mut state, 7, Kind::Gpu);
+            become_ready(&mut state, &worker).unwrap();
+            log_devices(&mut state, &options, 7, "software".into(), vec!["a".into(), "b".into()]);
+            assert_eq!(keep_idle(&mut state, &options, &worker, Kind::Gpu), kept);
+        }
     }
 
     #[test]
@@ -725,6 +751,11 @@ mod tests {
                 .count()
         };
         assert_eq!(opened(&mut state), MAX_OF_SESSION);
+        // A refusal costs little, even if some of those that were noted are gone.
+        let gone = vec![([9; 16], 1); TIDIED];
+        state.sessions.get_mut(&8).unwrap().opened.extend(gone);
+        assert!(matches!(open(&mut state, 8, &tokens[19]).0, Reply::Refused(Refusal::Full)));
+        assert_eq!(state.sessions[&8].opened.len(), MAX_OF_SESSION + TIDIED, "nobody has looked for them");
         state.shares.remove(&tokens[0], 7);
         assert!(matches!(open(&mut state, 8, &tokens[19]).0, Reply::Opened { .. }), "there is room again");
     }

@@ -134,7 +134,8 @@ pub struct Service {
     pub folder: Arc<tempfile::TempDir>,
     /// Its port.
     pub port: u16,
-    flags: Vec<String>,
+    /// The options of those that it starts from now on.
+    pub flags: Vec<String>,
 }
 
 impl Service {

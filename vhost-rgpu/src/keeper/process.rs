@@ -117,8 +117,8 @@ impl Processes {
             .arguments(["--device-process", &theirs.as_raw_fd().to_string()])
             .without_variables(handover::VARIABLES);
         let started = self.sandboxes.start(&command, &[theirs.as_fd()], "device");
-        let (process, lacks) = started.map_err(|e| io::Error::other(with_causes(&e)))?;
-        if let Some(reason) = lacks {
+        let process = started.map_err(|e| io::Error::other(with_causes(&e)))?;
+        if let Some(reason) = process.no_group() {
             tracing::warn!("a device process runs without limits by cgroup: {reason}");
         }
         let text = confinement::to_file(&self.sandboxes.orders(&process))?;

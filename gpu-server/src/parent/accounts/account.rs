@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::limits::Resource;
+use crate::limits::{MOST_DEVICES, Resource};
 use crate::pages::{Meter, Page, Terms, gate};
 use crate::parent::accounts::imports::Imports;
 use crate::parent::arbiter::Gate;
@@ -37,6 +37,8 @@ pub(in crate::parent) struct Account {
     asked: bool,
     /// Bytes of each device that it has asked for, within its limits, and when.
     wants: BTreeMap<u32, (u64, Instant)>,
+    /// Bytes that its process uses on each device, according to NVML.
+    used: [AtomicU64; MOST_DEVICES],
 }
 
 impl Account {
@@ -72,6 +74,7 @@ impl Account {
             tells: 0,
             asked: false,
             wants,
+            used: [const { AtomicU64::new(0) }; MOST_DEVICES],
         }
     }
 
@@ -175,7 +178,13 @@ impl Account {
             let other = self.away(number as u32).saturating_add(self.imports.elsewhere(number as u32));
             let charged = self.charged(number).saturating_sub(other);
             implicit.store(bytes.saturating_sub(charged), Ordering::Relaxed);
+            self.used[number].store(bytes, Ordering::Relaxed);
         }
+    }
+
+    /// Bytes that the session's process uses on a device, as NVML last said.
+    pub(in crate::parent) fn used(&self, number: usize) -> u64 {
+        self.used.get(number).map_or(0, |bytes| bytes.load(Ordering::Relaxed))
     }
 }
 

@@ -381,6 +381,65 @@ fn idle_time_goes_to_whoever_has_work_and_earns_no_credit() {
     assert!(a > 8_300 * MS && (1_350..1_650).contains(&(b / MS)), "{a} {b}");
 }
 
+/// Who works on another device has had no time there, which says nothing about this one.
+#[test]
+fn a_newcomer_starts_level_with_those_on_its_own_device() {
+    let mut programs = [
+        Program::new(1, "a", MS),
+        Program::new(2, "b", MS),
+        Program::new(3, "c", MS),
+        Program::new(4, "x", MS),
+    ];
+    programs[2].works = 5_000 * MS..u64::MAX;
+    programs[3].devices = 2;
+    programs.iter_mut().for_each(|program| program.counted_from = 5_000 * MS);
+    simulate(&mut programs, 10_000 * MS);
+    assert_shares(&programs[..3], &[33.3; 3]);
+}
+
+#[test]
+fn who_was_alone_for_a_moment_has_no_less_than_a_newcomer() {
+    let mut programs: Vec<Program> =
+        (0..).zip(["a", "a", "b", "c"]).map(|(worker, name)| Program::new(worker, name, MS)).collect();
+    // The first two have had three seconds when the newcomer finds the device idle.
+    programs[0].works = 0..6_000 * MS;
+    programs[2].works = 0..6_000 * MS;
+    programs[1].works = 7_000 * MS..u64::MAX;
+    programs[3].works = 6_500 * MS..u64::MAX;
+    programs.iter_mut().for_each(|program| program.counted_from = 7_000 * MS);
+    simulate(&mut programs, 10_000 * MS);
+    assert_shares(&programs, &[0.0, 50.0, 0.0, 50.0]);
+}
+
+#[test]
+fn groups_that_come_together_start_level() {
+    let mut programs: Vec<Program> =
+        (0..).zip(["a", "b", "x", "y", "z"]).map(|(worker, name)| Program::new(worker, name, MS)).collect();
+    for program in &mut programs[2..4] {
+        (program.devices, program.works) = (2, 4_000 * MS..u64::MAX);
+    }
+    // It uses the devices of both, at the same time.
+    (programs[4].devices, programs[4].works) = (3, 6_000 * MS..u64::MAX);
+    programs.iter_mut().for_each(|program| program.counted_from = 6_000 * MS);
+    simulate(&mut programs, 10_000 * MS);
+    let ran: Vec<u64> = programs.iter().map(|program| program.ran / MS).collect();
+    assert!(ran[..4].iter().all(|ran| (700..900).contains(ran)), "{ran:?}");
+}
+
+#[test]
+fn who_pauses_after_a_long_kernel_has_had_its_share() {
+    let mut programs: Vec<Program> =
+        (0..).zip(["a", "a", "b"]).map(|(worker, name)| Program::new(worker, name, MS)).collect();
+    // A single kernel, and more work shortly afterwards.
+    (programs[0].works, programs[0].now_and_then) = (1_000 * MS..1_000 * MS + TICK, (1, 400 * MS));
+    programs[0].ahead = 1;
+    programs[1].works = 1_600 * MS..u64::MAX;
+    programs.iter_mut().for_each(|program| program.counted_from = 1_000 * MS);
+    simulate(&mut programs, 2_600 * MS);
+    let share = shares(&programs)[2];
+    assert!((share - 50.0).abs() <= 3.0, "{share}");
+}
+
 #[test]
 fn a_principal_alone_is_neither_measured_nor_stopped() {
     let mut programs = [Program::new(1, "a", MS), Program::new(2, "b", MS)];

@@ -60,7 +60,7 @@ fn who_is_ended_before_its_session_has_begun_is_refused() {
     let client = client(&server, 1).unwrap();
     server.lock().gpu.idle.push_back(Worker::fake(100));
     let assigned = assign(&server, Kind::Gpu).unwrap();
-    assert_eq!(end_sessions(&server, |_, _| Some("by a test".to_owned())), 1);
+    assert_eq!(end_sessions(&server, true, |_, _| Some("by a test".to_owned())), 1);
     hand_over(&server, Kind::Gpu, assigned);
     assert_eq!(heard(&client), (Reason::NotAllowed.answer(), 0, "by a test".to_owned()));
     assert!(server.lock().sessions.is_empty() && server.lock().gpu.queue.is_empty());
@@ -309,7 +309,7 @@ fn devices_that_are_kept_for_a_client_are_free_when_it_may_no_longer_wait() {
     let server = server(&[]);
     let [(_, refused), (_, served)] = one_waits_for_devices_that_are_kept_for_another(&server);
     let is_revoked = |who: &Principal, _| (who.name == "e").then(|| "by a test".to_owned());
-    assert_eq!(end_sessions(&server, is_revoked), 1);
+    assert_eq!(end_sessions(&server, true, is_revoked), 1);
     assert!(server.lock().gpu.queue.is_empty());
     assert_eq!(heard(&refused).0, Reason::NotAllowed.answer());
     assert_eq!(heard(&served).0, Answer::Ok);

@@ -82,6 +82,16 @@ fn unswappable_sessions_stay_and_nobody_leaves_in_vain() {
     }
 }
 
+#[test]
+fn where_no_limit_is_known_nobody_leaves_and_whoever_is_away_returns() {
+    let mut residency = Residency::new(rules(u64::MAX));
+    let mut views = [idle(1, "a", 60), newcomer(2, "b", 60)];
+    assert!(residency.step(10 * SECOND, &Bytes::new(), &views).orders.is_empty());
+    views[1] = View { away: on(0, 60), returns: true, ..newcomer(2, "b", 0) };
+    let decided = residency.step(10 * SECOND, &Bytes::new(), &views);
+    assert_eq!(decided.orders, [(2, 1, MemoryOrder::Return, false)]);
+}
+
 /// Two programs that allocate at the same time would otherwise each wait for the other's part.
 #[test]
 fn a_session_further_back_in_line_leaves_immediately_if_it_can() {

@@ -64,6 +64,9 @@ impl Saved {
     pub(super) fn read(record: &Record) -> io::Result<Saved> {
         let (mut saved, opened) = record.read_all::<Saved, (Token, u16)>()?;
         saved.opened.extend(opened);
+        if let Some(link) = record.link() {
+            (saved.parked, saved.attempt, saved.resumed) = (link.parked, link.attempt, link.resumed);
+        }
         Ok(saved)
     }
 }
@@ -192,7 +195,16 @@ impl State {
             opened: session.opened.clone(),
             imports,
         };
+        session.account.record().set_link(session.link());
         session.account.record().write(&saved)
+    }
+
+    /// Saves the state of a session's links.
+    pub(in crate::parent) fn save_link(&self, worker: u32) {
+        // Its client can change that all the time, and others wait for this.
+        if let Some((session, _)) = self.kept(worker) {
+            session.account.record().set_link(session.link());
+        }
     }
 
     /// A client is about to be welcomed to its session.
@@ -390,6 +402,16 @@ mod tests {
         assert!(each < 200, "{each} bytes");
         let session = &state.sessions[&8];
         assert_eq!(Saved::read(session.account.record()).unwrap().opened, session.opened);
+        // Nor do changes of its link.
+        let before = written();
+        let session = state.sessions.get_mut(&8).unwrap();
+        (session.parked, session.attempt, session.resumed) = (Some(Instant::now()), 3, 2);
+        state.save_link(8);
+        let each = written() - before;
+        assert!(each < 200, "{each} bytes");
+        let session = &state.sessions[&8];
+        let saved = Saved::read(session.account.record()).unwrap();
+        assert_eq!((saved.parked.is_some(), saved.attempt, saved.resumed), (true, 3, 2));
         state.save(8);
         assert_eq!(Saved::read(session.account.record()).unwrap().opened, session.opened);
     }
