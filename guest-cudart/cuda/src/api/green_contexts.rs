@@ -243,9 +243,9 @@ fn destroy(handle: usize) -> Result {
     stream_table::end_all_of(&green);
     lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
     *lock(&green.default) = None;
-    green.context.session().call(&GreenDestroy { green: green.id })?;
-    teardown::release(green.context)?;
-    deferred
+    let destroyed = green.context.session().call(&GreenDestroy { green: green.id }).map(drop);
+    let released = teardown::release(green.context);
+    destroyed.and(released).and(deferred)
 }
 
 api! {
