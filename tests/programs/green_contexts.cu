@@ -191,6 +191,12 @@ int main(int argc, char **argv) {
     IS(CUDA_SUCCESS, cuEventDestroy(other));
     IS(CUDA_SUCCESS, cuGreenCtxDestroy(green[1]));
     IS(CUDA_SUCCESS, cuGreenCtxDestroy(green[0]));
+
+    // Nothing ends a descriptor, and there may be any number.
+    CUdevResourceDesc again;
+    for (int i = 0; i < 5000; i++) IS(CUDA_SUCCESS, cuDevResourceGenerateDesc(&again, &half[0], 1));
+    IS(CUDA_SUCCESS, cuGreenCtxCreate(&green[0], again, 0, CU_GREEN_CTX_DEFAULT_STREAM));
+    IS(CUDA_SUCCESS, cuGreenCtxDestroy(green[0]));
     fill<<<1, 256>>>(data, 3);
     RETURNS(cudaSuccess, cudaMemcpy(host, data, sizeof host, cudaMemcpyDeviceToHost));
     TRUE_THAT(host[9] == 3);

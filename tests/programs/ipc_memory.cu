@@ -40,6 +40,15 @@ static int other(int from, int to) {
     CHECK(cudaIpcCloseMemHandle(data));
     REQUIRE(cudaIpcCloseMemHandle(data) == cudaErrorInvalidValue, "closed twice");
     cudaGetLastError();
+    // A reset closes what is open.
+    CHECK(cudaIpcOpenMemHandle((void **)&data, handle, cudaIpcMemLazyEnablePeerAccess));
+    CHECK(cudaDeviceReset());
+    CHECK(cudaIpcOpenMemHandle((void **)&again, handle, cudaIpcMemLazyEnablePeerAccess));
+    CHECK(cudaMemcpy(words.data(), again, N * 4, cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < N; i++) REQUIRE(words[i] == ~((unsigned)i * 2654435761u), "word %zu after a reset", i);
+    CHECK(cudaIpcCloseMemHandle(again));
+    REQUIRE(cudaIpcCloseMemHandle(again) == cudaErrorInvalidValue, "still open after a reset");
+    cudaGetLastError();
     give(to, "ok", 2);
     return 0;
 }

@@ -1,5 +1,5 @@
 // A pool shared with another process: its descriptor goes over a socket, its allocations by 64 bytes each. The other process reads them, writes them, and frees them at once or in a
-// stream's order before their owner does.
+// stream's order before their owner does, or leaves that to a reset of its device.
 #define PROGRAM "pool_ipc"
 #include "other_process.h"
 
@@ -35,7 +35,7 @@ static int other(int socket) {
         cudaMemAccessDesc wanted = {here, cudaMemAccessFlagsProtReadWrite};
         CHECK(cudaMemPoolSetAccess(pool, &wanted, 1));
     }
-    cudaMemPoolPtrExportData data[COUNT];
+    cudaMemPoolPtrExportData data[COUNT + 1];
     take(socket, data, sizeof data);
     // Before anything has made a context current in this process.
     void *first, *none;
@@ -68,8 +68,15 @@ static int other(int socket) {
     for (int i = 1; i < COUNT; i++) CHECK(cudaFreeAsync(at[i], stream));
     CHECK(cudaStreamSynchronize(stream));
     CHECK(cudaMemPoolDestroy(pool));
-    CHECK(cudaMemPoolDestroy(another));
     CHECK(cudaStreamDestroy(stream));
+    // What is not freed goes with a reset.
+    cudaPointerAttributes known;
+    CHECK(cudaMemPoolImportPointer(&first, another, &data[COUNT]));
+    CHECK(cudaPointerGetAttributes(&known, first));
+    REQUIRE(known.type == cudaMemoryTypeDevice, "the last allocation is of type %d", known.type);
+    CHECK(cudaDeviceReset());
+    CHECK(cudaPointerGetAttributes(&known, first));
+    REQUIRE(known.type == cudaMemoryTypeUnregistered, "after a reset, the last allocation is of type %d", known.type);
     give(socket, "ok", 2);
     return 0;
 }
@@ -100,7 +107,10 @@ int main(int argc, char **argv) {
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
     unsigned *at[COUNT];
-    cudaMemPoolPtrExportData data[COUNT];
+    void *left;
+    cudaMemPoolPtrExportData data[COUNT + 1];
+    CHECK(cudaMallocFromPoolAsync(&left, 4096, another, stream));
+    CHECK(cudaMemPoolExportPointer(&data[COUNT], left));
     for (int i = 0; i < COUNT; i++) {
         const size_t n = words_of(i);
         CHECK(cudaMallocFromPoolAsync((void **)&at[i], n * 4, pool, stream));
@@ -128,6 +138,7 @@ int main(int argc, char **argv) {
         for (size_t w = 0; w < n; w++) REQUIRE(words[w] == ~((unsigned)w * 2654435761u + i), "word %zu of allocation %d after the other process", w, i);
         CHECK(cudaFreeAsync(at[i], stream));
     }
+    CHECK(cudaFreeAsync(left, stream));
     CHECK(cudaStreamSynchronize(stream));
     int status;
     REQUIRE(waitpid(second.pid, &status, 0) == second.pid && status == 0, "the other process ended with %d", status);

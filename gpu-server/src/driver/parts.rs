@@ -35,6 +35,11 @@ impl<T: PartialEq> Parts<T> {
         Ok(self.0.len() as u32)
     }
 
+    /// Whether no part has a number.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// The part with a number.
     ///
     /// # Errors
@@ -73,8 +78,10 @@ mod tests {
     #[test]
     fn equal_parts_have_one_number_and_zero_is_no_part() {
         let mut parts = Parts::default();
+        assert!(parts.is_empty());
         assert_eq!((parts.number("a"), parts.number("b"), parts.number("a")), (Ok(1), Ok(2), Ok(1)));
         assert_eq!(parts.get(2), Ok(&"b"));
+        assert!(!parts.is_empty());
         assert_eq!((parts.get(0), parts.get(3)), (Err(Status::INVALID_VALUE), Err(Status::INVALID_VALUE)));
     }
 

@@ -148,6 +148,19 @@ fn devices_are_not_selected_once_one_has_a_limit_that_counts() {
     on_each_transport!(Server::start(&["--software-devices=2"]), body);
 }
 
+/// A part would be one of a device that the session no longer has.
+#[test]
+fn devices_are_not_selected_once_the_client_has_a_part_of_one() {
+    /// `CU_DEV_RESOURCE_TYPE_SM`.
+    const SM: u32 = 1;
+    fn body<S: Session>(s: &mut S) {
+        let select = || SelectDevices { devices: vec![1], windows: vec![] };
+        s.call(&protocol::ops::green::PartGet { device: 0, green: None, kind: SM }).unwrap();
+        assert_eq!(s.call(&select()).unwrap_err(), Status::NOT_PERMITTED);
+    }
+    on_each_transport!(Server::start(&["--software-devices=2"]), body);
+}
+
 #[test]
 fn memory_of_a_device_that_is_not_selected_is_opened_and_counts_there() {
     const SIZE: u64 = 16 << 20;

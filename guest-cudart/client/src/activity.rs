@@ -215,7 +215,8 @@ pub fn forget() {
     *lock(&WORK) = Remembered::new();
 }
 
-/// Removes a stored record, and returns the call for which it was appended.
+/// The call for which a stored record was appended. The record stays: several records of a device may belong
+/// to it, such as those of a graph's nodes.
 pub fn work(seq: Seq) -> Option<Work> {
     lock(&WORK).work.as_ref()?.get(&seq).copied()
 }

@@ -41,7 +41,7 @@ impl<G: GpuGreenContexts> Greens<G> {
 
     /// Whether there are no green contexts and the client has asked for no parts.
     pub(super) fn is_empty(&self) -> bool {
-        self.contexts.is_empty() && self.descriptors.is_empty()
+        self.contexts.is_empty() && self.descriptors.is_empty() && self.parts.is_empty()
     }
 
     fn get(&self, id: GreenId) -> Result<&Green<G::Green>> {

@@ -31,8 +31,22 @@ const SM: u32 = 1;
 
 static IDS: AtomicU32 = AtomicU32::new(1);
 
-/// What descriptors were created from. A descriptor's handle is its index here, starting at 1.
-static DESCRIPTORS: Mutex<Vec<(DescriptorId, &'static Server)>> = Mutex::new(Vec::new());
+/// A descriptor of parts.
+struct Descriptor {
+    id: DescriptorId,
+    server: &'static Server,
+    parts: Vec<u32>,
+}
+
+/// All descriptors. A descriptor's handle is its index here, starting at 1. A program cannot destroy one (each
+/// is valid as long as the process), so the same parts in the same order have the same one.
+static DESCRIPTORS: Mutex<Vec<Descriptor>> = Mutex::new(Vec::new());
+
+/// The handle of the descriptor of these parts, if there is one.
+fn described(all: &[Descriptor], server: &Server, parts: &[u32]) -> Option<usize> {
+    let is_it = |known: &Descriptor| std::ptr::eq(known.server, server) && known.parts == parts;
+    all.iter().position(is_it).map(|place| place + 1)
+}
 
 fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
     let driver = driver()?;
@@ -173,20 +187,26 @@ fn describe(to: Out<usize>, parts: Array<DevResource>, count: Count<u32>) -> Res
     if parts.iter().any(|(other, _)| !std::ptr::eq(*other, server)) {
         return Err(Status::INVALID_VALUE);
     }
-    let parts = parts.into_iter().map(|(_, part)| part).collect();
-    let descriptor = DescriptorId(IDS.fetch_add(1, Ordering::Relaxed));
-    server.session.call(&PartDescribe { descriptor, parts })?;
-    let mut all = lock(&DESCRIPTORS);
-    all.push((descriptor, server));
-    to.put(all.len())
+    let parts: Vec<u32> = parts.into_iter().map(|(_, part)| part).collect();
+    let known = described(&lock(&DESCRIPTORS), server, &parts);
+    to.put(match known {
+        Some(handle) => handle,
+        None => {
+            let id = DescriptorId(IDS.fetch_add(1, Ordering::Relaxed));
+            server.session.call(&PartDescribe { descriptor: id, parts: parts.clone() })?;
+            let mut all = lock(&DESCRIPTORS);
+            all.push(Descriptor { id, server, parts });
+            all.len()
+        }
+    })
 }
 
 fn create(to: Out<usize>, descriptor: usize, dev: i32, flags: u32) -> Result {
     driver()?;
     to.required()?;
     let device = driver::device(dev)?;
-    let found = descriptor.checked_sub(1).and_then(|place| lock(&DESCRIPTORS).get(place).copied());
-    let (descriptor, server) = found.ok_or(Status::INVALID_VALUE)?;
+    let found = |place: usize| lock(&DESCRIPTORS).get(place).map(|known| (known.id, known.server));
+    let (descriptor, server) = descriptor.checked_sub(1).and_then(found).ok_or(Status::INVALID_VALUE)?;
     if !std::ptr::eq(server, device.server) {
         return Err(Status::INVALID_DEVICE);
     }
@@ -223,9 +243,9 @@ fn destroy(handle: usize) -> Result {
     stream_table::end_all_of(&green);
     lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
     *lock(&green.default) = None;
-    green.context.session().call(&GreenDestroy { green: green.id })?;
-    teardown::release(green.context)?;
-    deferred
+    let destroyed = green.context.session().call(&GreenDestroy { green: green.id }).map(drop);
+    let released = teardown::release(green.context);
+    destroyed.and(released).and(deferred)
 }
 
 api! {
@@ -306,5 +326,19 @@ api! {
     fn cuCtxWaitEvent(ctx: usize, event: usize) {
         let event = event::of(event)?;
         wait_all(context::and_green_of(ctx)?, &event)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_parts_in_the_same_order_have_one_descriptor() {
+        let [one, other] = [(); 2].map(|()| Server::unused());
+        let descriptor = |id, server| Descriptor { id: DescriptorId(id), server, parts: vec![1, 2] };
+        let all = [descriptor(7, one), descriptor(8, other)];
+        assert_eq!((described(&all, one, &[1, 2]), described(&all, other, &[1, 2])), (Some(1), Some(2)));
+        assert_eq!((described(&all, one, &[2, 1]), described(&all, one, &[1])), (None, None));
     }
 }

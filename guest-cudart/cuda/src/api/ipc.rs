@@ -9,7 +9,7 @@ use crate::abi::types::IpcHandle;
 use crate::memory::pool::READ_WRITE;
 use crate::memory::{address, stream_ordered, virtual_memory};
 use crate::process::context::{self, Context};
-use crate::process::driver::{self, Driver};
+use crate::process::driver::{self, Driver, Server};
 use crate::streams::event;
 use client::ops::memory::PieceExport;
 use client::{Status, lock};
@@ -48,14 +48,14 @@ impl Name {
 /// The memory behind a handle, which is locked while its server is asked about it.
 #[derive(Default)]
 struct Opened {
-    /// Where it is, and how often it was opened. Not 0 times.
-    at: Mutex<Option<(u64, u32)>>,
+    /// Where it is, and the contexts that have it open, each as often as it has opened it. There is one.
+    at: Mutex<Option<(u64, Vec<&'static Context>)>>,
 }
 
 /// What was opened.
 struct All {
     by_name: BTreeMap<Name, Arc<Opened>>,
-    by_address: BTreeMap<u64, Name>,
+    by_address: BTreeMap<u64, (Name, &'static Server)>,
 }
 
 /// Not locked while a server is asked, or while anything is waited for: other threads open and close
@@ -79,9 +79,9 @@ impl All {
 fn open(driver: &'static Driver, context: &'static Context, name: Name) -> Result<u64> {
     let opened = lock(&OPENED).of(name);
     let mut at = lock(&opened.at);
-    if let Some((address, times)) = &mut *at {
+    if let Some((address, users)) = &mut *at {
         let_use(driver, context, *address)?;
-        *times += 1;
+        users.push(context);
         return Ok(*address);
     }
     virtual_memory::share(driver)?;
@@ -91,48 +91,70 @@ fn open(driver: &'static Driver, context: &'static Context, name: Name) -> Resul
         let _ = virtual_memory::close(driver, address);
         return Err(status);
     }
-    *at = Some((address, 1));
-    lock(&OPENED).by_address.insert(address, name);
+    *at = Some((address, vec![context]));
+    lock(&OPENED).by_address.insert(address, (name, context.server));
     Ok(address)
 }
 
 fn close(driver: &Driver, context: &'static Context, address: u64) -> Result {
     let (name, opened) = {
         let all = lock(&OPENED);
-        let name = *all.by_address.get(&address).ok_or(Status::INVALID_VALUE)?;
+        let (name, _) = *all.by_address.get(&address).ok_or(Status::INVALID_VALUE)?;
         (name, all.by_name.get(&name).cloned().ok_or(Status::INVALID_VALUE)?)
     };
-    let closed = close_opened(driver, context, (name, &opened), address);
+    let closed = close_opened(driver, context, &opened, address);
     drop(opened);
     // Also if another thread was faster: it left the entry, which this one was about to use.
     lock(&OPENED).forget_closed(&name);
     closed
 }
 
-fn close_opened(
-    driver: &Driver,
-    context: &'static Context,
-    (name, opened): (Name, &Opened),
-    address: u64,
-) -> Result {
+fn close_opened(driver: &Driver, context: &'static Context, opened: &Opened, address: u64) -> Result {
     let mut at = lock(&opened.at);
     // Another thread may have closed it meanwhile.
-    let Some((_, times)) = at.as_mut().filter(|(found, _)| *found == address) else {
+    let Some((_, users)) = at.as_mut().filter(|(found, _)| *found == address) else {
         return Err(Status::INVALID_VALUE);
     };
-    if *times > 1 {
-        *times -= 1;
+    if users.len() > 1 {
+        let own = users.iter().position(|user| std::ptr::eq(*user, context));
+        users.remove(own.unwrap_or(0));
         return Ok(());
     }
     stream_ordered::settle(virtual_memory::users_of_opened(driver, address)?, context)?;
     // Before its address may be another's.
-    lock(&OPENED).by_address.remove(&address);
+    let known = lock(&OPENED).by_address.remove(&address);
     if let Err(status) = virtual_memory::close(driver, address) {
-        lock(&OPENED).by_address.insert(address, name);
+        lock(&OPENED).by_address.extend(known.map(|known| (address, known)));
         return Err(status);
     }
     *at = None;
     Ok(())
+}
+
+/// Closes what only this context has open. It is being emptied or destroyed, and its work is done.
+pub(crate) fn forget(driver: &Driver, context: &'static Context) {
+    let of_server: Vec<(u64, Name)> = lock(&OPENED)
+        .by_address
+        .iter()
+        .filter(|(_, (_, server))| std::ptr::eq(*server, context.server))
+        .map(|(address, (name, _))| (*address, *name))
+        .collect();
+    for (address, name) in of_server {
+        let Some(opened) = lock(&OPENED).by_name.get(&name).cloned() else { continue };
+        let mut at = lock(&opened.at);
+        if let Some((_, users)) = at.as_mut().filter(|(found, _)| *found == address) {
+            users.retain(|user| !std::ptr::eq(*user, context));
+            if users.is_empty() {
+                lock(&OPENED).by_address.remove(&address);
+                // After the session is lost nothing is open.
+                let _ = virtual_memory::close(driver, address);
+                *at = None;
+            }
+        }
+        drop(at);
+        drop(opened);
+        lock(&OPENED).forget_closed(&name);
+    }
 }
 
 /// Lets kernels of a context use opened memory that another device has, as if the context had enabled peer
@@ -219,11 +241,56 @@ mod tests {
         let (name, address) = (Name { token: [7; 16], offset: 0, size: 4096 }, 0x5eed_0000);
         // Where one thread has closed it, and this one has found it before.
         lock(&OPENED).of(name);
-        lock(&OPENED).by_address.insert(address, name);
+        lock(&OPENED).by_address.insert(address, (name, server));
         assert_eq!(close(Driver::for_tests(&[server]), context, address), Err(Status::INVALID_VALUE));
         let mut all = lock(&OPENED);
         all.by_address.remove(&address);
         assert!(!all.by_name.contains_key(&name));
+    }
+
+    /// The contexts that have the memory behind a name open.
+    fn users(name: Name) -> Option<Vec<ContextId>> {
+        let opened = lock(&OPENED).by_name.get(&name).cloned()?;
+        let at = lock(&opened.at);
+        at.as_ref().map(|(_, users)| users.iter().map(|user| user.id).collect())
+    }
+
+    /// Pretends that these contexts have opened memory.
+    fn opened(name: Name, address: u64, users: &[&'static Context]) {
+        *lock(&lock(&OPENED).of(name).at) = Some((address, users.to_vec()));
+        lock(&OPENED).by_address.insert(address, (name, users[0].server));
+    }
+
+    #[test]
+    fn memory_is_closed_with_the_last_context_that_has_it_open() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        // Nothing answers, and nothing needs to.
+        server.lose();
+        let [first, second] = [0, 1].map(|n| Context::new(ContextId(n), server, 0, 0, false));
+        let (name, address) = (Name { token: [8; 16], offset: 0, size: 4096 }, 0x5eed_1000);
+        opened(name, address, &[first, second, first]);
+        forget(driver, first);
+        assert_eq!(users(name), Some(vec![second.id]));
+        forget(driver, second);
+        assert!(!lock(&OPENED).by_name.contains_key(&name));
+        assert!(!lock(&OPENED).by_address.contains_key(&address));
+    }
+
+    #[test]
+    fn a_close_gives_up_one_opening_of_its_own_context() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        let [first, second] = [0, 1].map(|n| Context::new(ContextId(n), server, 0, 0, false));
+        let (name, address) = (Name { token: [9; 16], offset: 0, size: 4096 }, 0x5eed_2000);
+        opened(name, address, &[first, second, second]);
+        for left in [vec![first.id, second.id], vec![first.id]] {
+            assert_eq!(close(driver, second, address), Ok(()));
+            assert_eq!(users(name), Some(left));
+        }
+        let mut all = lock(&OPENED);
+        all.by_address.remove(&address);
+        all.by_name.remove(&name);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 
 use crate::abi::result::Result;
+use crate::api::ipc;
 use crate::code::{library, module};
 use crate::graph::instance;
 use crate::memory::managed::shared_blocks;
@@ -38,6 +39,7 @@ fn empty(context: &'static Context, change: Change<'_>, stays: bool) -> Result {
     let alone = !context::of_device(context.device).any(|other| !other.is_primary() && other.is_alive());
     let mut ended = WithContext::default();
     forget_contents(driver, context, alone.then_some(&mut ended));
+    ipc::forget(driver, context);
     if !alone {
         stream_ordered::forget(driver, context);
         return Ok(());
@@ -61,6 +63,7 @@ pub(crate) fn destroy(handle: usize) -> Result {
     let context = context::take(handle)?;
     let mut ended = WithContext::default();
     forget_contents(driver, context, Some(&mut ended));
+    ipc::forget(driver, context);
     stream_ordered::forget(driver, context);
     context::leave(context);
     let result = context.session().call(&ContextDestroy { context: context.id }).map(|_| ());

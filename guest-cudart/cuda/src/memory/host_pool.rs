@@ -6,7 +6,6 @@
 //! all of it when the pool is destroyed.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -32,12 +31,17 @@ struct Free {
     mark: Seq,
 }
 
+/// The free memory of a pool.
+#[derive(Default)]
+struct Idle {
+    pieces: Vec<Free>,
+    /// Size of the pieces together, in bytes.
+    bytes: u64,
+}
+
 /// The state of a pool besides its allocations.
 #[derive(Default)]
-pub(crate) struct HostPool {
-    free: Mutex<Vec<Free>>,
-    idle: AtomicU64,
-}
+pub(crate) struct HostPool(Mutex<Idle>);
 
 /// An allocation.
 #[derive(Clone)]
@@ -59,31 +63,36 @@ static LIVE: Mutex<BTreeMap<usize, Live>> = Mutex::new(BTreeMap::new());
 impl HostPool {
     /// Size of its free memory, in bytes.
     pub fn idle(&self) -> u64 {
-        self.idle.load(Ordering::Relaxed)
+        lock(&self.0).bytes
+    }
+
+    /// Keeps a free piece.
+    fn put(&self, piece: Free) {
+        let mut idle = lock(&self.0);
+        idle.bytes += piece.room;
+        idle.pieces.push(piece);
     }
 
     /// A piece of this size that a stream may use now.
     fn again(&self, stream: &Arc<Stream>, room: u64) -> Option<usize> {
-        let mut free = lock(&self.free);
+        let mut idle = lock(&self.0);
         let is_over = |f: &Free| context::has_freed(&f.stream, f.mark, None);
         let fits = |f: &Free| f.room == room && (Arc::ptr_eq(&f.stream, stream) || is_over(f));
-        let at = free.iter().position(fits)?;
-        self.idle.fetch_sub(room, Ordering::Relaxed);
-        Some(free.swap_remove(at).address)
+        let at = idle.pieces.iter().position(fits)?;
+        idle.bytes -= room;
+        Some(idle.pieces.swap_remove(at).address)
     }
 
     /// Returns free pieces to the system until at most `keep` bytes are left, the oldest first.
     pub fn trim(&self, keep: u64) {
         let mut gone = Vec::new();
-        let mut free = lock(&self.free);
-        let mut idle = self.idle();
-        while idle > keep && !free.is_empty() {
-            let piece = free.remove(0);
-            idle -= piece.room;
+        let mut idle = lock(&self.0);
+        while idle.bytes > keep && !idle.pieces.is_empty() {
+            let piece = idle.pieces.remove(0);
+            idle.bytes -= piece.room;
             gone.push((piece.address, piece.stream, piece.mark));
         }
-        self.idle.store(idle, Ordering::Relaxed);
-        drop(free);
+        drop(idle);
         if let (false, Ok(driver)) = (gone.is_empty(), driver()) {
             pinned::remove_later(driver, gone);
         }
@@ -138,8 +147,7 @@ pub(crate) fn free(address: u64, stream: Arc<Stream>) -> Result<bool> {
     live.pool.give_back(live.size);
     let Some(host) = live.pool.host() else { return Ok(false) };
     let piece = Free { address: address as usize, room: live.room, stream, mark };
-    lock(&host.free).push(piece);
-    host.idle.fetch_add(live.room, Ordering::Relaxed);
+    host.put(piece);
     host.trim(live.pool.threshold().max(KEPT));
     Ok(true)
 }
@@ -147,4 +155,40 @@ pub(crate) fn free(address: u64, stream: Arc<Stream>) -> Result<bool> {
 /// Whether a pool's allocation begins at an address.
 pub(crate) fn is_here(address: u64) -> bool {
     driver().is_ok() && lock(&LIVE).contains_key(&(address as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::driver::Server;
+    use client::handle::ContextId;
+
+    #[test]
+    fn what_is_free_is_counted_while_threads_free_allocate_and_trim() {
+        const ROUNDS: usize = 1_000_000;
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let stream = context.legacy();
+        let pool = HostPool::default();
+        let put = |n: usize| {
+            let mark = Seq::for_tests(0, 1);
+            pool.put(Free { address: n * STEP as usize, room: STEP, stream: stream.clone(), mark });
+        };
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (pool, put) = (&pool, &put);
+                scope.spawn(move || {
+                    for n in 0..ROUNDS {
+                        match n % 3 {
+                            0 => put(n),
+                            1 if thread % 2 == 0 => _ = pool.again(stream, STEP),
+                            _ => pool.trim(2 * STEP),
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(pool.idle(), lock(&pool.0).pieces.len() as u64 * STEP);
+        pool.trim(0);
+        assert_eq!(pool.idle(), 0);
+    }
 }

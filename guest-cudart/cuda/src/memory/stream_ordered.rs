@@ -223,7 +223,7 @@ pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
     !waiting.is_empty()
 }
 
-/// Drops all memory of a device that the server resets.
+/// Drops all memory of a device that the server resets, and closes what its primary context has imported.
 pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     for memory in [&device.memory, &device.managed] {
         let memory = lock(memory);
@@ -235,6 +235,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
         }
     }
     managed::reset(driver, device);
+    pool_export::forget(driver, device.primary);
     graph_chunks::forget(driver, device.primary);
     graph_chunks::trim(driver, device.ordinal);
     lock(&LEAVING).retain(|l| l.device != device.ordinal);
@@ -396,6 +397,20 @@ mod tests {
         let gone = pool::POOLS.remove(pool).unwrap();
         pool::keeps_less(driver, &gone);
         assert!(lock(&device.memory).chunks().is_empty());
+    }
+
+    #[test]
+    fn memory_of_another_processs_pool_goes_with_a_reset() {
+        let server = Server::unused();
+        let driver = Driver::for_tests(&[server]);
+        // Nothing answers, and nothing needs to.
+        server.lose();
+        let (device, address) = (&driver.devices[0], 0x5eed_3000);
+        let name = pool_export::Name { pool: [1; 16], token: [2; 16], offset: 0, size: 4096 };
+        let imported = pool_export::Imported { name, context: device.primary, leaving: None };
+        lock(&pool_export::IMPORTED).insert(address, imported);
+        reset(driver, device);
+        assert!(!lock(&pool_export::IMPORTED).contains_key(&address));
     }
 
     #[test]

@@ -451,6 +451,12 @@ impl Context {
         Ok(if users.count == 0 { self.change(users) } else { None })
     }
 
+    /// Removes users that a reset takes away. Afterwards the context is alive only if others are left.
+    pub fn lose_users(&self, gone: u32) {
+        let mut users = self.users();
+        users.count = users.count.saturating_sub(gone);
+    }
+
     /// Begins to empty a primary context that is alive, and tells whether it has users.
     pub fn reset(&self) -> Option<(Change<'_>, bool)> {
         let users = self.users();

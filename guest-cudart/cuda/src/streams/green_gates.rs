@@ -17,12 +17,14 @@ pub(crate) type Whole = (&'static Context, Option<Arc<Green>>);
 /// created later wait for these.
 pub(crate) static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
 
-/// Called when a primary context is reset, and its green contexts with it.
+/// Called when a primary context is reset, and its green contexts with it. They use it no more.
 pub(crate) fn forget(context: &'static Context) {
-    for green in GREENS.remove_where(|green| std::ptr::eq(green.context, context)) {
+    let gone = GREENS.remove_where(|green| std::ptr::eq(green.context, context));
+    for green in &gone {
         green.alive.store(false, Ordering::Release);
         *lock(&green.default) = None;
     }
+    context.lose_users(gone.len() as u32);
     lock(&GATES).retain(|((of, _), _)| !std::ptr::eq(*of, context));
 }
 
@@ -40,4 +42,39 @@ pub(crate) fn inherit(stream: &Stream) -> Result {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::OnceLock;
+
+    use super::*;
+    use crate::process::driver::Server;
+    use crate::process::ids::unique_id;
+    use client::handle::{ContextId, GreenId};
+
+    #[test]
+    fn a_green_context_that_a_reset_takes_away_uses_its_primary_context_no_more() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        // The program, and the green context.
+        context.retain();
+        context.retain();
+        let green = Green {
+            id: GreenId(1),
+            context,
+            unique: unique_id(),
+            handle: OnceLock::new(),
+            converted: false.into(),
+            alive: true.into(),
+            default: Mutex::new(None),
+        };
+        let handle = GREENS.insert(Arc::new(green)).unwrap();
+        let (change, _) = context.reset().unwrap();
+        forget(context);
+        drop(change);
+        assert!(GREENS.get(handle).is_none());
+        assert!(context.is_alive(), "the program uses it");
+        assert!(context.release_one().unwrap().is_some(), "and nobody else does");
+        assert!(!context.is_alive());
+    }
 }

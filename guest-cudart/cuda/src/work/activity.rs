@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use crate::abi::result::Result;
 use crate::code::names;
 use crate::memory::staging::Staging;
-use crate::process::driver::{self, Driver};
+use crate::process::driver::{self, Driver, Server};
 use client::channel::MAX_CONTEXTS;
 use client::data::HostOut;
 use client::ops::activity::{
@@ -136,37 +136,64 @@ fn compare(session: &Session) -> Result<(u64, i64)> {
     best.map(|(_, here, difference)| (here, difference)).ok_or(Status::UNKNOWN)
 }
 
+/// Asks the servers that are not lost, each with its index. None keeps another from being asked. Returns the
+/// first error of one that is not lost, or if all are, the first one's.
+fn each(driver: &Driver, mut ask: impl FnMut(usize, &Server) -> Result) -> Result {
+    let mut asked = Ok(());
+    for (index, server) in driver.servers.iter().enumerate() {
+        if server.session.check().is_err() {
+            continue;
+        }
+        let answer = ask(index, server);
+        if server.session.check().is_ok() {
+            asked = asked.and(answer);
+        }
+    }
+    driver.check().and(asked)
+}
+
 /// Makes the process's servers record what their devices do.
 ///
 /// # Errors
-/// `NOT_SUPPORTED` if one cannot, with a line on stderr.
+/// `NOT_SUPPORTED` if one cannot, with a line on stderr. Then none does.
 pub(crate) fn start() -> Result {
     let driver = driver::init()?;
     activity::forget();
     *lock(&DROPPED) = 0;
     lock(&LAST).clear();
-    let mut clocks = Vec::new();
-    for server in &driver.servers {
-        let started = server.session.call(&ActivityStart {});
-        if started.as_ref().err() == Some(&Status::NOT_SUPPORTED) {
-            log::warn(format_args!(
-                "the server cannot tell what its GPU does, because it has no CUPTI: profilers see no kernels and copies (`rgpuctl doctor` says more)"
-            ));
-        }
-        started?;
-        let now = compare(server.session)?;
-        clocks.push(Some(Clock { first: now, last: now }));
+    let mut clocks = vec![None; driver.servers.len()];
+    let started = each(driver, |index, server| {
+        let now = start_on(server.session)?;
+        clocks[index] = Some(Clock { first: now, last: now });
+        Ok(())
+    });
+    match started {
+        Ok(()) => *lock(&CLOCKS) = clocks,
+        // The first error is the one to report.
+        Err(_) => _ = stop_all(driver),
     }
-    *lock(&CLOCKS) = clocks;
-    Ok(())
+    started
+}
+
+/// Makes one server record, and compares its clock.
+fn start_on(session: &Session) -> Result<(u64, i64)> {
+    let started = session.call(&ActivityStart {});
+    if started.as_ref().err() == Some(&Status::NOT_SUPPORTED) {
+        log::warn(format_args!(
+            "the server cannot tell what its GPU does, because it has no CUPTI: profilers see no kernels and copies (`rgpuctl doctor` says more)"
+        ));
+    }
+    started?;
+    compare(session)
 }
 
 /// Stops recording.
 pub(crate) fn stop() -> Result {
-    for server in &driver::driver()?.servers {
-        server.session.call(&ActivityStop {})?;
-    }
-    Ok(())
+    stop_all(driver::driver()?)
+}
+
+fn stop_all(driver: &Driver) -> Result {
+    each(driver, |_, server| server.session.call(&ActivityStop {}).map(drop))
 }
 
 /// Records lost for lack of space since the last call.
@@ -190,54 +217,69 @@ pub(crate) fn context_number(ordinal: u32) -> u32 {
 /// Reads all records. `flush`: including those that the driver has not delivered to the server yet.
 pub(crate) fn read(flush: bool, mut sink: impl FnMut(&DeviceRecord)) -> Result {
     let driver = driver::driver()?;
-    for (index, server) in driver.servers.iter().enumerate() {
-        let session = server.session;
-        let Some(mut clock) = lock(&CLOCKS).get(index).copied().flatten() else { continue };
-        clock.last = compare(session)?;
+    each(driver, |index, server| {
+        let Some(mut clock) = lock(&CLOCKS).get(index).copied().flatten() else { return Ok(()) };
+        clock.last = compare(server.session)?;
         if let Some(kept) = lock(&CLOCKS).get_mut(index) {
             *kept = Some(clock);
         }
-        let staging = Staging::new(session, ROOM.min(session.arena().largest()))?;
-        let room = ROOM.min(session.arena().largest());
-        let mut copies: HashMap<(u32, [u8; 4]), DeviceRecord> = HashMap::new();
-        let (mut flush, mut count) = (flush, 0);
-        while count < MOST {
-            let reply = session.call(&ActivityRead { out: HostOut(staging.range(room)), flush })?;
-            flush = false;
-            {
-                let mut dropped = lock(&DROPPED);
-                *dropped = dropped.saturating_add(reply.dropped);
-            }
-            let len = usize::try_from(reply.bytes).map_err(|_| Status::UNKNOWN)?;
-            if len == 0 {
-                break;
-            }
-            if len > room {
-                return Err(Status::UNKNOWN);
-            }
-            // SAFETY: inside the staging memory. The server has answered and writes no more; if it did, it
-            // could only corrupt its own data until the copy is made.
-            let bytes = unsafe { std::slice::from_raw_parts(staging.ptr(), len) }.to_vec();
-            let batch = client::ops::decode_reply::<ActivityRecords>(&bytes).map_err(|_| Status::UNKNOWN)?;
-            count += batch.records.len().max(1);
-            for record in &batch.records {
-                let Some(work) = activity::work(Seq::of_server(session.index(), record.seq)) else {
-                    continue;
-                };
-                let found = describe(driver, session, &clock, record, &batch, work);
-                // The pieces of one of the program's copies become one record.
-                if record.kind == kind::COPY && record.graph == 0 {
-                    let key = (work.correlation, found.memory);
-                    let known = copies.entry(key).or_insert(DeviceRecord { bytes: 0, ..found.clone() });
-                    known.bytes = known.bytes.saturating_add(found.bytes);
-                    (known.begin, known.end) = (known.begin.min(found.begin), known.end.max(found.end));
-                } else {
-                    sink(&found);
-                }
+        let mut copies = Copies::new();
+        let read = read_from(driver, server.session, &clock, flush, &mut copies, &mut sink);
+        // Also if that failed: the server has them no more.
+        copies.values().for_each(&mut sink);
+        read
+    })
+}
+
+/// The program's copies whose pieces have been read, by correlation and kinds of memory.
+type Copies = HashMap<(u32, [u8; 4]), DeviceRecord>;
+
+/// Reads a server's records.
+fn read_from(
+    driver: &Driver,
+    session: &'static Session,
+    clock: &Clock,
+    mut flush: bool,
+    copies: &mut Copies,
+    mut sink: impl FnMut(&DeviceRecord),
+) -> Result {
+    let room = ROOM.min(session.arena().largest());
+    let staging = Staging::new(session, room)?;
+    let mut count = 0;
+    while count < MOST {
+        let reply = session.call(&ActivityRead { out: HostOut(staging.range(room)), flush })?;
+        flush = false;
+        {
+            let mut dropped = lock(&DROPPED);
+            *dropped = dropped.saturating_add(reply.dropped);
+        }
+        let len = usize::try_from(reply.bytes).map_err(|_| Status::UNKNOWN)?;
+        if len == 0 {
+            break;
+        }
+        if len > room {
+            return Err(Status::UNKNOWN);
+        }
+        // SAFETY: inside the staging memory. The server has answered and writes no more; if it did, it
+        // could only corrupt its own data until the copy is made.
+        let bytes = unsafe { std::slice::from_raw_parts(staging.ptr(), len) }.to_vec();
+        let batch = client::ops::decode_reply::<ActivityRecords>(&bytes).map_err(|_| Status::UNKNOWN)?;
+        count += batch.records.len().max(1);
+        for record in &batch.records {
+            let Some(work) = activity::work(Seq::of_server(session.index(), record.seq)) else {
+                continue;
+            };
+            let found = describe(driver, session, clock, record, &batch, work);
+            // The pieces of one of the program's copies become one record.
+            if record.kind == kind::COPY && record.graph == 0 {
+                let key = (work.correlation, found.memory);
+                let known = copies.entry(key).or_insert(DeviceRecord { bytes: 0, ..found.clone() });
+                known.bytes = known.bytes.saturating_add(found.bytes);
+                (known.begin, known.end) = (known.begin.min(found.begin), known.end.max(found.end));
+            } else {
+                sink(&found);
             }
         }
-        drop(staging);
-        copies.values().for_each(&mut sink);
     }
     Ok(())
 }
@@ -310,6 +352,38 @@ mod tests {
         let _ = (hostile.here(0), hostile.here(u64::MAX));
         let behind = Clock { first: (1000, -400), last: (3000, -400) };
         assert_eq!((behind.here(600), behind.here(100)), (1000, 500));
+    }
+
+    #[test]
+    fn a_lost_server_and_one_that_fails_keep_no_other_from_being_asked() {
+        let [lost, failing, other] = [(); 3].map(|()| Server::unused());
+        let driver = Driver::for_tests(&[lost, failing, other]);
+        lost.lose();
+        let mut asked = Vec::new();
+        let answer = each(driver, |index, _| {
+            asked.push(index);
+            if index == 1 { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
+        });
+        assert_eq!((answer, asked), (Err(Status::NOT_SUPPORTED), vec![1, 2]));
+        assert_eq!(each(driver, |_, _| Ok(())), Ok(()), "others are left");
+        [failing, other].iter().for_each(|server| server.lose());
+        assert!(each(driver, |_, _| Ok(())).is_err(), "none is left");
+    }
+
+    #[test]
+    fn recording_ends_on_the_servers_behind_a_lost_one() {
+        let [lost, other] = [(); 2].map(|()| Server::unused());
+        let driver = Driver::for_tests(&[lost, other]);
+        lost.lose();
+        let before = other.session.last_seq();
+        let stops = std::thread::spawn(move || stop_all(driver));
+        while other.session.last_seq() == before {
+            assert!(!stops.is_finished(), "it has not been asked");
+            std::thread::yield_now();
+        }
+        // Nobody answers.
+        other.lose();
+        assert!(stops.join().is_ok());
     }
 
     #[test]
