@@ -2,7 +2,8 @@
 //!
 //! Each name costs memory here and in Prometheus, and a client can invent any number of names. So the number
 //! of rows is limited, in all and for one owner. Values without room are counted under the name [`OTHER`]. A
-//! new row may replace a row that was unused for a day.
+//! new row may replace a row that was unused for a day. A client may call itself that, too: which rows are for
+//! values without room is known to the ledger, not taken from their names.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// The name for values without room.
 pub const OTHER: &str = "other";
-/// Maximum rows, besides those with the name [`OTHER`].
+/// Maximum rows, besides those for values without room.
 const MOST: usize = 1024;
 /// Maximum rows of one owner.
 const MOST_OF_ONE: usize = 64;
@@ -28,10 +29,6 @@ impl Key {
     pub fn labels(&self) -> [&str; 3] {
         self.0.each_ref().map(String::as_str)
     }
-
-    fn is_other(&self) -> bool {
-        self.0[2] == OTHER && self.0[1] == OTHER
-    }
 }
 
 impl Borrow<[String; 3]> for Key {
@@ -45,6 +42,14 @@ struct Row<T> {
     value: T,
     owner: String,
     used: Instant,
+    /// Whether it has values that had no room elsewhere.
+    overflow: bool,
+}
+
+impl<T> Row<T> {
+    fn is_unused(&self, key: &Key, now: Instant) -> bool {
+        Arc::strong_count(&key.0) == 1 && now.saturating_duration_since(self.used) >= UNUSED
+    }
 }
 
 /// Values by [`Key`].
@@ -69,27 +74,25 @@ impl<T: Default> Ledger<T> {
     /// The same for an owner with several names: their rows count together.
     pub fn enter_for(&mut self, owner: &str, names: [&str; 3], now: Instant) -> Key {
         let names = names.map(str::to_owned);
-        if let Some((key, _)) = self.rows.get_key_value(&names) {
-            let key = key.clone();
-            return self.used(key, owner, now);
+        if self.rows.contains_key(&names) {
+            return self.used(Key(Arc::new(names)), owner, now);
         }
-        let counted = || self.rows.iter().filter(|(key, _)| !key.is_other());
-        let (all, own) = (counted().count(), counted().filter(|(_, row)| row.owner == owner).count());
+        let counted = || self.rows.values().filter(|row| !row.overflow);
+        let (all, own) = (counted().count(), counted().filter(|row| row.owner == owner).count());
         let full_of_own = own >= MOST_OF_ONE;
         if full_of_own || all >= MOST {
-            let unused = |(key, row): &(&Key, &Row<T>)| {
-                Arc::strong_count(&key.0) == 1
-                    && now.saturating_duration_since(row.used) >= UNUSED
-                    && (!full_of_own || row.owner == owner)
-                    && !key.is_other()
+            let replaceable = |(key, row): &(&Key, &Row<T>)| {
+                !row.overflow && row.is_unused(key, now) && (!full_of_own || row.owner == owner)
             };
-            let oldest = self.rows.iter().filter(unused).min_by_key(|(_, row)| row.used);
+            let oldest = self.rows.iter().filter(replaceable).min_by_key(|(_, row)| row.used);
             match oldest.map(|(key, _)| key.clone()) {
                 Some(oldest) => drop(self.rows.remove(&oldest)),
                 None => {
+                    self.rows.retain(|key, row| !(row.overflow && row.is_unused(key, now)));
                     let owner = if own > 0 { owner } else { OTHER };
-                    let key = Key(Arc::new([owner, OTHER, OTHER].map(str::to_owned)));
-                    return self.used(key, owner, now);
+                    let key = self.used(Key(Arc::new([owner, OTHER, OTHER].map(str::to_owned))), owner, now);
+                    self.rows.entry(key.clone()).and_modify(|row| row.overflow = true);
+                    return key;
                 }
             }
         }
@@ -102,14 +105,14 @@ impl<T: Default> Ledger<T> {
             self.rows.entry(known.clone()).and_modify(|row| row.used = now);
             return known;
         }
-        let row = Row { value: T::default(), owner: owner.to_owned(), used: now };
+        let row = Row { value: T::default(), owner: owner.to_owned(), used: now, overflow: false };
         self.rows.insert(key.clone(), row);
         key
     }
 
     /// The value of a row.
     pub fn value(&mut self, key: &Key, now: Instant) -> &mut T {
-        let new = || Row { value: T::default(), owner: key.0[0].clone(), used: now };
+        let new = || Row { value: T::default(), owner: key.0[0].clone(), used: now, overflow: false };
         let row = self.rows.entry(key.clone()).or_insert_with(new);
         row.used = now;
         &mut row.value
@@ -158,6 +161,33 @@ mod tests {
         }
         assert_eq!(ledger.rows().count(), MOST + 1);
         assert_eq!(ledger.enter(["late", "vm", "program"], now).labels(), [OTHER; 3]);
+    }
+
+    #[test]
+    fn clients_that_call_themselves_other_use_up_only_their_own_room() {
+        let now = Instant::now();
+        let (mut leases, mut addresses) = (Ledger::<u64>::default(), Ledger::<u64>::default());
+        for number in 0..2 * MOST {
+            leases.enter_for("a", [&format!("a {number}"), OTHER, OTHER], now);
+            addresses.enter([&format!("address{number}"), OTHER, OTHER], now);
+        }
+        assert_eq!(leases.rows().count(), MOST_OF_ONE + 1);
+        assert_eq!(addresses.rows().count(), MOST + 1);
+    }
+
+    #[test]
+    fn rows_for_values_without_room_stay_only_as_long_as_they_are_used() {
+        let (mut ledger, mut now) = (Ledger::<u64>::default(), Instant::now());
+        for day in 0..3 {
+            for owner in 0..MOST / MOST_OF_ONE {
+                for program in 0..=MOST_OF_ONE {
+                    let (owner, program) = (format!("{day}.{owner}"), format!("program{program}"));
+                    ledger.enter([&owner, "vm", &program], now);
+                }
+            }
+            now += UNUSED;
+        }
+        assert_eq!(ledger.rows().count(), MOST + MOST / MOST_OF_ONE);
     }
 
     #[test]

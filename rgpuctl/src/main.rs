@@ -14,13 +14,18 @@
 //! - [`cdi`]: describes the GPUs to container engines;
 //! - [`doctor`]: checks this machine's setup and suggests fixes.
 
-/// Prints a line to standard error. Unlike `eprintln!`, it does not panic if the terminal is gone or nobody
-/// reads there: programs and leases go on without it.
-macro_rules! say {
+/// Prints to standard error. Unlike `eprint!`, it does not panic if the terminal is gone or nobody reads there:
+/// programs and leases go on without it.
+macro_rules! tell {
     ($($text:tt)*) => {{
-        let text = format!("{}\n", format_args!($($text)*));
+        let text = format!($($text)*);
         let _ = std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes());
     }};
+}
+
+/// The same for a line, without its end.
+macro_rules! say {
+    ($($text:tt)*) => { tell!("{}\n", format_args!($($text)*)) };
 }
 
 mod bench;

@@ -13,6 +13,11 @@ pub const STAGES: [&str; 7] = ["taken", "received", "begun", "executed", "answer
 /// The first stage.
 pub const FIRST: &str = "appended";
 
+/// How the names of files with commands begin, before `-`.
+const ROLES: [&str; 3] = ["program", "bridge", "worker"];
+/// How the names of files with functions that waited begin.
+pub const WAITS: &str = "waits";
+
 /// A point in time: nanoseconds since 1970, and the thread of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Moment {
@@ -142,6 +147,18 @@ impl Traced {
     }
 }
 
+/// The name of a file that a traced program, or a process that worked for it, has written into this folder.
+pub fn any(folder: &Path) -> Result<Option<String>> {
+    for entry in std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let role = name.split_once('-').map(|(role, _)| role);
+        if role.is_some_and(|role| role == WAITS || ROLES.contains(&role)) {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
+}
+
 /// Reads the files of a folder: the programs in the order in which they began.
 pub fn read(folder: &Path) -> Result<Vec<Traced>> {
     let (mut programs, mut bridges, mut workers) = (Vec::new(), HashMap::new(), Vec::new());
@@ -150,7 +167,7 @@ pub fn read(folder: &Path) -> Result<Vec<Traced>> {
         let name = entry.file_name().to_string_lossy().into_owned();
         let Some((role, pid)) = name.split_once('-') else { continue };
         let Ok(pid) = pid.parse::<u32>() else { continue };
-        if !["program", "bridge", "worker"].contains(&role) {
+        if !ROLES.contains(&role) {
             continue;
         }
         let text = std::fs::read_to_string(entry.path()).with_context(|| format!("cannot read {name}"))?;

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use host_bridge::framing::with_causes;
 use protocol::trace::{DEVICES, VARIABLE};
@@ -49,8 +49,8 @@ pub struct Arguments {
     /// default the timeline only has calls and commands
     #[arg(long, requires = "output")]
     devices: bool,
-    /// Keep the timestamps of every command in this folder, which is created if needed. By default they are
-    /// not kept
+    /// Keep the timestamps of every command in this folder, which is created if needed and may not have those
+    /// of another run. By default they are not kept
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
     /// The program and its arguments
@@ -61,10 +61,7 @@ pub struct Arguments {
 /// Runs the program, prints the table on standard error, and returns the program's exit status.
 pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
     let folder = match &arguments.keep {
-        Some(folder) => {
-            std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
-            folder.canonicalize().with_context(|| format!("cannot find {}", folder.display()))?
-        }
+        Some(folder) => kept(folder)?,
         None => nix::unistd::mkdtemp(&std::env::temp_dir().join("rgpu-trace-XXXXXX"))
             .context("cannot create a folder for the timestamps")?,
     };
@@ -97,22 +94,32 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
     Ok(run::exit(status))
 }
 
-/// Prints what is in the recordings, and writes the timeline.
+/// The absolute path of a folder to keep recordings in.
+fn kept(folder: &Path) -> Result<PathBuf> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    // Commands are counted anew in each run, so those of two runs would be taken for the same.
+    if let Some(file) = recording::any(folder)? {
+        bail!("{} has recordings of another run, such as {file}: name another folder", folder.display());
+    }
+    folder.canonicalize().with_context(|| format!("cannot find {}", folder.display()))
+}
+
+/// Writes the timeline, and prints what is in the recordings.
 fn show(folder: &Path, output: Option<(&Path, File)>) -> Result<()> {
     let traced = recording::read(folder)?;
+    let output = output.map(|(path, file)| (path, timeline::write(&traced, file)));
     if traced.is_empty() {
         say!(
             "rgpuctl: there is no recording: a process that uses the GPU writes one when it exits, not if a signal ends it"
         );
     }
     for program in &traced {
-        eprint!("rgpuctl: process {}, microseconds:\n{}", program.pid, table(&program.commands()));
+        tell!("rgpuctl: process {}, microseconds:\n{}", program.pid, table(&program.commands()));
     }
     for (program, table) in waits(folder)? {
-        eprint!("rgpuctl: process {program}, functions that waited for the server:\n{table}");
+        tell!("rgpuctl: process {program}, functions that waited for the server:\n{table}");
     }
-    if let Some((path, file)) = output {
-        let written = timeline::write(&traced, file);
+    if let Some((path, written)) = output {
         let written = written.with_context(|| format!("cannot write {}", path.display()))?;
         say!("rgpuctl: {written} events in {}; open it at https://ui.perfetto.dev", path.display());
     }
@@ -129,7 +136,7 @@ fn waits(folder: &Path) -> Result<Vec<(String, String)>> {
     for entry in std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        let Some(program) = name.strip_prefix("waits-") else { continue };
+        let Some((recording::WAITS, program)) = name.split_once('-') else { continue };
         let text = std::fs::read_to_string(entry.path()).with_context(|| format!("cannot read {name}"))?;
         let rows: Option<Vec<_>> = text.lines().map(waiting).collect();
         let rows = rows.with_context(|| format!("{name} was written by another version"))?;
@@ -233,6 +240,22 @@ mod tests {
         let lines: Vec<Vec<&str>> = all[0].1.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(lines[1], ["cuStreamSynchronize", "9", "9", "12.35"]);
         assert_eq!(lines[2], ["cuMemAlloc_v2", "4", "4", "0.40"]);
+    }
+
+    #[test]
+    fn a_folder_keeps_the_recordings_of_one_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let new = folder.path().join("a/b");
+        assert_eq!(kept(&new).unwrap(), new.canonicalize().unwrap());
+        std::fs::write(new.join("notes-1"), "").unwrap();
+        kept(&new).unwrap();
+        for role in ["program", "bridge", "worker", "waits"] {
+            let file = new.join(format!("{role}-7"));
+            std::fs::write(&file, "").unwrap();
+            let refused = kept(&new).unwrap_err().to_string();
+            assert!(refused.contains(&format!("{role}-7: name another folder")), "{refused}");
+            std::fs::remove_file(file).unwrap();
+        }
     }
 
     #[test]

@@ -404,6 +404,26 @@ fn messages_that_nobody_reads_change_no_programs_status() -> Result<()> {
 }
 
 #[test]
+fn a_timeline_is_written_although_nobody_reads_the_tables() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("timeline");
+    let (reader, writer) = std::io::pipe()?;
+    drop(reader);
+    let mut command = Command::new(tree::binaries().join("rgpuctl"));
+    command
+        .args(["trace", "--backend", "software", "--output"])
+        .arg(&file)
+        .arg("--")
+        .arg(built("vectorAdd")?);
+    command.env("RGPU_LIB_DIR", tree::guest_libraries()).stdout(Stdio::null()).stderr(writer);
+    let status = command.status()?;
+    ensure!(status.code() == Some(0), "{status}");
+    let timeline: Value = serde_json::from_str(&std::fs::read_to_string(&file)?)?;
+    ensure!(timeline["traceEvents"].as_array().is_some_and(|events| !events.is_empty()), "{timeline}");
+    Ok(())
+}
+
+#[test]
 fn a_timeline_that_cannot_be_written_is_noticed_before_the_program_runs() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let mark = folder.path().join("mark").display().to_string();

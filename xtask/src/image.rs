@@ -22,7 +22,8 @@ use crate::{debian, package, process};
 /// Build a disk for guests: Debian 12 with rgpu's driver and libraries, and cloud-init.
 ///
 /// Run it as root on Debian 12 or newer. Next to the disk, it leaves the guest's kernel and initial file
-/// system (.vmlinuz, .initrd), for VMMs that start these themselves. docs/first-guest.md boots it.
+/// system (.vmlinuz, .initrd), for VMMs that start these themselves. docs/first-guest.md boots it. rgpu's
+/// packages for it are made in target/image/packages.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
   cargo xtask image                                target/image/rgpu-guest.qcow2, 4 GiB
@@ -138,6 +139,12 @@ fn folder() -> PathBuf {
     tree::target().join("image")
 }
 
+/// The folder of the packages that are installed in the guest. Those of `cargo xtask package`, which may have
+/// another revision and are optimized, stay as they are.
+fn packages() -> PathBuf {
+    folder().join("packages")
+}
+
 /// Makes the disk that a command line describes.
 pub fn image(arguments: &Arguments) -> Result<()> {
     let mut wanted =
@@ -163,7 +170,7 @@ pub fn make(wanted: &Wanted) -> Result<()> {
     ensure!(nix::unistd::geteuid().is_root(), "making a disk for guests takes root (debootstrap, chroot)");
     let tools = ["debootstrap", "e2fsprogs", "fdisk", "grub-common", "grub-pc-bin", "qemu-utils"];
     debian::packages(&tools, "making a disk for guests")?;
-    package::make(wanted.build, 1, package::QUICK)?;
+    package::make(&packages(), wanted.build, 1, package::QUICK)?;
 
     let (folder, log) = (folder(), process::log("image")?);
     fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
@@ -238,7 +245,7 @@ fn install(wanted: &Wanted, root: &Path, log: &Path) -> Result<String> {
     let step = Step::spinner("installing rgpu in the guest, building its driver");
     let mut files = Vec::new();
     for name in OURS {
-        let from = package::built(name)?;
+        let from = package::built(&packages(), name)?;
         let place = Path::new("/tmp").join(from.file_name().context("a package has a name")?);
         copy(&from, &root.join(place.strip_prefix("/")?))?;
         files.push(place.display().to_string());
@@ -263,8 +270,7 @@ fn finish(root: &Path, log: &Path) -> Result<()> {
     let units = ["systemd-networkd.service", "systemd-resolved.service", "ssh.service"];
     process::run(inside(root, "systemctl").arg("enable").args(units), log)?;
     process::run(inside(root, "apt-get").arg("clean"), log)?;
-    let own = tree::root().join("packaging/image/.");
-    process::run(Command::new("cp").arg("-rT").arg("--no-preserve=ownership").arg(own).arg(root), log)?;
+    package::copy_tree(&tree::root().join("packaging/image"), root)?;
     // Each guest makes its own machine ID, keys and random seed.
     write(&root.join("etc/machine-id"), "")?;
     let mut gone: Vec<PathBuf> = [
@@ -396,6 +402,11 @@ mod tests {
     fn a_guest_has_packages_from_where_its_first_ones_came() {
         let text = fs::read_to_string(tree::root().join("packaging/image/etc/apt/sources.list")).unwrap();
         assert!(text.lines().all(|line| line.ends_with(&format!(" {COMPONENTS}"))), "{text}");
+    }
+
+    #[test]
+    fn a_disk_replaces_no_packages_of_others() {
+        assert!(!packages().starts_with(package::folder()) && !package::folder().starts_with(packages()));
     }
 
     #[test]

@@ -124,14 +124,14 @@ const PACKAGES: &[Package] = &[
     },
 ];
 
-/// The folder of the packages.
+/// The folder of the packages that `cargo xtask package` makes.
 pub fn folder() -> PathBuf {
     tree::target().join("packages")
 }
 
-/// The file of a package that has been built.
-pub fn built(name: &str) -> Result<PathBuf> {
-    matching(&folder(), &format!("{name}_*"))?.pop().with_context(|| format!("there is no package {name}"))
+/// The file of a package that has been built in a folder.
+pub fn built(folder: &Path, name: &str) -> Result<PathBuf> {
+    matching(folder, &format!("{name}_*"))?.pop().with_context(|| format!("there is no package {name}"))
 }
 
 /// Builds and checks the packages.
@@ -140,7 +140,7 @@ pub fn package(arguments: &Arguments) -> Result<()> {
         true => (Build::Debug, QUICK),
         false => (Build::Release, SMALL),
     };
-    make(build, arguments.revision, compression)
+    make(&folder(), build, arguments.revision, compression)
 }
 
 /// Compression of packages that are published: dpkg-deb's method and level.
@@ -155,19 +155,18 @@ pub fn tools() -> Result<()> {
     debian::packages(&["binutils", "lintian"], "making Debian packages")
 }
 
-/// Builds and checks the packages of a build, with a Debian revision.
-pub fn make(build: Build, revision: u32, compression: Compression) -> Result<()> {
+/// Builds and checks the packages of a build, with a Debian revision. They replace what is in `folder`.
+pub fn make(folder: &Path, build: Build, revision: u32, compression: Compression) -> Result<()> {
     tools()?;
     // dpkg-deb refuses folders that not everybody may enter.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
     dist::dist_of(build)?;
     let log = process::log("package")?;
     let step = Step::spinner("making Debian packages");
-    let folder = folder();
     if folder.exists() {
-        fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+        fs::remove_dir_all(folder).with_context(|| format!("cannot remove {}", folder.display()))?;
     }
-    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let version = Version {
         upstream: env!("CARGO_PKG_VERSION").to_owned(),
         full: format!("{}-{}", env!("CARGO_PKG_VERSION"), revision),
@@ -178,7 +177,7 @@ pub fn make(build: Build, revision: u32, compression: Compression) -> Result<()>
     let mut made = Vec::new();
     for package in PACKAGES {
         step.note(package.name);
-        made.push(package.make(&version, &folder, &log)?);
+        made.push(package.make(&version, folder, &log)?);
     }
     step.note("lintian");
     let mut lintian = Command::new("lintian");
@@ -232,7 +231,7 @@ impl Package {
             }
         }
         if own.join("files").is_dir() {
-            process::run(Command::new("cp").arg("-r").arg(own.join("files/.")).arg(&root), log)?;
+            copy_tree(&own.join("files"), &root)?;
         }
         let config = root.join(format!("usr/src/virtio-rgpu-{}/dkms.conf", version.upstream));
         if config.exists() {
@@ -426,6 +425,28 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     set_mode(to, if program { 0o755 } else { 0o644 })
 }
 
+/// Copies what is in a folder into another one. The copies' modes do not depend on the umask under which the
+/// originals were made: everybody can read them, and can execute what its owner can execute.
+pub fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    if !to.exists() {
+        fs::create_dir_all(to).with_context(|| format!("cannot create {}", to.display()))?;
+        set_mode(to, 0o755)?;
+    }
+    for entry in fs::read_dir(from).with_context(|| format!("cannot list {}", from.display()))? {
+        let entry = entry?;
+        let (from, to) = (entry.path(), to.join(entry.file_name()));
+        if from.is_dir() {
+            copy_tree(&from, &to)?;
+            continue;
+        }
+        let context = || format!("cannot copy {} to {}", from.display(), to.display());
+        fs::copy(&from, &to).with_context(context)?;
+        let executable = fs::metadata(&from).with_context(context)?.permissions().mode() & 0o100 != 0;
+        set_mode(&to, if executable { 0o755 } else { 0o644 })?;
+    }
+    Ok(())
+}
+
 fn set_mode(path: &Path, mode: u32) -> Result<()> {
     fs::set_permissions(path, Permissions::from_mode(mode))
         .with_context(|| format!("cannot change the permissions of {}", path.display()))
@@ -440,4 +461,26 @@ fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
     set_mode(path, mode)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_only_their_owner_can_read_are_everybodys_in_a_package() {
+        let folder = tempfile::tempdir().unwrap();
+        let (from, to) = (folder.path().join("from"), folder.path().join("to"));
+        write(&from.join("usr/lib/script"), "#!/bin/sh\n", 0o700).unwrap();
+        write(&from.join("etc/settings"), "", 0o640).unwrap();
+        for place in ["usr/lib", "usr", "etc", ""] {
+            set_mode(&from.join(place), 0o700).unwrap();
+        }
+        // Of another file of the package.
+        write(&to.join("etc/others"), "", 0o600).unwrap();
+        copy_tree(&from, &to).unwrap();
+        let mode = |place: &str| fs::metadata(to.join(place)).unwrap().permissions().mode() & 0o7777;
+        let places = ["usr", "usr/lib", "usr/lib/script", "etc/settings", "etc/others"];
+        assert_eq!(places.map(mode), [0o755, 0o755, 0o755, 0o644, 0o600]);
+    }
 }

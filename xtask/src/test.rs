@@ -410,7 +410,7 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
             &[]
         }
         "guest_packages" => {
-            package::make(Build::Release, 1, package::QUICK)?;
+            package::make(&package::folder(), Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_dkms()?;
             &["--nocapture"]
@@ -422,13 +422,13 @@ fn run_part(part: &str, executables: &Executables, report: &mut Report) -> Resul
             &["--test-threads", "2", "--nocapture"]
         }
         "newcomer" => {
-            package::make(Build::Release, 1, package::QUICK)?;
+            package::make(&package::folder(), Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_slurm()?;
             &["--nocapture"]
         }
         "packages" => {
-            package::make(Build::Release, 1, package::QUICK)?;
+            package::make(&package::folder(), Build::Release, 1, package::QUICK)?;
             programs::build()?;
             machines::prepare_systemd()?;
             &["--test-threads", "2", "--nocapture"]

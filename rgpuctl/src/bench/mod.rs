@@ -157,13 +157,13 @@ fn run(
     for line in BufReader::new(child.stdout.take().context("the measuring process has no output")?).lines() {
         let measurement = parse(&line.context("cannot read the measurements")?)?;
         if terminal {
-            eprint!("{ERASE}{way}: {}", measurement.name);
+            tell!("{ERASE}{way}: {}", measurement.name);
         }
         measured(&measurement.name, child.id());
         measurements.push(measurement);
     }
     if terminal {
-        eprint!("{ERASE}");
+        tell!("{ERASE}");
     }
     let status = child.wait().context("cannot wait for the measuring process")?;
     if !status.success() {
