@@ -29,6 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+mod awake;
 mod buffers;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;

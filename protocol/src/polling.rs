@@ -77,6 +77,8 @@ table! {
     DISPATCHER_REPLY_DUE_TCP: "the same over `tcp`, at most", "records, while a program waits for a reply", [300, 300, 300, 300, 2_000];
     /// A thread reads a connection's next chunk, or waits for the command that the chunk belongs to.
     DATA_CONNECTION: "data connection (worker, `tcp`)", "the next chunk, the chunk's command", [0, 0, 0, 0, 50];
+    /// Also of pieces that are announced: then it is woken ahead of them.
+    DIRECT_CONNECTION: "direct connection (worker, over sockets)", "the next piece", [0, 0, 0, 50, 300];
     /// While it waits for no stream.
     COMPLETER_IDLE: "completer (worker)", "something to wait for", [0, 0, 20, 20, 100];
     /// While it waits for a stream; afterwards it naps between polls. With many processors it polls for as

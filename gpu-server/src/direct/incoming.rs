@@ -13,6 +13,7 @@ use protocol::link::DirectHeader;
 use protocol::ops::direct::{DirectArrivalReply, DirectFailuresReply, MAX_COPIES};
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::awake::Alarm;
 use super::buffers::{Buffer, Common, InUse, Pool};
 use super::near::{Copies, Memory, Named};
 use super::series::{Awaited, InMotion, Landing, Series};
@@ -72,6 +73,8 @@ pub struct Incoming {
     pub(super) copies: Arc<Copies>,
     /// Its number, and who is told if an expected piece will not come.
     pub(super) failures: Option<(u32, Arc<Failures>)>,
+    /// Wakes its thread, if that receives from a socket and polls.
+    pub(super) alarm: Option<Alarm>,
 }
 
 #[derive(Default)]
@@ -133,6 +136,7 @@ impl Incoming {
             named: Named::default(),
             copies: Arc::default(),
             failures,
+            alarm: Alarm::here(),
         }
     }
 
@@ -164,6 +168,7 @@ impl Incoming {
         }
         if number > state.last && !state.over {
             state.expected.insert(number, expected);
+            self.alarm.iter().for_each(Alarm::announce);
             return Ok(());
         }
         let piece = state.pieces.remove(&number);
@@ -190,6 +195,9 @@ impl Incoming {
         let landing = Landing::new(&series, later());
         state.awaited.push_back(Awaited { series, named: Instant::now(), landing });
         self.advance(&mut state);
+        if !state.awaited.is_empty() {
+            self.alarm.iter().for_each(Alarm::announce);
+        }
         Ok(())
     }
 
@@ -354,7 +362,11 @@ impl Incoming {
         patience: Duration,
     ) -> io::Result<()> {
         let mut first = true;
+        let mut polls = self.alarm.as_ref().map(|alarm| (alarm, alarm.polls()));
         loop {
+            if let Some((alarm, polls)) = &mut polls {
+                alarm.wait(stream, polls)?;
+            }
             let mut header = DirectHeader::new_zeroed();
             stream.read_exact(header.as_mut_bytes())?;
             if std::mem::take(&mut first) && header == DirectHeader::offer() {

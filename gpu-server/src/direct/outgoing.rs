@@ -5,7 +5,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use host_bridge::endpoint::Mapped;
 use host_bridge::stream::{QUIET, Stream};
@@ -13,8 +13,10 @@ use host_bridge::verbs::{Domain, Pieces};
 use protocol::Status;
 use protocol::link::DirectHeader;
 use protocol::ops::direct::MAX_COPIES;
+use protocol::polling::DIRECT_CONNECTION;
 use zerocopy::IntoBytes;
 
+use super::awake::Polls;
 use super::buffers::{Bell, Buffer, Common, InPlace, InUse, Pool, Source};
 use super::in_place::Found;
 use super::incoming::IDLE;
@@ -42,12 +44,16 @@ pub struct Outgoing {
     in_place: Mutex<(Arc<()>, Option<Instant>)>,
     /// Boxes of which not all pieces have begun, and the memory of all.
     series: Mutex<(VecDeque<Leaving>, InMotion)>,
+    /// Whether its thread is to be awake when a piece of a box is ready.
+    wakes: bool,
 }
 
 pub(super) enum Job {
     Piece(u64, Source, usize),
     /// This piece will not come.
     Nothing(u64),
+    /// A piece is about to come: the thread is to be awake by then.
+    Soon,
     /// Something to do that ends with a piece's job.
     Run(Box<dyn FnOnce() + Send>),
 }
@@ -58,10 +64,11 @@ impl Outgoing {
         bytes: &Arc<Common>,
         bell: Option<Arc<Bell>>,
         domain: Option<Arc<Domain>>,
+        wakes: bool,
     ) -> Outgoing {
         let (jobs, pool) = (Mutex::new(Some(jobs)), Pool::new(bytes));
         let (named, copies, stream, in_place, series) = Default::default();
-        Outgoing { jobs, pool, bell, named, copies, domain, stream, in_place, series }
+        Outgoing { jobs, pool, bell, named, copies, domain, stream, in_place, series, wakes }
     }
 
     /// `queue`: what pieces go over, instead of the socket.
@@ -71,10 +78,13 @@ impl Outgoing {
         bytes: Arc<Common>,
     ) -> io::Result<Arc<Outgoing>> {
         let (jobs, due) = channel();
-        let due = Jobs { due, last: 0, over: false };
+        let bound = DIRECT_CONNECTION.here();
+        let due = Jobs::new(due, bound);
+        // Over verbs it waits for several things at once, and does not poll.
+        let wakes = queue.is_none() && !bound.is_zero();
         let bell = queue.is_some().then(Bell::new).transpose()?.map(Arc::new);
         let domain = queue.as_ref().map(|queue| Arc::clone(queue.domain()));
-        let outgoing = Arc::new(Outgoing::new(jobs, &bytes, bell.clone(), domain));
+        let outgoing = Arc::new(Outgoing::new(jobs, &bytes, bell.clone(), domain, wakes));
         let (own, stream) = (Arc::clone(&outgoing), Arc::new(stream));
         *lock(&outgoing.stream) = Some(Arc::clone(&stream));
         std::thread::Builder::new().name("rgpu-direct".into()).spawn(move || {
@@ -151,6 +161,9 @@ impl Outgoing {
             }
             in_motion.add(&series);
             all.push_back(Leaving { series, moving: Arc::new(moving), failed: Arc::default(), found });
+        }
+        if self.wakes {
+            self.push(Job::Soon);
         }
         self.advance();
         Ok(())
@@ -244,12 +257,18 @@ pub(super) struct Jobs {
     pub(super) last: u64,
     /// There will be no more.
     pub(super) over: bool,
+    pub(super) polls: Polls,
 }
 
 /// A piece's header, and its bytes if it has any.
 pub(super) type Piece = (DirectHeader, Option<(Source, usize)>);
 
 impl Jobs {
+    /// What comes from `due`, for which a thread polls for `bound` at most.
+    pub(super) fn new(due: Receiver<Job>, bound: Duration) -> Jobs {
+        Jobs { due, last: 0, over: false, polls: Polls::new(bound) }
+    }
+
     /// The next piece, if there is one now.
     pub(super) fn now(&mut self) -> Option<Piece> {
         loop {
@@ -270,7 +289,17 @@ impl Jobs {
 
     /// Waits for the next job. `None`: there will be no more. `moved`: the connection has carried something
     /// since its memory was last given back, which is done once it is quiet.
-    fn next(&self, stream: &Stream, moved: &mut bool) -> Option<Job> {
+    pub(super) fn next(&mut self, stream: &Stream, moved: &mut bool) -> Option<Job> {
+        let begun = Instant::now();
+        if let Some(job) = self.polls.look(|| self.due.try_recv().ok()) {
+            return Some(job);
+        }
+        let job = self.sleep(stream, moved);
+        self.polls.slept(begun.elapsed());
+        job
+    }
+
+    fn sleep(&self, stream: &Stream, moved: &mut bool) -> Option<Job> {
         if std::mem::take(moved) {
             match self.due.recv_timeout(QUIET) {
                 Err(RecvTimeoutError::Timeout) => stream.rest(),
@@ -285,6 +314,10 @@ impl Jobs {
         let (number, piece) = match job {
             Job::Piece(number, bytes, len) => (number, Some((bytes, len))),
             Job::Nothing(number) => (number, None),
+            Job::Soon => {
+                self.polls.announce();
+                return None;
+            }
             Job::Run(run) => {
                 run();
                 return None;
@@ -305,13 +338,14 @@ pub(super) fn send(stream: &Stream, mut jobs: Jobs, bytes: &Common, after: impl 
     while let Some(job) = jobs.next(stream, &mut moved) {
         moved = true;
         if let Some((header, piece)) = jobs.judge(job) {
-            stream.write_all(header.as_bytes())?;
-            if let Some((source, len)) = piece {
-                let Source::Buffer(mut buffer) = source else {
-                    return Err(io::Error::other("device memory cannot be sent over a socket"));
-                };
-                stream.write_all(buffer.bytes(len))?;
-                bytes.all.fetch_add(len as u64, Ordering::Relaxed);
+            match piece {
+                // Together: the other end wakes once for both.
+                Some((Source::Buffer(mut buffer), len)) => {
+                    stream.write_both(header.as_bytes(), buffer.bytes(len))?;
+                    bytes.all.fetch_add(len as u64, Ordering::Relaxed);
+                }
+                Some(_) => return Err(io::Error::other("device memory cannot be sent over a socket")),
+                None => stream.write_all(header.as_bytes())?,
             }
         }
         after();

@@ -3,6 +3,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
 use std::sync::mpsc::channel;
 
+use super::awake::*;
 use super::buffers::*;
 use super::outgoing::*;
 use super::*;
@@ -387,14 +388,14 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     stream.set_nonblocking(true).unwrap();
     let (jobs, due) = channel();
     let domain = Some(Arc::clone(queue.domain()));
-    let outgoing = Outgoing::new(jobs, &Arc::default(), None, domain);
-    (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs { due, last: 0, over: false }))
+    let outgoing = Outgoing::new(jobs, &Arc::default(), None, domain, false);
+    (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs::new(due, Duration::ZERO)))
 }
 
 #[test]
 fn a_piece_that_a_processor_was_to_copy_costs_no_buffer_when_the_connection_is_lost() {
     let (jobs, due) = channel();
-    let outgoing = Arc::new(Outgoing::new(jobs, &Arc::default(), None, None));
+    let outgoing = Arc::new(Outgoing::new(jobs, &Arc::default(), None, None, false));
     let copies_later = |number| {
         let mut piece = outgoing.piece(number);
         piece.by_processor = true;
@@ -410,6 +411,90 @@ fn a_piece_that_a_processor_was_to_copy_costs_no_buffer_when_the_connection_is_l
     assert_eq!(free(), 2);
     copies_later(3);
     assert_eq!(free(), 2);
+}
+
+#[test]
+fn a_pieces_header_and_its_bytes_are_sent_together() {
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+    // A socket that keeps apart what is sent apart.
+    let (ours, theirs) =
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+    let outgoing = Outgoing::start(Stream::from(ours), None, Arc::default()).unwrap();
+    let mut theirs = std::fs::File::from(theirs);
+    for number in 1..4 {
+        send_one(&outgoing, number);
+        let mut message = [0; 64];
+        let len = theirs.read(&mut message).unwrap();
+        let expected = [header(number, 1).as_bytes(), &[number as u8]].concat();
+        assert_eq!(message[..len], expected);
+    }
+    outgoing.end();
+}
+
+#[test]
+fn the_sending_thread_is_woken_while_a_device_still_copies_and_then_polls() {
+    let (jobs, due) = channel();
+    let outgoing = Arc::new(Outgoing::new(jobs, &Arc::default(), None, None, true));
+    let directs = Directs::double();
+    lock(&directs.table).outgoing.insert(1, Some(Arc::clone(&outgoing)));
+    let patient = Arc::<Patient>::default();
+    let series = Series::new(Rows::line(0, 3), 4, 1, Arc::<Patient>::clone(&patient)).unwrap();
+    send_all(&directs, 1, series).unwrap();
+    let mut due = Jobs::new(due, LONG);
+    let stream = Stream::closed().unwrap();
+    let (woken, mut moved) = (due.next(&stream, &mut false).unwrap(), true);
+    assert!(matches!(woken, Job::Soon) && due.judge(woken).is_none());
+    // The device is done when the thread looks already.
+    let copied = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(20));
+        patient.copies()
+    });
+    assert!(matches!(due.next(&stream, &mut moved).unwrap(), Job::Piece(1, _, 3)));
+    assert_eq!((copied.join().unwrap(), due.polls.sleeps), (1, 0));
+    // One that does not poll sleeps.
+    let (jobs, waits) = channel();
+    jobs.send(Job::Nothing(1)).unwrap();
+    let mut waits = Jobs::new(waits, Duration::ZERO);
+    assert!(waits.next(&stream, &mut moved).is_some());
+    assert_eq!(waits.polls.sleeps, 1);
+    lock(&directs.table).outgoing.clear();
+}
+
+#[test]
+fn the_receiving_thread_is_woken_when_a_piece_is_expected_and_then_polls() {
+    let call = Call::new(Arc::new(Listener::new(|_: Told<'_>| {})));
+    let patient = Arc::<Patient>::default();
+    let boxes = |incoming: &Incoming, first| {
+        let series = Series::new(Rows::line(0, 4), 4, first, Arc::<Patient>::clone(&patient)).unwrap();
+        incoming.receive_all(series, || call.later()).unwrap();
+    };
+    let single = |incoming: &Incoming, number| {
+        let (to, memory) = (Rows::line(0, 4), PieceMemory::Device);
+        let carrier = Arc::<Patient>::clone(&patient);
+        incoming.expect(number, Expected { to, memory, seq: 1, carrier }).unwrap();
+    };
+    for expects in [&boxes as &dyn Fn(&Incoming, u64), &single] {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let mut incoming = Incoming::new(Arc::default(), None);
+        incoming.alarm = Alarm::new(Duration::from_millis(1));
+        let alarm = incoming.alarm.as_ref().unwrap();
+        let stream = Stream::from(OwnedFd::from(theirs));
+        let mut polls = Polls::new(Duration::from_millis(1));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                alarm.wait(&stream, &mut polls).unwrap();
+                polls.sleeps
+            });
+            test_kit::until("it sleeps", || alarm.is_asleep());
+            expects(&incoming, 1);
+            test_kit::until("it has been woken", || alarm.woken() == 1);
+            ours.write_all(header(1, 4).as_bytes()).unwrap();
+            assert!(waits.join().unwrap() >= 1);
+        });
+        // Nobody rings for a thread that is awake.
+        expects(&incoming, 2);
+        assert_eq!(alarm.woken(), 1);
+    }
 }
 
 /// Sends a piece of one byte.

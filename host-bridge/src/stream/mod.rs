@@ -266,7 +266,7 @@ impl Stream {
     }
 
     /// Whether bytes have come that the socket no longer tells of: they were received with others.
-    pub(crate) fn has_input(&self) -> bool {
+    pub fn has_input(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| {
             let receiving = lock(&tls.receiving);
             !receiving.plain().is_empty() || receiving.has_record()
@@ -297,7 +297,7 @@ impl Stream {
     }
 
     /// Whether a receive would not wait, because something has come or the connection is over.
-    pub(crate) fn is_readable(&self) -> bool {
+    pub fn is_readable(&self) -> bool {
         self.has_input()
             || !matches!(
                 recv(self.socket.as_raw_fd(), &mut [0], MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT),
@@ -307,7 +307,7 @@ impl Stream {
 
     /// Sends `head` and then `tail`, all of both. To be used on a socket that blocks, by one thread at a
     /// time.
-    pub(crate) fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
+    pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let Some(tls) = &self.tls else {
             let mut at = 0;
             while at < head.len() {

@@ -212,7 +212,7 @@ fn if_a_connection_between_servers_breaks_copies_go_through_the_client_until_the
 
 #[test]
 fn large_copies_take_several_connections() -> Result<()> {
-    // One for each 2 MiB of a copy, and at most four.
+    // One for each 512 KiB of a copy, and at most four.
     const MOST: usize = 4;
     for (transport, from) in [(Transport::Tcp, 0), (Transport::Tcp, 1), (Transport::Local, 0)] {
         let mut rigs = connected("pool-large", &[transport])?;

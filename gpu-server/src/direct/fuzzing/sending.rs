@@ -1,6 +1,7 @@
 //! A peer that takes anything: the end that is tested sends to it.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use host_bridge::verbs::software::Outside;
 use protocol::link::DIRECT_VERBS_SINCE;
@@ -53,13 +54,13 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
     assert_eq!(software::peer(pair), Some(answer.queue_pair));
     stream.set_nonblocking(true).expect("a socket");
     let (jobs, due) = channel();
-    let outgoing = Outgoing::new(jobs, &Arc::default(), None, None);
+    let outgoing = Outgoing::new(jobs, &Arc::default(), None, None, false);
     let mut receiver = HostileReceiver {
         steps,
         ours,
         stream: &stream,
         outgoing: Arc::new(outgoing),
-        sender: VerbsSender::new(queue, Jobs { due, last: 0, over: false }),
+        sender: VerbsSender::new(queue, Jobs::new(due, Duration::ZERO)),
         pair,
         bytes: Common::default(),
         // One was for the probe.

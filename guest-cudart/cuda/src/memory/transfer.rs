@@ -165,6 +165,7 @@ impl<'s> Transfer<'s> {
         {
             return Ok(bytes);
         }
+        let _reading = context.reading(stream.is_free());
         let slot = stream.slot_to_wait()?;
         let op = MemcpyDtoHInline { stream: stream.id, src: piece.src, len: piece.len };
         let copy = || slot.submit(&op);

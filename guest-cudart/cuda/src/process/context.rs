@@ -56,9 +56,10 @@ pub(crate) struct Context {
     pub last_unheld: LastSeq,
     /// The same as `last_work`, for streams that don't wait for the legacy default stream.
     last_free_work: LastSeq,
-    /// Records being appended to such streams: they may be in the ring but not yet counted in
-    /// `last_free_work`.
-    appending_free: AtomicU64,
+    /// The records that are appended to such streams.
+    announced_free: Announced,
+    /// Those that are appended to the others, if the process has several servers.
+    announced: Announced,
     /// All work up to this `seq` is known to be done.
     synced: LastSeq,
     /// What is fetched together with waits for the legacy default stream.
@@ -98,16 +99,39 @@ impl Drop for Change<'_> {
 }
 
 /// Announces a record that is about to be appended. See [`Context::appending`].
-pub(crate) struct Appending<'c> {
-    context: &'c Context,
-    free: bool,
-}
+pub(crate) struct Appending<'c>(Option<&'c Announced>);
 
 impl Drop for Appending<'_> {
     fn drop(&mut self) {
-        if self.free {
-            self.context.appending_free.fetch_sub(1, Ordering::AcqRel);
+        if let Some(announced) = self.0 {
+            announced.0.fetch_sub(1, Ordering::AcqRel);
         }
+    }
+}
+
+/// How many records were announced, and how many of them are open: they may be in the ring, but not yet
+/// counted as work.
+#[derive(Default)]
+pub(crate) struct Announced(AtomicU64);
+
+impl Announced {
+    /// Bits for the open ones, of which a thread has one.
+    const OPEN: u32 = 20;
+
+    fn begin(&self) -> Appending<'_> {
+        self.0.fetch_add((1 << Self::OPEN) + 1, Ordering::AcqRel);
+        Appending(Some(self))
+    }
+
+    /// How many there have been, if none is open: then all of them are counted as work.
+    pub fn settled(&self) -> Option<u64> {
+        let all = self.0.load(Ordering::Acquire);
+        (all % (1 << Self::OPEN) == 0).then_some(all >> Self::OPEN)
+    }
+
+    /// How many there have been.
+    pub fn count(&self) -> u64 {
+        self.0.load(Ordering::Acquire) >> Self::OPEN
     }
 }
 
@@ -182,7 +206,8 @@ impl Context {
                 last_holding: LastSeq::new(),
                 last_unheld: LastSeq::new(),
                 last_free_work: LastSeq::new(),
-                appending_free: AtomicU64::new(0),
+                announced_free: Announced::default(),
+                announced: Announced::default(),
                 synced: LastSeq::new(),
                 copies_ahead: CopiesAhead::default(),
                 turn: Mutex::new(()),
@@ -220,10 +245,19 @@ impl Context {
     /// [`worked`](Self::worked).
     #[inline]
     pub fn appending(&self, free: bool) -> Appending<'_> {
-        if free {
-            self.appending_free.fetch_add(1, Ordering::AcqRel);
-        }
-        Appending { context: self, free }
+        // A program with one server never asks for the others.
+        if free || self.server.several { self.announced(free).begin() } else { Appending(None) }
+    }
+
+    /// Announces a copy to the host that is not counted as work, until its bytes are here: nothing may begin
+    /// meanwhile that comes behind it. `free` as above.
+    pub fn reading(&self, free: bool) -> Appending<'_> {
+        if self.server.several { self.announced(free).begin() } else { Appending(None) }
+    }
+
+    /// The announced records of streams that don't wait for the legacy default stream, or of the others.
+    pub fn announced(&self, free: bool) -> &Announced {
+        if free { &self.announced_free } else { &self.announced }
     }
 
     /// Notes that record `seq` is work in this context. `free`: on a stream that doesn't wait for the legacy
@@ -253,9 +287,7 @@ impl Context {
     /// `last_free_work`, read after that check, covers all of them.
     pub fn legacy_is_synced(&self, seq: Seq) {
         self.legacy_synced.raise(seq);
-        if self.appending_free.load(Ordering::Acquire) == 0
-            && self.synced.has_reached_all_of(&self.last_free_work)
-        {
+        if self.announced_free.settled().is_some() && self.synced.has_reached_all_of(&self.last_free_work) {
             self.is_synced(seq);
         }
     }
@@ -276,7 +308,7 @@ impl Context {
     /// The last work on streams that don't wait for the legacy default stream, if all of it is known to be
     /// done, and if nothing outside the context changes its memory.
     fn finished_beside(&self) -> Option<Option<Seq>> {
-        let none_open = self.appending_free.load(Ordering::Acquire) == 0;
+        let none_open = self.announced_free.settled().is_some();
         let last = self.last_free_work.get();
         let done = none_open && last.is_none_or(|last| self.synced.has_reached(last));
         (done && !fences::shares() && is_only(self)).then_some(last)

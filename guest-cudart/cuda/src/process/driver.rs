@@ -41,6 +41,8 @@ pub(crate) struct Driver {
 /// belongs to that server's session.
 pub(crate) struct Server {
     pub session: &'static Session,
+    /// Whether the process has others, too.
+    pub several: bool,
     /// Whether the server can delay reading the source of a copy until the stream reaches the copy.
     pub reads_late: bool,
     /// The devices run an image's machine code instead of its PTX.
@@ -176,11 +178,12 @@ pub(crate) fn init() -> Result<&'static Driver> {
     unsafe { libc::atexit(end) };
     // Sent together and answered in one exchange per server: nearly every server has at least one device.
     let asked: Vec<Asked> = sessions.iter().map(|session| Asked::begin(session)).collect::<Result<_>>()?;
+    let several = asked.len() > 1;
     let mut version = i32::MAX;
     let mut servers: Vec<&'static Server> = Vec::new();
     let mut found: Vec<Found> = Vec::new();
     for asked in asked {
-        let (server, its_version, infos) = asked.end()?;
+        let (server, its_version, infos) = asked.end(several)?;
         version = version.min(its_version);
         found.extend((0..).zip(infos).map(|(number, info)| Found { server, number, info }));
         servers.push(server);
@@ -249,8 +252,9 @@ impl Asked {
         Ok(Asked { session, about, first })
     }
 
-    /// Waits for the answers: the server, its driver's version, and its devices.
-    fn end(self) -> Result<(&'static Server, i32, Vec<DeviceInfoReply>)> {
+    /// Waits for the answers: the server, its driver's version, and its devices. `several`: the process has
+    /// other servers.
+    fn end(self, several: bool) -> Result<(&'static Server, i32, Vec<DeviceInfoReply>)> {
         let Asked { session, about, first } = self;
         let info = about.wait()?;
         session.set_server(&info.server);
@@ -265,6 +269,7 @@ impl Asked {
         let version = info.driver_version as i32;
         let server: &'static Server = Box::leak(Box::new(Server {
             session,
+            several,
             reads_late: info.reads_late,
             runs_machine_code: info.runs_machine_code,
             device_count: info.device_count,
@@ -320,6 +325,7 @@ impl Server {
         let session = unused::session();
         Box::leak(Box::new(Server {
             session,
+            several: true,
             reads_late: false,
             runs_machine_code: false,
             device_count,

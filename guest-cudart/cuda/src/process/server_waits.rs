@@ -3,27 +3,31 @@
 //! No device can wait for another server's device. So the waiting stream is held, as if by a host function,
 //! until a thread here sees the other stream's progress word pass the record. The program's own threads don't
 //! wait.
+//!
+//! A stream that had nothing else to do is known to be idle once its wait is over, without being asked. So a
+//! copy between the default streams of two servers needs no exchange for the order with the one before it.
 
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
 use crate::abi::result::Result;
-use crate::process::context::Context;
 use crate::process::fences;
 use crate::process::host_calls;
-use crate::process::stream::Stream;
+use crate::process::stream::{Before, Stream};
 use crate::process::work_signal;
 use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
-use client::ops::stream::{StreamHostSignal, StreamMark};
+use client::ops::stream::StreamHostSignal;
 use client::seq::Seq;
 use client::session::Session;
 use client::{Status, lock, log};
 
 /// A held stream, and what it waits for.
 struct Wait {
-    /// The held stream's context.
-    held: &'static Context,
+    held: Arc<Stream>,
     ticket: TicketId,
+    /// Its wait for the ticket, and all that comes before that, if it is known.
+    wait: Seq,
+    before: Option<Before>,
     other: Arc<Stream>,
     record: Seq,
 }
@@ -40,11 +44,13 @@ static WAITS: [Waits; MAX_SERVERS] =
     [const { Waits { all: Mutex::new(Vec::new()), came: Condvar::new(), start: Once::new() } }; MAX_SERVERS];
 
 /// Makes a stream wait for a publishing record of another server's stream.
-pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result {
+pub(crate) fn hold(stream: &Arc<Stream>, other: &Arc<Stream>, record: Seq) -> Result {
+    let mut behind = None;
     if !stream.is_free() {
         // As a wait for an event is: an operation that comes behind the streams that this one waits for, and
         // for which they wait. The wait for the ticket is none.
-        stream.publishing_work(&StreamMark { stream: stream.id })?;
+        let (mark, before) = stream.mark_behind_all()?;
+        behind = before.map(|before| (mark, before));
     }
     if other.has_passed(record) {
         work_signal::other_servers_work_is_done();
@@ -61,7 +67,10 @@ pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result 
     let ticket = host_calls::ticket();
     let seq = stream.wait_for_ticket(ticket)?;
     stream.waits_for(seq, other, record);
-    lock(&waits.all).push(Wait { held: stream.context, ticket, other: other.clone(), record });
+    // Otherwise another thread's work may be between them.
+    let before = behind.filter(|(mark, _)| seq.is_next_after(*mark)).map(|(_, before)| before);
+    let wait = Wait { held: stream.clone(), ticket, wait: seq, before, other: other.clone(), record };
+    lock(&waits.all).push(wait);
     waits.came.notify_one();
     // The thread may have checked before this wait was added and now sleep until the other server makes
     // progress.
@@ -70,7 +79,11 @@ pub(crate) fn hold(stream: &Stream, other: &Arc<Stream>, record: Seq) -> Result 
 }
 
 /// Makes a stream wait for all work so far on another stream, of any server.
-pub(crate) fn join(from: &Arc<Stream>, to: &Stream) -> Result {
+pub(crate) fn join(from: &Arc<Stream>, to: &Arc<Stream>) -> Result {
+    // It may be idle but for a wait that is over, of which a thread is just learning.
+    for waits in &WAITS {
+        waits.end(None, |wait| Arc::ptr_eq(&wait.held, from) && wait.is_over());
+    }
     if from.is_known_idle() {
         return Ok(());
     }
@@ -91,11 +104,18 @@ impl Wait {
         // The lost server never passes the record, so the work behind the wait must not appear to have
         // succeeded.
         if let Some(status) = lost.filter(|_| !self.is_over()) {
-            self.held.fail(status);
+            self.held.context.fail(status);
         }
         work_signal::other_servers_work_is_done();
         // If its own server is lost, nothing could continue anyway.
-        let _ = self.held.session().append(&StreamHostSignal { ticket: self.ticket });
+        let signaled = self.held.session().append(&StreamHostSignal { ticket: self.ticket });
+        if let Some(before) = &self.before
+            && signaled.is_ok()
+            && lost.is_none()
+            && self.held.has_done(before)
+        {
+            self.held.is_synced(self.wait);
+        }
     }
 }
 
@@ -124,6 +144,7 @@ fn serve(session: &'static Session, waits: &Waits) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::context::Context;
     use crate::process::driver::Server;
     use crate::process::stream::NON_BLOCKING;
     use client::channel::MAX_CONTEXTS;
@@ -146,5 +167,33 @@ mod tests {
         }
         hold(&free, &slow, record).unwrap();
         assert!(free.due().is_some() && free.last_mark.get().is_none(), "it waits for no other");
+    }
+
+    #[test]
+    fn a_stream_that_only_waited_for_another_server_is_known_to_be_idle() {
+        let [held, other] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
+        let (idle, slow) = (held.legacy(), other.legacy());
+        let pass = |record: Seq| {
+            let word = slow.session().progress().stream(slow.id).unwrap();
+            while !record.is_reached_at(word.load(std::sync::atomic::Ordering::Relaxed)) {
+                word.fetch_add(1, std::sync::atomic::Ordering::Release);
+            }
+        };
+        let slow_work = || slow.work(&client::ops::stream::StreamMark { stream: slow.id }).unwrap();
+        slow_work();
+        join(slow, idle).unwrap();
+        assert!(!idle.is_known_idle());
+        pass(slow.last_mark.get().unwrap());
+        // What waits for it finds that nothing is there to wait for.
+        let before = slow.session().last_seq();
+        join(idle, slow).unwrap();
+        assert!(idle.is_known_idle() && slow.session().last_seq() == before);
+        // Work before the wait may not be over with it.
+        idle.work(&client::ops::stream::StreamMark { stream: idle.id }).unwrap();
+        slow_work();
+        join(slow, idle).unwrap();
+        pass(slow.last_mark.get().unwrap());
+        join(idle, slow).unwrap();
+        assert!(!idle.is_known_idle() && slow.session().last_seq() != before);
     }
 }

@@ -81,6 +81,13 @@ pub(crate) struct Stream {
     pub room_until: AtomicU64,
 }
 
+/// All that a mark on a stream waits for: the last record of its own work, or for a legacy default stream of
+/// its context's, and the last one of the legacy default stream that it waits for.
+pub(crate) struct Before {
+    last: Option<Seq>,
+    legacy: Option<Seq>,
+}
+
 impl Stream {
     /// The legacy default stream of a context.
     pub fn legacy(context: &'static Context) -> Arc<Stream> {
@@ -229,6 +236,32 @@ impl Stream {
         let seq = self.settled_work(op)?;
         self.last_mark.raise(seq);
         Ok(seq)
+    }
+
+    /// Puts a mark on the stream that counts as work, like [`publishing_work`](Self::publishing_work). Returns
+    /// its `seq`, and all that it waits for, unless another thread is putting something there. Once
+    /// that [is known to be done](Self::has_done), the stream has reached the mark, even if its progress word
+    /// doesn't show it yet.
+    ///
+    /// Every record before the mark was announced before the mark was appended. So if none was open before the
+    /// last ones were looked up, and the mark's own is the only one since, no other record is before it.
+    pub fn mark_behind_all(&self) -> Result<(Seq, Option<Before>)> {
+        let announced = self.context.announced(self.is_free());
+        let settled = announced.settled();
+        let legacy = self.context.legacy();
+        let waits = !self.legacy && !self.is_free();
+        let before = Before { last: self.due(), legacy: waits.then(|| legacy.last_work.get()).flatten() };
+        let mark = self.publishing_work(&StreamMark { stream: self.id })?;
+        let is_all = settled.is_some_and(|count| announced.count() == count + 1);
+        Ok((mark, is_all.then_some(before)))
+    }
+
+    /// Whether all that is known to be done, without asking.
+    pub fn has_done(&self, before: &Before) -> bool {
+        // What is known of a legacy default stream's own work says nothing of what it waits for.
+        let own = |last| if self.legacy { self.is_known_done(last) } else { self.own_is_known_done_to(last) };
+        before.last.is_none_or(own)
+            && before.legacy.is_none_or(|last| self.context.legacy().own_is_known_done_to(last))
     }
 
     /// Makes the stream wait for a ticket. Returns the record's `seq`.
@@ -660,6 +693,77 @@ mod tests {
                     scope.spawn(work);
                 }
             });
+        }
+    }
+
+    #[test]
+    fn a_stream_has_reached_a_mark_once_all_before_it_is_known_to_be_done() {
+        let [stream, other, free] = streams([0, 0, NON_BLOCKING]);
+        let legacy = stream.context.legacy();
+        let work = |stream: &Stream| stream.work(&StreamMark { stream: stream.id }).unwrap();
+        // Whether that is known right away.
+        let knows = |stream: &Stream| {
+            let (mark, before) = stream.mark_behind_all().unwrap();
+            let known = stream.has_done(&before.expect("no other thread puts work there"));
+            stream.is_synced(mark);
+            known
+        };
+        assert_eq!([legacy, &stream, &other, &free].map(|stream| knows(stream)), [true; 4]);
+        for (at, own) in [(0, &stream), (2, &free)] {
+            let last = work(own);
+            assert!(!knows(own), "{at}");
+            assert!(!last.may_be_after(own.synced.get().unwrap()));
+            assert!(knows(own), "its next mark was passed");
+        }
+        // The legacy default stream waits for a blocking one, which waits for it.
+        let last = work(&other);
+        assert_eq!([&stream, &free, legacy].map(|stream| knows(stream)), [true, true, false]);
+        other.is_synced(last);
+        let last = work(legacy);
+        assert!(knows(&free), "it waits for neither");
+        let (mark, before) = stream.mark_behind_all().unwrap();
+        let before = before.unwrap();
+        assert!(!stream.has_done(&before) && !last.may_be_after(mark));
+        legacy.is_synced(last);
+        assert!(stream.has_done(&before));
+    }
+
+    #[test]
+    fn what_is_before_a_mark_is_not_known_while_others_put_work_there() {
+        for flags in [0, NON_BLOCKING] {
+            let [stream, ..] = streams([flags; 3]);
+            // Work, and a copy to the host that is none.
+            for announce in [Context::appending, Context::reading] {
+                let open = announce(stream.context, stream.is_free());
+                assert!(stream.mark_behind_all().unwrap().1.is_none());
+                drop(open);
+                assert!(stream.mark_behind_all().unwrap().1.is_some());
+            }
+            // Whatever several threads do, no record is between what is known and the mark.
+            let (mut seqs, mut marks) = (Vec::new(), Vec::new());
+            std::thread::scope(|scope| {
+                let each = || {
+                    let (mut seqs, mut marks) = (Vec::new(), Vec::new());
+                    for _ in 0..500 {
+                        seqs.push(stream.work(&StreamMark { stream: stream.id }).unwrap());
+                        let (mark, before) = stream.mark_behind_all().unwrap();
+                        seqs.push(mark);
+                        marks.extend(before.and_then(|before| Some((before.last?, mark))));
+                    }
+                    (seqs, marks)
+                };
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(each)).collect();
+                for thread in threads {
+                    let (more, known) = thread.join().unwrap();
+                    seqs.extend(more);
+                    marks.extend(known);
+                }
+            });
+            seqs.sort_by_key(|seq| seq.in_timeline());
+            for (before, mark) in marks {
+                let at = seqs.iter().position(|seq| *seq == mark).unwrap();
+                assert_eq!(seqs[at - 1], before, "{mark:?}");
+            }
         }
     }
 

@@ -30,7 +30,7 @@ use client::session::Ahead;
 use client::{Status, lock};
 
 /// Makes a stream wait for an event's last record, if there is one.
-pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
+pub(crate) fn wait(stream: &Arc<Stream>, event: &Event) -> Result {
     // The lock is held until the server has been asked, so that another thread's record does not come in
     // between: the stream would wait for that one, and the last one would seem to be done.
     let last = lock(&event.last);
@@ -52,7 +52,7 @@ pub(crate) fn wait(stream: &Stream, event: &Event) -> Result {
 }
 
 /// Makes a stream wait for an event of another server.
-fn wait_for_other_server(stream: &Stream, event: &Event, last: Option<(Arc<Stream>, Seq)>) -> Result {
+fn wait_for_other_server(stream: &Arc<Stream>, event: &Event, last: Option<(Arc<Stream>, Seq)>) -> Result {
     match last {
         Some((other, record)) if !event.is_shared() => server_waits::hold(stream, &other, record),
         // Its server does not tell this process when another one's record is passed.

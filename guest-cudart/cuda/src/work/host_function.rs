@@ -2,6 +2,9 @@
 //!
 //! Each is a mark followed by a wait of the stream for a ticket. A thread watches the streams' progress words
 //! for passed marks, calls the function and signals the ticket.
+//!
+//! A copy to or from another server does not wait for the progress word if all that its mark waits for is
+//! known to be done: after a wait of the program for the stream, and right behind another such copy.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -14,12 +17,12 @@ use crate::abi::types::{HostFn, StreamCallback};
 use crate::memory::managed::{self, shared_blocks};
 use crate::process::driver::{Driver, Server, driver};
 use crate::process::host_calls::{self, CALLED, CALLING, STOPPED};
-use crate::process::stream::Stream;
+use crate::process::stream::{Before, Stream};
 use crate::process::{context, fences, holds};
 use crate::streams::stream_table;
 use client::channel::MAX_SERVERS;
 use client::handle::TicketId;
-use client::ops::stream::{StreamHostSignal, StreamMark};
+use client::ops::stream::StreamHostSignal;
 use client::seq::Seq;
 use client::{Status, lock, log};
 
@@ -50,6 +53,9 @@ impl Others {
 struct Call {
     stream: Arc<Stream>,
     mark: Seq,
+    /// All that the mark waits for. `None` if that is not known, and for functions that always wait for the
+    /// mark.
+    before: Option<Before>,
     /// The stream's wait for the ticket, and whether it directly follows the mark.
     wait: Seq,
     adjacent: bool,
@@ -133,9 +139,22 @@ pub(crate) fn on(
             log::error(format_args!("cannot start the thread for stream callbacks: {error}"));
         }
     });
+    put(queue, stream, ticket, function, data)
+}
+
+/// Puts a call on its stream and into a queue.
+fn put(
+    queue: &Queue,
+    stream: Arc<Stream>,
+    ticket: TicketId,
+    function: Function,
+    data: *mut c_void,
+) -> Result {
     // Under the queue's lock, so that calls are queued in their streams' order.
     let mut calls = lock(&queue.calls);
-    let mark = stream.publishing_work(&StreamMark { stream: stream.id })?;
+    let (mark, before) = stream.mark_behind_all()?;
+    // The program's functions see mapped memory as it is when the server has told of the mark.
+    let before = before.filter(|_| matches!(function, Function::Copy(..)));
     let wait = stream.wait_for_ticket(ticket)?;
     holds::calls(&stream, wait);
     // Otherwise another thread's work on the stream may be between them.
@@ -143,7 +162,7 @@ pub(crate) fn on(
     if adjacent {
         stream.last_call.raise(wait);
     }
-    calls.push_back(Call { stream, mark, wait, adjacent, ticket, function, data });
+    calls.push_back(Call { stream, mark, before, wait, adjacent, ticket, function, data });
     queue.came.notify_one();
     Ok(())
 }
@@ -152,7 +171,9 @@ pub(crate) fn on(
 /// overtakes another.
 fn next(queue: &Queue) -> Option<Call> {
     let mut calls = lock(&queue.calls);
-    let at = calls.iter().position(|call| call.stream.has_passed(call.mark))?;
+    let at = calls.iter().position(|Call { stream, mark, before, .. }| {
+        before.as_ref().is_some_and(|before| stream.has_done(before)) || stream.has_passed(*mark)
+    })?;
     calls.remove(at)
 }
 
@@ -265,6 +286,40 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::context::Context;
+    use crate::process::stream::NON_BLOCKING;
+    use client::channel::MAX_CONTEXTS;
+    use client::handle::{ContextId, StreamId};
+    use client::ops::stream::StreamMark;
+
+    #[test]
+    fn a_copy_between_servers_asks_for_no_progress_if_all_before_it_is_known_to_be_done() {
+        // It never says that a stream has passed anything.
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let stream = Arc::new(Stream::new(StreamId(MAX_CONTEXTS), context, NON_BLOCKING, 0, false));
+        let queue = Queue::new();
+        let puts = |function| {
+            let ticket = host_calls::ticket();
+            put(&queue, stream.clone(), ticket, function, std::ptr::null_mut()).unwrap();
+        };
+        let copy = || Function::Copy(Others([0, 1]), Box::new(|| Ok(())));
+        (0..2).for_each(|_| puts(copy()));
+        let first = next(&queue).expect("nothing is before it");
+        assert!(next(&queue).is_none(), "the first copy has not returned");
+        stream.is_synced(first.wait);
+        let second = next(&queue).expect("the first one has returned");
+        let work = stream.work(&StreamMark { stream: stream.id }).unwrap();
+        puts(copy());
+        stream.is_synced(second.wait);
+        assert!(next(&queue).is_none(), "there is work between");
+        stream.is_synced(work);
+        assert!(next(&queue).is_some());
+        stream.is_synced(stream.last_work.get().unwrap());
+        // Another one may have to see what the device has written.
+        puts(Function::Own(Box::new(|| ())));
+        assert!(next(&queue).is_none());
+        context.server.lose();
+    }
 
     #[test]
     fn a_copy_waits_only_for_copies_that_need_the_same_servers() {
