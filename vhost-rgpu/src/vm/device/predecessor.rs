@@ -10,6 +10,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use host_bridge::bridge::{ChannelMemory, Closed, Saved, Session, tell_lost};
+use protocol::channel::State;
 use protocol::device::{CONTROL_QUEUE, Extent};
 use vhost_user_backend::VringT;
 use virtio_queue::QueueT;
@@ -139,18 +140,6 @@ impl Device {
                 continue;
             }
             let ends = destroyed.contains(&channel);
-            if leftover.server.waits && !ends {
-                match GiveUp::new() {
-                    Ok(give_up) => {
-                        self.channels().insert(channel, Channel::Opening(give_up.clone()));
-                        waiting.push((channel, leftover.extents, give_up));
-                        continue;
-                    }
-                    Err(Refusal(_, why)) => {
-                        tracing::warn!("{}: channel {channel} of the predecessor: {why}", self.who);
-                    }
-                }
-            }
             if let (Some(saved), false) = (&leftover.saved, ends) {
                 match self.resume_session(channel, &leftover, saved) {
                     Ok(()) => {
@@ -163,6 +152,18 @@ impl Device {
                 }
             }
             leftover.end();
+            if !ends && self.still_waits(&leftover) {
+                match GiveUp::new() {
+                    Ok(give_up) => {
+                        self.channels().insert(channel, Channel::Opening(give_up.clone()));
+                        waiting.push((channel, leftover.extents, give_up));
+                        continue;
+                    }
+                    Err(Refusal(_, why)) => {
+                        tracing::warn!("{}: channel {channel} of the predecessor: {why}", self.who);
+                    }
+                }
+            }
             let gone = leftover.server.config().err();
             self.tell_lost(channel, &leftover.extents, gone.as_ref().unwrap_or(&reason));
             self.channels().insert(channel, Channel::Left(Arc::new(leftover)));
@@ -180,6 +181,16 @@ impl Device {
             self.ask_again(channel, extents, give_up, epoch);
         }
         fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
+    }
+
+    /// Whether a channel's program waits for its session and nobody is left who could tell it of one. So no
+    /// session has done anything for it, and it can be given another one.
+    fn still_waits(&self, leftover: &Leftover) -> bool {
+        let told_to_wait = || {
+            let view = self.memories().view(&leftover.extents, bytes_of(&leftover.extents));
+            view.is_ok_and(|view| view.header().state() == State::Waiting)
+        };
+        leftover.server.waits || leftover.close(Duration::ZERO) == Closed::Released && told_to_wait()
     }
 
     /// Continues the session of a predecessor's channel.
@@ -248,7 +259,19 @@ mod tests {
 
     use super::*;
     use crate::stage::StoredServer;
-    use crate::vm::fuzzing::with_channel_after_reset;
+    use crate::vm::fuzzing::{with_channel_after_reset, with_session_that_had_begun};
+
+    #[test]
+    fn a_program_that_waits_gets_another_session_in_place_of_one_that_had_begun() {
+        let opened = with_session_that_had_begun(|device| {
+            let waits =
+                || matches!(device.channels().get(&0), Some(Channel::Opening(_) | Channel::Waiting(_)));
+            until("it waits no more", || !waits());
+            assert!(device.session(0, device.gate.epoch()).is_ok(), "it has none");
+            assert_eq!(device.registry.totals.lost.load(Ordering::Relaxed), 0);
+        });
+        assert_eq!(opened, 1);
+    }
 
     /// A worker, and what the predecessor that it served has left of its session.
     struct Worker {
