@@ -145,6 +145,34 @@ impl Drop for Mapping {
     }
 }
 
+impl Mapping {
+    /// Maps a file range, readable and writable, shared.
+    fn new(memory: Memory, file: OwnedFd) -> Result<Mapping, MemoryError> {
+        let stat = nix::sys::stat::fstat(&file)
+            .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
+        if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT != SFlag::S_IFREG {
+            return Err(MemoryError::NoFile { size: memory.size });
+        }
+        let end = memory.file_offset.checked_add(memory.size);
+        let length = usize::try_from(memory.size).ok().and_then(NonZeroUsize::new);
+        let (Some(length), true) = (length, end.is_some_and(|end| end <= stat.st_size as u64)) else {
+            return Err(MemoryError::ShortFile {
+                size: memory.size,
+                offset: memory.file_offset,
+                file: stat.st_size as u64,
+            });
+        };
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice; it aliases nothing in this process.
+        let at = unsafe { mmap(None, length, protection, flags, &file, memory.file_offset as i64) }
+            .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
+        let page = page_size(&file);
+        let id = (stat.st_dev, stat.st_ino);
+        Ok(Mapping { memory, at: at.cast(), file, id, page })
+    }
+}
+
 /// Bytes of a page of a file: more than [`PAGE`] on hugetlbfs alone.
 fn page_size(file: &OwnedFd) -> u64 {
     match nix::sys::statfs::fstatfs(file) {
@@ -179,31 +207,24 @@ pub struct Memories {
 impl Memories {
     /// Maps each file range, readable and writable, shared.
     pub fn map(memories: Vec<(Memory, OwnedFd)>) -> Result<Memories, MemoryError> {
+        let mapped = memories.into_iter().map(|(memory, file)| Mapping::new(memory, file));
+        Ok(Memories { mappings: Arc::new(mapped.collect::<Result<_, _>>()?) })
+    }
+
+    /// The same without those that cannot be mapped, of which `left_out` is told: extents there lie outside
+    /// the client's memory. One that its file is too short for is an error even so: whoever touched it would
+    /// die of that.
+    pub fn map_possible(
+        memories: Vec<(Memory, OwnedFd)>,
+        mut left_out: impl FnMut(Memory, &MemoryError),
+    ) -> Result<Memories, MemoryError> {
         let mut mappings = Vec::with_capacity(memories.len());
         for (memory, file) in memories {
-            let stat = nix::sys::stat::fstat(&file)
-                .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
-            if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT != SFlag::S_IFREG {
-                return Err(MemoryError::NoFile { size: memory.size });
+            match Mapping::new(memory, file) {
+                Ok(mapping) => mappings.push(mapping),
+                Err(e @ MemoryError::ShortFile { .. }) => return Err(e),
+                Err(e) => left_out(memory, &e),
             }
-            let end = memory.file_offset.checked_add(memory.size);
-            let length = usize::try_from(memory.size).ok().and_then(NonZeroUsize::new);
-            let (Some(length), true) = (length, end.is_some_and(|end| end <= stat.st_size as u64)) else {
-                return Err(MemoryError::ShortFile {
-                    size: memory.size,
-                    offset: memory.file_offset,
-                    file: stat.st_size as u64,
-                });
-            };
-            let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-            let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
-            // SAFETY: a fresh mapping at an address of the kernel's choice; it aliases nothing in this
-            // process.
-            let at = unsafe { mmap(None, length, protection, flags, &file, memory.file_offset as i64) }
-                .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
-            let page = page_size(&file);
-            let id = (stat.st_dev, stat.st_ino);
-            mappings.push(Mapping { memory, at: at.cast(), file, id, page });
         }
         Ok(Memories { mappings: Arc::new(mappings) })
     }

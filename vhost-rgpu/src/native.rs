@@ -402,9 +402,6 @@ impl Connection<'_> {
             self.stored = 0;
             return Ok(true);
         }
-        if leftover.server.waits && !unsure {
-            return self.ask_again(leftover.channel);
-        }
         let reason =
             "the process of vhost-rgpu that served this user's programs has ended: start the program again";
         let lost = |leftover: &Leftover, why: String| {
@@ -413,15 +410,11 @@ impl Connection<'_> {
             leftover.channel.tell_lost_by_futex(gone.as_deref().unwrap_or(reason));
             Err(why)
         };
-        let Some(saved) = leftover.saved.as_ref().filter(|_| !unsure) else {
-            let why = if unsure {
-                "nobody knows whether a request was answered"
-            } else {
-                "it ended with that process"
-            };
-            return lost(&leftover, why.into());
-        };
+        if unsure {
+            return lost(&leftover, "nobody knows whether a request was answered".into());
+        }
         let resumed = || -> Result<Session, String> {
+            let saved = leftover.saved.as_ref().ok_or("it ended with that process")?;
             let server = leftover.server.config()?;
             let stopper = Stopper::for_connection(self.socket).map_err(|e| e.to_string())?;
             // The channel is mapped once more, because the session has its own mapping.
@@ -434,6 +427,10 @@ impl Connection<'_> {
         };
         let session = match resumed() {
             Ok(session) => Arc::new(session),
+            Err(_) if leftover.still_waits() => {
+                leftover.end();
+                return self.ask_again(leftover.channel);
+            }
             Err(why) => return lost(&leftover, why),
         };
         let listed = self.server.registry.list_resumed(&self.who, self.number, session.clone());
@@ -724,14 +721,18 @@ mod tests {
     use nix::sys::memfd::{MFdFlags, memfd_create};
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, send, socketpair};
 
+    use protocol::channel::State;
+    use test_kit::channel::in_a_file;
+    use test_kit::server::FakeServer;
+    use test_kit::until;
+
     use super::*;
     use crate::config::Limits;
     use crate::link::pair;
     use crate::servers::Servers;
 
-    #[test]
-    fn a_process_that_is_told_to_end_does_not_wait_for_the_keepers_answer() {
-        let session = SessionConfig::new("tcp:127.0.0.1:1".parse().unwrap(), "test");
+    /// A server of programs whose sessions go there, and the keeper's end of its connection.
+    fn server(session: SessionConfig) -> (Arc<Server>, Control) {
         let config = Native {
             socket: "unused".into(),
             access: 0.into(),
@@ -746,7 +747,49 @@ mod tests {
             },
         };
         let (keeper, control) = pair().unwrap();
-        let server = Server::new(config, Arc::new(Registry::new()), Arc::new(Control::from(control)));
+        (Server::new(config, Arc::new(Registry::new()), Arc::new(Control::from(control))), keeper)
+    }
+
+    /// Tells nobody that it waits.
+    struct Patient;
+
+    impl Turn for Patient {
+        fn wait(&mut self, _server: &str, _ahead: u32) {}
+
+        fn given_up(&self) -> Option<PollFd<'_>> {
+            None
+        }
+    }
+
+    #[test]
+    fn a_program_that_waits_gets_another_session_in_place_of_one_that_had_begun() {
+        let gpus = FakeServer::good();
+        let (file, view) = in_a_file(1 << 20, "waits");
+        view.header().set_waiting("gpus", 0);
+        let (server, _keeper) = server(gpus.config());
+        let (memories, extents) = own_memory(vec![file], 0, view.geometry().size as u64).unwrap();
+        let channel = ChannelMemory::new(memories, extents, view.geometry().size as u64).unwrap();
+        let (index, config) = server.config.servers.choose(&channel).unwrap();
+        let mut prepared = Prepared::connect(&config, &channel, &mut Patient).unwrap();
+        let saved = prepared.save(&channel).unwrap();
+        // The predecessor ends here.
+        let began = recovery::channel((index, &config), &channel, Stage::Began(saved.as_ref())).unwrap();
+        drop((prepared, saved));
+        server.restore(place(7, None), began);
+        let (_client, theirs) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+        let answering = memfd_create(c"answering", MFdFlags::MFD_CLOEXEC).unwrap();
+        server.serve(7, "a client".into(), theirs, answering.into(), true);
+        until("it is told", || view.header().state() != State::Waiting);
+        assert_eq!(view.header().state(), State::Ready, "{}", view.header().reason());
+        assert_eq!(server.registry.totals.lost.load(Ordering::Relaxed), 0);
+        assert_eq!(gpus.programs(), ["waits", "waits"]);
+        server.drain(Duration::from_secs(60));
+    }
+
+    #[test]
+    fn a_process_that_is_told_to_end_does_not_wait_for_the_keepers_answer() {
+        let (server, keeper) = server(SessionConfig::new("tcp:127.0.0.1:1".parse().unwrap(), "test"));
         let (client, theirs) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
         let answering = memfd_create(c"answering", MFdFlags::MFD_CLOEXEC).unwrap();

@@ -20,7 +20,8 @@ pub const MAX_STORED: usize = size_of::<u64>() + MAX_ADDRESS;
 pub enum Stage<'s> {
     /// No server has begun it. Its program may have been told to wait, so the next process asks again.
     Waits,
-    /// It has begun. Without what was saved of it, it ends with this process.
+    /// It has begun. Without what was saved of it, it ends with this process. A program that has not been
+    /// told of it yet gets another one.
     Began(Option<&'s Saved>),
 }
 

@@ -721,6 +721,31 @@ fn a_memory_table_in_pieces_is_negotiated_again() {
 }
 
 #[test]
+fn a_guest_goes_on_when_memory_is_plugged_in_that_cannot_be_mapped() {
+    let server = TcpServer::start();
+    let daemon = serving_over_tcp(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let device = std::fs::File::options().read(true).write(true).open("/dev/zero").unwrap();
+    guest.add_memory(1 << 32, 4096, &device.into());
+    guest.settle();
+    let warns = |line: &str| line.contains("WARN") && line.contains("something that is no file");
+    eventually(|| daemon.log().lines().any(warns));
+    let there = [Extent { addr: 1 << 32, len: 4096 }];
+    for region in [1, 2] {
+        channel.synchronize();
+        assert_eq!(guest.ask(register(region, &there), &there).0, Answer::Invalid);
+        guest.create(region).synchronize();
+        crash(&daemon);
+    }
+    guest.remove_memory(1 << 32, 4096);
+    guest.settle();
+    channel.synchronize();
+    guest.create(3).synchronize();
+    assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
+#[test]
 fn memory_that_was_unplugged_and_plugged_in_again_is_negotiated_again() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);

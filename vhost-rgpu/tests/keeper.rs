@@ -21,13 +21,14 @@ use protocol::channel::{NO_SLOT, State};
 use protocol::data::{HostIn, HostOut};
 use protocol::device::{Answer, CONTROL_QUEUE, EVENT_QUEUE, Extent, Request, request};
 use protocol::handle::StreamId;
+use protocol::link::wish;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use serde_json::{Value, json};
 use test_kit::daemon::stop;
 use test_kit::local_server::{Behavior as Workers, LocalServer};
 use test_kit::manager::Manager;
 use test_kit::native_client::NativeClient;
-use test_kit::server::FakeServer;
+use test_kit::server::{Behavior, FakeServer};
 use test_kit::tcp_server::TcpServer;
 use test_kit::turns::Turns;
 use test_kit::*;
@@ -329,6 +330,28 @@ fn a_configuration_whose_sockets_cannot_be_made_is_not_taken_over() {
     daemon.upgrade();
     channel.synchronize();
     Guest::at_socket(&daemon.path("vm2.sock")).create(0).synchronize();
+}
+
+#[test]
+fn nothing_is_left_of_a_channel_that_the_next_configuration_refuses_while_it_is_created() {
+    let server = FakeServer::start(Behavior { hold_queue: true, ..Behavior::default() });
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let file =
+        |most: u32| one_guest(&folder, &[&server.config()], &format!("[vm.limits]\nmax_extents = {most}\n"));
+    let daemon = Daemon::configured(&folder, &file(2));
+    let mut guest = Guest::connect(&daemon);
+    let (extents, geometry) = guest.prepare(1);
+    let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+    view.header().set_wishes(wish::MAY_WAIT);
+    let (head, at) = guest.send(&message(create(1, &extents), &extents));
+    eventually(|| server.programs().len() == 1);
+    daemon.reconfigure(&file(1));
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head);
+    let (answer, reason) = guest.answer_at(at);
+    assert!(answer == Answer::NoResources && reason.contains("the limit is 1"), "{reason}");
+    // The memory is the guest's again.
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]).0, Answer::Invalid);
+    assert_eq!(server.programs().len(), 1, "another session was asked for");
 }
 
 #[test]

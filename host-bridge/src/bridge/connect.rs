@@ -490,7 +490,7 @@ fn ask_until(
 }
 
 /// A hello of this process that opens no session.
-fn without_session(purpose: u32, program: &str) -> Hello {
+pub(super) fn without_session(purpose: u32, program: &str) -> Hello {
     Hello {
         devices: [0; MAX_DEVICE_LIST],
         magic: MAGIC,
@@ -510,6 +510,11 @@ fn without_session(purpose: u32, program: &str) -> Hello {
     }
 }
 
+/// Whether the connections of a session with this key are protected.
+pub(super) fn is_protected(config: &SessionConfig, key: Fingerprint) -> bool {
+    key != Fingerprint([0; 32]) && config.source().is_some()
+}
+
 /// What the connections of a session with this key trust, under TLS.
 pub(super) fn session_trust(
     config: &SessionConfig,
@@ -517,7 +522,7 @@ pub(super) fn session_trust(
 ) -> Result<Option<Arc<ClientConfig>>, ConnectError> {
     let unusable =
         |source: CredentialsError| ConnectError::Credentials { server: config.server.to_string(), source };
-    if key == Fingerprint([0; 32]) {
+    if !is_protected(config, key) {
         return Ok(None);
     }
     credentials(config)?

@@ -12,7 +12,7 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use identity::{Fingerprint, Secret};
@@ -23,7 +23,7 @@ use rustls::ClientConfig;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::config::SessionConfig;
-use super::connect::{Daemon, Greeted, protect_session, session_trust};
+use super::connect::{Daemon, Greeted, is_protected, protect_session, session_trust};
 use super::error::ConnectError;
 use super::relay::{CacheUse, EndReason, Mailbox, Wakeups};
 use super::socket::{Socket, not_now};
@@ -62,9 +62,9 @@ pub(super) struct Ticket {
     grace: Duration,
     /// How long it took to connect the first time.
     pub(super) dialed_in: Duration,
-    /// The key of the session's connections under TLS, and what trusts it.
+    /// The key of the session's connections under TLS, and what trusts it, once that is known.
     key: Fingerprint,
-    tls: Option<Arc<ClientConfig>>,
+    tls: Arc<OnceLock<Option<Arc<ClientConfig>>>>,
     /// Bytes of data that the server takes without a grant.
     pub(super) eager: u64,
     /// The server keeps what it is sent.
@@ -190,24 +190,33 @@ impl Ticket {
         config: &SessionConfig,
     ) -> Ticket {
         let Handshake { version, token, secret, grace, eager, has_cache, session_key: key, .. } = *handshake;
-        let (dialed_in, tls) = (greeted.dialed_in, greeted.session.clone());
-        let compress = config.compress.over(version >= COMPRESSED_SINCE, tls.is_some());
+        let dialed_in = greeted.dialed_in;
+        let compress = config.compress.over(version >= COMPRESSED_SINCE, greeted.session.is_some());
+        let tls = Arc::new(OnceLock::from(greeted.session.clone()));
         Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls }
     }
 
     /// For a session of which another process has left this. `compresses`: the server understands compressed
-    /// data.
+    /// data. The client's credentials are read when it dials: they may be unreadable for a moment.
     pub(super) fn restored(
         Farewell { hello, key, grace }: Farewell,
         config: &SessionConfig,
         eager: u64,
         dialed_in: Duration,
         (has_cache, compresses): (bool, bool),
-    ) -> Result<Ticket, ConnectError> {
-        let tls = session_trust(config, key)?;
-        let (token, secret) = (hello.token, Secret(hello.secret));
-        let compress = config.compress.over(compresses, tls.is_some());
-        Ok(Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls })
+    ) -> Ticket {
+        let (token, secret, tls) = (hello.token, Secret(hello.secret), Arc::default());
+        let compress = config.compress.over(compresses, is_protected(config, key));
+        Ticket { hello, token, secret, grace, eager, has_cache, compress, dialed_in, key, tls }
+    }
+
+    /// What the session's connections trust, under TLS.
+    fn trust(&self, config: &SessionConfig) -> Result<Option<&Arc<ClientConfig>>, ConnectError> {
+        if let Some(tls) = self.tls.get() {
+            return Ok(tls.as_ref());
+        }
+        let tls = session_trust(config, self.key)?;
+        Ok(self.tls.get_or_init(|| tls).as_ref())
     }
 
     /// Whether the server keeps the session when its connections are lost.
@@ -238,11 +247,13 @@ impl Ticket {
         patience: Duration,
     ) -> Result<(Stream, Instant), Failure> {
         let later = |e: io::Error| Failure::later(&e);
+        let tls = self.trust(config);
+        let tls = tls.map_err(|e| Failure::Later { why: with_causes(&e), answered_late: false })?;
         let limit = DIAL_WITHIN.max(4 * self.dialed_in).min(config.connect_timeout);
         let socket = config.dial(limit);
         let socket = socket.map_err(|e| Failure::Later { why: e.to_string(), answered_late: false })?;
         let deadline = Instant::now() + patience;
-        let connection = protect_session(config, socket, self.tls.as_ref(), &self.token, deadline);
+        let connection = protect_session(config, socket, tls, &self.token, deadline);
         let connection = connection.map_err(later)?;
         connection.write_all(hello.as_bytes()).map_err(later)?;
         Ok((connection, deadline))
@@ -632,9 +643,57 @@ impl Interruption {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
     use std::sync::mpsc;
 
+    use identity::servers::{Credentials, CredentialsError, Source};
+    use identity::{Identity, tls};
+
     use super::*;
+    use crate::bridge::config::Security;
+    use crate::framing::Address;
+
+    /// Credentials that cannot be read at first.
+    #[derive(Debug)]
+    struct Late(AtomicBool, Identity);
+
+    impl Source for Late {
+        fn credentials(&self, _address: &str) -> Result<Credentials, CredentialsError> {
+            if !self.0.swap(true, Ordering::SeqCst) {
+                return Err(CredentialsError::Remote("they are being replaced".into()));
+            }
+            Credentials::pinning(self.1.clone(), Fingerprint([1; 32]))
+        }
+    }
+
+    #[test]
+    fn a_session_whose_credentials_cannot_be_read_now_is_resumed_later() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Address::Tcp("127.0.0.1".into(), listener.local_addr().unwrap().port());
+        let (worker, client) = (Identity::generate().unwrap(), Identity::generate().unwrap());
+        let from = client.fingerprint();
+        let security = Security::Tls(Arc::new(Late(AtomicBool::new(false), client)));
+        let config = SessionConfig { security, ..SessionConfig::new(address, "") };
+        let hello = crate::bridge::connect::without_session(purpose::CONTROL, "test");
+        let farewell = Farewell { hello, key: worker.fingerprint(), grace: Duration::from_secs(60) };
+        let ticket = Ticket::restored(farewell, &config, 0, Duration::from_secs(60), (false, false));
+        let dial = || {
+            let hello = ticket.hello(purpose::RESUME, 1, 0);
+            ticket.dial(&config, &hello, Duration::from_secs(60)).map(|(connection, _)| connection)
+        };
+        let Err(Failure::Later { why, .. }) = dial() else { panic!("it is not tried again") };
+        assert!(why.contains("they are being replaced"), "{why}");
+        let server = std::thread::spawn(move || {
+            let config = tls::server_pinning(&worker, from).unwrap();
+            let deadline = Instant::now() + Duration::from_secs(60);
+            let stream = Stream::tls_server(listener.accept().unwrap().0.into(), &config, deadline).unwrap();
+            let mut hello = [0; size_of::<Hello>()];
+            stream.read_exact(&mut hello).unwrap();
+            Hello::read_from_bytes(&hello).unwrap().purpose
+        });
+        assert!(dial().is_ok());
+        assert_eq!(server.join().unwrap(), purpose::RESUME);
+    }
 
     /// Reports the number of each attempt, which then waits for the test to say whether it succeeds.
     struct Noted(Sender<u32>, Mutex<Receiver<bool>>);

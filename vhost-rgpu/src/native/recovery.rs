@@ -14,10 +14,12 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use host_bridge::bridge::saved::{MAX_BYTES, event};
-use host_bridge::bridge::{ChannelMemory, Saved, SessionConfig};
+use host_bridge::bridge::{ChannelMemory, Closed, Saved, SessionConfig};
 use host_bridge::memory::Memories;
+use protocol::channel::State;
 use protocol::link::Memory;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -147,6 +149,14 @@ impl Leftover {
             found = Some((server, channel, saved));
         }
         Ok(found.map(|(server, channel, saved)| Leftover { server, channel, saved, regions }))
+    }
+
+    /// Whether the client waits for its session and nobody is left who could tell it of one. So no session has
+    /// done anything for it, and it can be given another one.
+    pub fn still_waits(&self) -> bool {
+        let held = |saved: &Saved| saved.released(Duration::ZERO) == Closed::StillHeld;
+        let told_to_wait = || self.channel.view.header().state() == State::Waiting;
+        self.server.waits || !self.saved.as_ref().is_some_and(held) && told_to_wait()
     }
 
     /// Tells the worker or the server that the session is over.

@@ -49,6 +49,30 @@ pub enum Order {
         /// Region.
         region: u32,
     },
+    /// Undo what a predecessor may have done for a request that this process refuses, so that the memory is
+    /// the guest's again after the answer.
+    Undo {
+        /// Channel.
+        channel: u32,
+        /// The region that it was to register. `None`: it was to create the channel.
+        region: Option<u32>,
+        /// The answer.
+        refusal: Refusal,
+    },
+}
+
+/// What is left to do for a request that is refused, but that a predecessor with other limits may have begun
+/// to execute.
+pub fn undo(fixed: &[u8; FIXED], refusal: Refusal) -> Result<Order, Refusal> {
+    match Request::read_from_bytes(fixed) {
+        Ok(Request { kind: request::CREATE_CHANNEL, channel, .. }) => {
+            Ok(Order::Undo { channel, region: None, refusal })
+        }
+        Ok(Request { kind: request::REGISTER_MEMORY, channel, region, .. }) => {
+            Ok(Order::Undo { channel, region: Some(region), refusal })
+        }
+        _ => Err(refusal),
+    }
 }
 
 /// The size in bytes of the extents after the fixed part. Checked before they are fetched.

@@ -151,8 +151,9 @@ pub struct Device {
     budget: Budget,
     /// What a predecessor has left, until the request queue runs.
     predecessor: Mutex<Option<Predecessor>>,
-    /// A predecessor's channels whose creation was not answered yet. The request is executed again.
-    unanswered: Mutex<HashMap<u32, Leftover>>,
+    /// A predecessor's channels whose creation was not answered yet, until nobody holds their memory. The
+    /// request is executed again.
+    unanswered: Mutex<HashMap<u32, Arc<Leftover>>>,
     /// By queue index: whether the next buffer must be derived from the used ring, because a predecessor has
     /// taken some.
     resumes: [AtomicBool; QUEUE_COUNT],
@@ -216,6 +217,10 @@ impl Device {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn unanswered(&self) -> MutexGuard<'_, HashMap<u32, Arc<Leftover>>> {
+        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn changing(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -236,6 +241,7 @@ impl Device {
                 Channel::Opening(_) | Channel::Waiting(_) | Channel::Over => {}
             }
         }
+        ending.extend(self.unanswered().values().cloned().map(Channel::Left));
         // All sessions are told first, so that they pause at the same time.
         open.iter().for_each(|(_, session)| session.pause());
         let deadline = Instant::now() + PATIENCE;

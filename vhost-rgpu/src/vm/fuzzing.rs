@@ -30,13 +30,23 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::device::Device;
+use super::device::{Device, Predecessor};
 use super::queue::{GuestMemory, QUEUE_SIZE, Vring};
 use super::recovery::{REQUESTS_SIZE, Requests, Store};
 use crate::config::{Limits, Vm};
 use crate::link::{Control, pair};
 use crate::registry::Registry;
 use crate::servers::Servers;
+#[cfg(test)]
+use {
+    super::recovery::Known,
+    crate::stage::Stage,
+    host_bridge::bridge::{ChannelMemory, Prepared, Turn},
+    host_bridge::memory::Memories,
+    nix::poll::PollFd,
+    protocol::link::Memory,
+    std::collections::BTreeMap,
+};
 
 /// Steps of one program.
 const STEPS: usize = 120;
@@ -188,6 +198,14 @@ pub fn control_any(bytes: &[u8]) -> u64 {
 
 /// Runs a guest, and then resets its device, of which nothing may be left. Gives how many sessions it opened.
 fn with_guest(run: impl FnOnce(&mut Guest<'_>)) -> u64 {
+    with_guest_after(|_| None, run)
+}
+
+/// The same with what `before` makes a predecessor leave, given guest memory.
+fn with_guest_after(
+    before: impl FnOnce(&OwnedFd) -> Option<Predecessor>,
+    run: impl FnOnce(&mut Guest<'_>),
+) -> u64 {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     MOOD.store(0, Ordering::Relaxed);
     RAM_FILE.with(|ram| {
@@ -200,8 +218,10 @@ fn with_guest(run: impl FnOnce(&mut Guest<'_>)) -> u64 {
         requests.reset();
         let registry = Arc::new(Registry::new());
         let store = Store::new(Arc::clone(&KEEPER));
-        let device = Device::new(config(), Arc::clone(&registry), memory.clone(), store, requests, None)
-            .expect("a device");
+        let predecessor = before(ram);
+        let device =
+            Device::new(config(), Arc::clone(&registry), memory.clone(), store, requests, predecessor)
+                .expect("a device");
         device.update_memory(memory.clone()).expect("its memory");
         let queues = TABLES.iter().map(|table| queue(&memory, *table)).collect();
         let mut guest = Guest { ram, device, queues, made: [0; 2], buffers: BUFFERS };
@@ -238,6 +258,47 @@ pub(super) fn with_channel_after_reset(run: impl FnOnce(&Device, Extent)) {
         run(&guest.device, extent);
     });
     assert_eq!(opened, 1, "sessions");
+}
+
+/// Tells nobody that it waits.
+#[cfg(test)]
+struct Patient;
+
+#[cfg(test)]
+impl Turn for Patient {
+    fn wait(&mut self, _server: &str, _ahead: u32) {}
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        None
+    }
+}
+
+/// A device that takes over channel 0, whose program waits for its session: it has begun, and the predecessor
+/// ended before it told the program. Gives how many sessions were opened since.
+#[cfg(test)]
+pub(super) fn with_session_that_had_begun(run: impl FnOnce(&Device)) -> u64 {
+    let before = |ram: &OwnedFd| {
+        let geometry = geometry();
+        let extent = Extent { addr: CHANNELS[0], len: geometry.size as u64 };
+        let fields = geometry.fields(1, "fuzz");
+        pwrite(ram, fields.as_bytes(), extent.addr as i64).expect("a header");
+        let (all, ram) =
+            (Memory { addr: 0, size: RAM, file_offset: 0 }, ram.try_clone().expect("a descriptor"));
+        let memories = Memories::map(vec![(all, ram)]).expect("guest memory");
+        let channel = ChannelMemory::new(memories, vec![extent], extent.len).expect("a channel");
+        channel.tell_waiting("fuzz", 0);
+        let (server, config) = config().servers.choose(&channel).expect("its server");
+        let mut prepared = Prepared::connect(&config, &channel, &mut Patient).expect("a session");
+        let saved = prepared.save(&channel).expect("what is saved of it");
+        let stage = Stage::Began(saved.as_ref());
+        let known = Known::new((server, &config), &channel.extents, stage).expect("what is stored");
+        let stored = BTreeMap::from([(0, known.into_stored())]);
+        Some(Predecessor { how: "has ended".into(), stored })
+    };
+    with_guest_after(before, |guest| {
+        guest.event(0, 0);
+        run(&guest.device);
+    })
 }
 
 fn queue(memory: &GuestMemory, table: u64) -> Vring {

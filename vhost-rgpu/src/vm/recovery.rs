@@ -172,6 +172,12 @@ impl Known {
         let descriptors = descriptors.iter().map(|fd| fd.try_clone_to_owned()).collect::<io::Result<_>>()?;
         Ok(Known(Stored { known: memory_file(c"channel", &bytes)?, descriptors }))
     }
+
+    /// What a successor gets.
+    #[cfg(test)]
+    pub fn into_stored(self) -> Stored {
+        self.0
+    }
 }
 
 impl Store {

@@ -12,7 +12,6 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::about::About;
 use super::regions::{InheritedRegion, RegionsFile, StoredRegion};
 use crate::bridge::config::SessionConfig;
-use crate::bridge::error::ConnectError;
 use crate::bridge::relay::{Ledger, ledger_file};
 use crate::bridge::resume::{Farewell, Ticket};
 use crate::bridge::state::SessionState;
@@ -185,13 +184,8 @@ impl Terms {
         self.numbers.connections as usize
     }
 
-    /// What it takes to resume the session. May ask for the host's key. `compresses`: its server understands
-    /// compressed data.
-    pub(in crate::bridge) fn ticket(
-        self,
-        config: &SessionConfig,
-        compresses: bool,
-    ) -> Result<Ticket, ConnectError> {
+    /// What it takes to resume the session. `compresses`: its server understands compressed data.
+    pub(in crate::bridge) fn ticket(self, config: &SessionConfig, compresses: bool) -> Ticket {
         let Numbers { eager, dialed_in, cache, .. } = self.numbers;
         let dialed_in = Duration::from_nanos(dialed_in);
         Ticket::restored(self.farewell, config, eager, dialed_in, (cache != 0, compresses))

@@ -106,10 +106,7 @@ fn relay_on(
 ) -> EndReason {
     let here = |what: &dyn std::fmt::Display| EndReason::Here(what.to_string());
     let lanes = saved.connections();
-    let ticket = match saved.ticket(config, rooms.is_some()) {
-        Ok(ticket) => ticket,
-        Err(e) => return here(&e),
-    };
+    let ticket = saved.ticket(config, rooms.is_some());
     let schedule = Flows::new(lanes, ticket.eager, ticket.cache(config)).noted();
     let memory = (Some(SocketMemory::Arena(Arc::clone(session))), regions);
     let silence = config.silence.min(config.link_silence);

@@ -128,10 +128,7 @@ fn relay_on(
     (domain, keys): &(Arc<Domain>, Keys),
     (ledger, regions): (&impl AsFd, StoredRegions),
 ) -> EndReason {
-    let ticket = match terms.ticket(config, false) {
-        Ok(ticket) => ticket,
-        Err(e) => return EndReason::Here(e.to_string()),
-    };
+    let ticket = terms.ticket(config, false);
     let (lanes, under_way) = (terms.connections(), terms.connections() * queues.depth as usize);
     let ready = await_address(session, mailbox, keys, ticket.limit(session));
     let begun = ready.and_then(|()| memory(session, domain, keys, regions)).and_then(|memory| {

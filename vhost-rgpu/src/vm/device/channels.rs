@@ -29,18 +29,11 @@ impl Device {
             Order::Create { channel, extents, size } => self.create(channel, extents, size, job),
             Order::Destroy { channel } => self.destroy(channel, job.epoch),
             Order::Register { channel, region, extents, size, read_only } => {
-                if job.again
-                    && let Some(leftover) = self.left(channel, job.epoch)?
-                {
-                    // The predecessor may have registered it. After the refusal, its memory is the guest's.
-                    self.wait_for_release(channel, &leftover, job.epoch);
+                if job.again {
+                    self.undo_register(channel, region, job.epoch)?;
                 }
                 let session = self.session(channel, job.epoch)?;
                 self.inherit(channel, &session);
-                if job.again && session.has_region(region) {
-                    // The predecessor had registered it, but not answered.
-                    self.unregister(channel, region, &session)?;
-                }
                 let memories = self.memories();
                 // A transport may pass extents on unchecked, so they are checked here. What is charged is
                 // what others keep of the region.
@@ -68,7 +61,42 @@ impl Device {
                     }
                 }
             }
+            Order::Undo { channel, region: Some(region), refusal } => {
+                self.undo_register(channel, region, job.epoch)?;
+                Err(refusal)
+            }
+            Order::Undo { channel, region: None, refusal } => {
+                self.undo_create(channel, job.epoch);
+                Err(refusal)
+            }
         }
+    }
+
+    /// Undoes what a predecessor may have done of a request to register memory, which it has not answered:
+    /// after a refusal, the memory is the guest's.
+    fn undo_register(&self, channel: u32, region: u32, epoch: u64) -> Result<(), Refusal> {
+        if let Some(leftover) = self.left(channel, epoch)? {
+            self.wait_for_release(channel, &leftover, epoch);
+        }
+        let session = self.session(channel, epoch)?;
+        self.inherit(channel, &session);
+        if session.has_region(region) {
+            self.unregister(channel, region, &session)?;
+        }
+        Ok(())
+    }
+
+    /// Undoes what a predecessor has done of a request to create a channel, which it has not answered. False:
+    /// nothing.
+    pub(super) fn undo_create(&self, channel: u32, epoch: u64) -> bool {
+        let before = self.unanswered().get(&channel).cloned();
+        let Some(leftover) = before else { return false };
+        self.wait_for_release(channel, &leftover, epoch);
+        if let Some(_inside) = self.gate.enter(epoch) {
+            self.store.forget(channel);
+        }
+        self.unanswered().remove(&channel);
+        true
     }
 
     fn create(
@@ -79,12 +107,8 @@ impl Device {
         job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
         let epoch = job.epoch;
-        let before = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).remove(&channel);
         // The predecessor has counted it.
-        let counted = before.is_some();
-        if let Some(leftover) = before {
-            self.wait_for_release(channel, &leftover, epoch);
-        }
+        let counted = self.undo_create(channel, epoch);
         let give_up = GiveUp::new()?;
         {
             let inside = self.gate.enter(epoch);
@@ -95,8 +119,7 @@ impl Device {
             // Their number counts, not their ids: the driver gives those up to the limit that it has read,
             // which may have been another one.
             let most = self.config.limits.max_channels;
-            let others = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).len();
-            let count = channels.len() + others;
+            let count = channels.len() + self.unanswered().len();
             if count >= most as usize && !counted {
                 return Err(no_resources(format!(
                     "the guest has {count} channels, the limit is {most} (limits.max_channels)"

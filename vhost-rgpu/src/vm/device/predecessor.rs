@@ -10,6 +10,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use host_bridge::bridge::{ChannelMemory, Closed, Saved, Session, tell_lost};
+use protocol::channel::State;
 use protocol::device::{CONTROL_QUEUE, Extent};
 use vhost_user_backend::VringT;
 use virtio_queue::QueueT;
@@ -70,12 +71,12 @@ impl Device {
             leftover
                 .inspect_err(|e| tracing::error!("{}: channel {channel}: {e}", self.who))
                 .ok()
-                .map(|l| (channel, l))
+                .map(|l| (channel, Arc::new(l)))
         });
-        let unanswered = std::mem::take(&mut *self.unanswered.lock().unwrap_or_else(PoisonError::into_inner));
+        let unanswered = std::mem::take(&mut *self.unanswered());
         let mut channels = self.channels();
         for (channel, leftover) in left.chain(unanswered) {
-            channels.entry(channel).or_insert(Channel::Left(Arc::new(leftover)));
+            channels.entry(channel).or_insert(Channel::Left(leftover));
         }
     }
 
@@ -121,7 +122,9 @@ impl Device {
         let (mut created, mut destroyed) = (HashSet::new(), HashSet::new());
         for fetched in &fetched {
             match &fetched.order {
-                Ok(Order::Create { channel, .. }) => drop(created.insert(*channel)),
+                Ok(Order::Create { channel, .. } | Order::Undo { channel, region: None, .. }) => {
+                    created.insert(*channel);
+                }
                 Ok(Order::Destroy { channel }) => drop(destroyed.insert(*channel)),
                 _ => {}
             }
@@ -133,22 +136,10 @@ impl Device {
         for (channel, leftover) in leftovers {
             if created.contains(&channel) {
                 leftover.end();
-                self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).insert(channel, leftover);
+                self.unanswered().insert(channel, Arc::new(leftover));
                 continue;
             }
             let ends = destroyed.contains(&channel);
-            if leftover.server.waits && !ends {
-                match GiveUp::new() {
-                    Ok(give_up) => {
-                        self.channels().insert(channel, Channel::Opening(give_up.clone()));
-                        waiting.push((channel, leftover.extents, give_up));
-                        continue;
-                    }
-                    Err(Refusal(_, why)) => {
-                        tracing::warn!("{}: channel {channel} of the predecessor: {why}", self.who);
-                    }
-                }
-            }
             if let (Some(saved), false) = (&leftover.saved, ends) {
                 match self.resume_session(channel, &leftover, saved) {
                     Ok(()) => {
@@ -161,6 +152,18 @@ impl Device {
                 }
             }
             leftover.end();
+            if !ends && self.still_waits(&leftover) {
+                match GiveUp::new() {
+                    Ok(give_up) => {
+                        self.channels().insert(channel, Channel::Opening(give_up.clone()));
+                        waiting.push((channel, leftover.extents, give_up));
+                        continue;
+                    }
+                    Err(Refusal(_, why)) => {
+                        tracing::warn!("{}: channel {channel} of the predecessor: {why}", self.who);
+                    }
+                }
+            }
             let gone = leftover.server.config().err();
             self.tell_lost(channel, &leftover.extents, gone.as_ref().unwrap_or(&reason));
             self.channels().insert(channel, Channel::Left(Arc::new(leftover)));
@@ -178,6 +181,16 @@ impl Device {
             self.ask_again(channel, extents, give_up, epoch);
         }
         fetched.into_iter().for_each(|fetched| self.start_job(fetched, epoch));
+    }
+
+    /// Whether a channel's program waits for its session and nobody is left who could tell it of one. So no
+    /// session has done anything for it, and it can be given another one.
+    fn still_waits(&self, leftover: &Leftover) -> bool {
+        let told_to_wait = || {
+            let view = self.memories().view(&leftover.extents, bytes_of(&leftover.extents));
+            view.is_ok_and(|view| view.header().state() == State::Waiting)
+        };
+        leftover.server.waits || leftover.close(Duration::ZERO) == Closed::Released && told_to_wait()
     }
 
     /// Continues the session of a predecessor's channel.
@@ -231,4 +244,100 @@ impl Device {
 /// The bytes of a channel with these extents.
 pub(super) fn bytes_of(extents: &[Extent]) -> u64 {
     extents.iter().fold(0, |sum, extent| sum.saturating_add(extent.len))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::os::unix::net::UnixStream;
+
+    use host_bridge::bridge::saved::MAX_BYTES;
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+    use nix::sys::eventfd::EventFd;
+    use test_kit::until;
+
+    use super::*;
+    use crate::stage::StoredServer;
+    use crate::vm::fuzzing::{with_channel_after_reset, with_session_that_had_begun};
+
+    #[test]
+    fn a_program_that_waits_gets_another_session_in_place_of_one_that_had_begun() {
+        let opened = with_session_that_had_begun(|device| {
+            let waits =
+                || matches!(device.channels().get(&0), Some(Channel::Opening(_) | Channel::Waiting(_)));
+            until("it waits no more", || !waits());
+            assert!(device.session(0, device.gate.epoch()).is_ok(), "it has none");
+            assert_eq!(device.registry.totals.lost.load(Ordering::Relaxed), 0);
+        });
+        assert_eq!(opened, 1);
+    }
+
+    /// A worker, and what the predecessor that it served has left of its session.
+    struct Worker {
+        socket: UnixStream,
+        /// The other end, which the leftover has as well.
+        far: UnixStream,
+        leftover: Arc<Leftover>,
+    }
+
+    impl Worker {
+        fn new() -> Worker {
+            let (socket, far) = UnixStream::pair().unwrap();
+            let descriptors = || {
+                let event = || OwnedFd::from(EventFd::new().unwrap());
+                vec![far.try_clone().unwrap().into(), event(), event()]
+            };
+            // What is said about it, in bytes of which only the bridge knows how many they are.
+            let saved = |about| {
+                let bytes = [2u64.to_le_bytes().as_slice(), &vec![0; about]].concat();
+                Saved::from_parts(&bytes, descriptors()).ok()
+            };
+            let saved = (0..MAX_BYTES).find_map(saved);
+            assert!(saved.is_some());
+            let server = StoredServer { config: Err("gone".to_owned()), waits: false };
+            Worker { socket, far, leftover: Arc::new(Leftover { server, extents: Vec::new(), saved }) }
+        }
+
+        /// Whether somebody has come to wait until it has let go: they read what it says meanwhile.
+        fn is_awaited(&mut self, is_over: impl Fn() -> bool) -> bool {
+            self.socket.write_all(&[0]).unwrap();
+            let unread = || {
+                let mut watched = [PollFd::new(self.far.as_fd(), PollFlags::POLLIN)];
+                poll(&mut watched, PollTimeout::ZERO) == Ok(1)
+            };
+            until("it is awaited, or nobody is left who could", || !unread() || is_over());
+            !unread()
+        }
+    }
+
+    #[test]
+    fn a_guest_is_stopped_when_no_worker_has_the_memory_of_a_channel_that_is_created_again() {
+        with_channel_after_reset(|device, _| {
+            let mut worker = Worker::new();
+            device.unanswered().insert(1, worker.leftover.clone());
+            std::thread::scope(|scope| {
+                let stopping = scope.spawn(|| device.pause());
+                assert!(worker.is_awaited(|| stopping.is_finished()), "it has the memory");
+                drop(worker);
+                stopping.join().unwrap();
+            });
+        });
+    }
+
+    #[test]
+    fn what_a_predecessor_has_left_of_a_channel_is_known_until_it_is_released() {
+        with_channel_after_reset(|device, _| {
+            let (mut worker, epoch) = (Worker::new(), device.gate.epoch());
+            device.unanswered().insert(1, worker.leftover.clone());
+            std::thread::scope(|scope| {
+                let undoing = scope.spawn(|| device.undo_create(1, epoch));
+                assert!(worker.is_awaited(|| undoing.is_finished()), "it has the memory");
+                assert!(device.unanswered().contains_key(&1), "nobody else can wait for it");
+                drop(worker);
+                assert!(undoing.join().unwrap());
+            });
+            assert!(device.unanswered().is_empty());
+        });
+    }
 }

@@ -130,7 +130,8 @@ impl Device {
         Some(Fetched { head, again: false, answer, order, bytes })
     }
 
-    /// Copies a request out of guest memory that a predecessor had taken but not answered.
+    /// Copies a request out of guest memory that a predecessor had taken but not answered. It may have
+    /// executed one that this process refuses: it may have had other limits, or other requests in progress.
     pub(super) fn fetch_again(&self, memory: &GuestMemoryMmap, table: u64, size: u16, head: u16) -> Fetched {
         let chain = recovery::chain(memory, table, size, head);
         let (answer, request): (Vec<_>, Vec<_>) = chain.into_iter().partition(|d| d.is_write_only());
@@ -138,7 +139,13 @@ impl Device {
         let request: Vec<Piece> = request.into_iter().map(place).collect();
         let answer = for_answer(answer.into_iter().map(place));
         let mut bytes = 0;
-        let order = self.check(memory, &request, &mut bytes);
+        let order = self.check(memory, &request, &mut bytes).or_else(|refusal| {
+            let mut fixed = [0; FIXED];
+            match copy_out(memory, &request, 0, &mut fixed) {
+                Ok(()) => control::undo(&fixed, refusal),
+                Err(_) => Err(refusal),
+            }
+        });
         Fetched { head, again: true, answer, order, bytes }
     }
 
@@ -379,6 +386,7 @@ fn copy_out(
 mod tests {
     use super::*;
     use crate::vm::fuzzing::with_channel_after_reset;
+    use protocol::device::{Extent, Request, request};
     use test_kit::until;
 
     #[test]
@@ -422,6 +430,68 @@ mod tests {
             assert!(!session.has_region(1), "the limit does not count");
             assert!(session.has_region(2), "it was refused");
             device.jobs.fetch_sub(MAX_JOBS, Ordering::Relaxed);
+        });
+    }
+
+    /// A request that a predecessor had taken, as it lies in guest memory: with so many extents of one page.
+    fn taken(device: &Device, kind: u32, (channel, region): (u32, u32), count: u32) -> Fetched {
+        const TABLE: u64 = 0x8000;
+        let memory = device.guest.memory();
+        let extents = vec![Extent { addr: 0x9000, len: 4096 }; count as usize];
+        let size = u64::from(count) * 4096;
+        let request = Request { kind, channel, region, extent_count: count, size, flags: 0, reserved: 0 };
+        let bytes = [request.as_bytes(), extents.as_bytes()].concat();
+        let descriptor = Descriptor::new(TABLE + 16, bytes.len() as u32, 0, 0);
+        memory.write_obj(descriptor, GuestAddress(TABLE)).expect("a descriptor");
+        memory.write_slice(&bytes, GuestAddress(TABLE + 16)).expect("a request");
+        device.fetch_again(&memory, TABLE, 1, 0)
+    }
+
+    /// The predecessor may have had another limit.
+    #[test]
+    fn memory_that_a_predecessor_registered_is_released_before_it_is_refused() {
+        with_channel_after_reset(|device, extent| {
+            let epoch = device.gate.epoch();
+            let order = Order::Register {
+                channel: 0,
+                region: 3,
+                extents: vec![extent],
+                size: extent.len,
+                read_only: false,
+            };
+            let before = Fetched { head: 0, again: false, answer: Vec::new(), order: Ok(order), bytes: 0 };
+            device.start_job(before, epoch);
+            until("it is answered", || device.jobs.load(Ordering::Relaxed) == 0);
+            let session = device.session(0, epoch).expect("it is open");
+            assert!(session.has_region(3));
+            let most = device.config.limits.max_extents;
+            device.start_job(taken(device, request::REGISTER_MEMORY, (0, 3), most + 1), epoch);
+            until("it is answered", || device.jobs.load(Ordering::Relaxed) == 0);
+            assert!(!session.has_region(3), "the session still has memory that is the guest's");
+        });
+    }
+
+    /// Requests that a predecessor had taken are taken again in another order.
+    #[test]
+    fn memory_that_a_predecessor_registered_is_released_however_large_the_other_requests_are() {
+        with_channel_after_reset(|device, _| {
+            device.job_bytes.fetch_add(MAX_JOB_BYTES, Ordering::Relaxed);
+            let fetched = taken(device, request::REGISTER_MEMORY, (0, 3), 1);
+            let undo = matches!(fetched.order, Ok(Order::Undo { channel: 0, region: Some(3), .. }));
+            assert!(undo, "{:?}", fetched.order);
+            device.job_bytes.fetch_sub(MAX_JOB_BYTES, Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn a_request_that_this_process_refuses_may_have_been_executed_by_a_predecessor_only_if_it_gave_memory() {
+        with_channel_after_reset(|device, _| {
+            let most = device.config.limits.max_extents;
+            let taken = |kind| taken(device, kind, (7, 1), most + 1).order;
+            let create = taken(request::CREATE_CHANNEL);
+            assert!(matches!(create, Ok(Order::Undo { channel: 7, region: None, .. })), "{create:?}");
+            let destroy = taken(request::DESTROY_CHANNEL);
+            assert!(matches!(destroy, Err(Refusal(Answer::NoResources, _))), "{destroy:?}");
         });
     }
 

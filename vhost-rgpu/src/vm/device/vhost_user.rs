@@ -10,7 +10,8 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context, bail};
-use host_bridge::memory::Memories;
+use host_bridge::framing::with_causes;
+use host_bridge::memory::{Memories, MemoryError};
 use protocol::device::{CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, EVENT_QUEUE, QUEUE_COUNT};
 use protocol::link::Memory;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
@@ -30,7 +31,9 @@ const VERSION_1: u64 = 1 << 32;
 const RING_FEATURES: u64 = 1 << 28 | 1 << 29;
 
 impl Device {
-    /// Maps the guest's memory, for new sessions. Running ones keep the memory that they were given.
+    /// Maps the guest's memory, for new sessions. Running ones keep the memory that they were given. What
+    /// cannot be mapped is left out: to refuse it would end the VMM's connection, and the guest's sessions
+    /// with it.
     fn map_memory(&self, guest: &GuestMemoryMmap) -> anyhow::Result<()> {
         let mut files = Vec::with_capacity(guest.num_regions());
         for region in guest.iter() {
@@ -41,7 +44,11 @@ impl Device {
             let memory = Memory { addr: at, size: region.len(), file_offset: file.start() };
             files.push((memory, OwnedFd::from(file.file().try_clone().context("duplicating a descriptor")?)));
         }
-        let memories = Memories::map(files)?;
+        let left_out = |memory: Memory, why: &MemoryError| {
+            let (at, why) = (memory.addr, with_causes(why));
+            self.limit.warn(&self.who, &format!("guest memory at {at:#x} is not used: {why}"));
+        };
+        let memories = Memories::map_possible(files, left_out)?;
         *self.memories.lock().unwrap_or_else(PoisonError::into_inner) = memories;
         Ok(())
     }
