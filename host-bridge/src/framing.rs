@@ -96,9 +96,8 @@ pub fn watch_peer(socket: &impl AsFd) {
     let _ = setsockopt(socket, sockopt::TcpUserTimeout, &11_000);
 }
 
-/// The kernel's smoothed round-trip time of a TCP connection. `None` for another kind of socket, or if
-/// nothing was acknowledged yet.
-pub(crate) fn round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
+/// What the kernel knows of a TCP connection. `None` for another kind of socket.
+fn tcp_info(socket: BorrowedFd<'_>) -> Option<libc::tcp_info> {
     // SAFETY: an all-zero `tcp_info` is valid: it is numbers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut size = size_of_val(&info) as libc::socklen_t;
@@ -107,7 +106,25 @@ pub(crate) fn round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
     // that much.
     let answer =
         unsafe { libc::getsockopt(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, to, &raw mut size) };
-    (answer == 0 && info.tcpi_rtt > 0).then(|| Duration::from_micros(info.tcpi_rtt.into()))
+    (answer == 0).then_some(info)
+}
+
+/// A time in microseconds, of which none and all of them say that the kernel does not know it.
+fn known(us: u32) -> Option<Duration> {
+    (1..u32::MAX).contains(&us).then(|| Duration::from_micros(us.into()))
+}
+
+/// The kernel's smoothed round-trip time of a TCP connection. `None` for another kind of socket, or if
+/// nothing was acknowledged yet.
+pub(crate) fn round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
+    known(tcp_info(socket)?.tcpi_rtt)
+}
+
+/// The shortest of recent minutes, which is the way's own: queues and an acknowledgement that waited do not
+/// add to it.
+pub(crate) fn shortest_round_trip(socket: BorrowedFd<'_>) -> Option<Duration> {
+    let info = tcp_info(socket)?;
+    known(info.tcpi_min_rtt).or_else(|| known(info.tcpi_rtt))
 }
 
 /// Where names were reached last by this process, by name and port.

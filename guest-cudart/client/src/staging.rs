@@ -2,16 +2,19 @@
 //!
 //! One thread copies about 9 GB/s on a current server, a fraction of what memory and the link can take. A
 //! long copy is therefore split into parts that helper threads and the calling thread take. Helpers are
-//! started at the first long copy, as many as the machine has processors to spare, and sleep when idle.
+//! started at the first long copy, as many as the machine has processors to spare. For the next copy they
+//! poll while that pays, and then sleep. A copy wakes no more of them than it has parts for.
 //!
-//! Staged data is next read by a device or network card, not by this processor. It is stored past the caches
-//! (streaming stores), which also avoids reading each cache line before it is overwritten.
+//! Staged data is stored past the caches (streaming stores), which also avoids reading each cache line before
+//! it is overwritten. Over `local` and `verbs` a device or network card reads it next. Over `tcp` a processor
+//! does, for the thread of `vhost-rgpu` that sends it, and has to fetch it from memory. Whether plain stores
+//! would be faster there was not measured.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use protocol::polling;
+use protocol::polling::{self, PollTime};
 
 use crate::lock;
 
@@ -70,6 +73,15 @@ struct State {
     asleep: usize,
 }
 
+impl Helpers {
+    /// How many of the sleeping helpers to wake for a copy of `parts`: the calling thread takes some, and so
+    /// do helpers that are awake.
+    fn to_wake(&self, parts: usize, asleep: usize) -> usize {
+        let awake = self.count.saturating_sub(asleep);
+        parts.saturating_sub(1 + awake).min(asleep)
+    }
+}
+
 static HELPERS: OnceLock<Helpers> = OnceLock::new();
 
 /// How many helpers a machine with `cores` processors can spare; the program needs some, and so does the
@@ -98,11 +110,11 @@ fn helpers() -> &'static Helpers {
 fn help() {
     let Some(helpers) = HELPERS.get() else { return };
     let mut seen = 0;
-    let poll = polling::CLIENT_COPY_THREAD.here();
+    let mut poll = PollTime::new(polling::CLIENT_COPY_THREAD.here());
     loop {
         // The parts of one transfer arrive shortly after each other.
         let begin = Instant::now();
-        while helpers.given.load(Ordering::Acquire) == seen && begin.elapsed() < poll {
+        while helpers.given.load(Ordering::Acquire) == seen && begin.elapsed() < poll.get() {
             std::hint::spin_loop();
         }
         let job = {
@@ -115,10 +127,17 @@ fn help() {
             seen = helpers.given.load(Ordering::Acquire);
             state.job.clone()
         };
+        came_after(&mut poll, begin.elapsed());
         if let Some(job) = job {
             job.work();
         }
     }
+}
+
+/// A copy came after a helper had waited for so long, polling and perhaps asleep. A helper that would sleep
+/// before each copy however long it polled polls only briefly.
+fn came_after(poll: &mut PollTime, waited: Duration) {
+    poll.slept(waited);
 }
 
 /// Copies `len` bytes that this processor will not read next.
@@ -146,10 +165,12 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
         // it in any case.
         state.job = Some(job.clone());
         helpers.given.fetch_add(1, Ordering::Release);
-        let asleep = state.asleep > 0;
+        let asleep = state.asleep;
         drop(state);
-        if asleep {
-            helpers.came.notify_all();
+        match helpers.to_wake(job.parts(), asleep) {
+            0 => {}
+            all if all == asleep => helpers.came.notify_all(),
+            some => (0..some).for_each(|_| helpers.came.notify_one()),
         }
     }
     job.work();
@@ -215,6 +236,29 @@ mod tests {
     #[test]
     fn the_number_of_helpers_depends_on_the_machine() {
         assert_eq!([1, 2, 4, 8, 16, 128].map(helpers_for), [0, 0, 1, 3, 7, MOST_HELPERS]);
+    }
+
+    #[test]
+    fn a_copy_wakes_no_more_helpers_than_it_has_parts_for() {
+        let (state, came, given) = (Mutex::default(), Condvar::new(), AtomicU64::new(0));
+        let helpers = Helpers { state, came, given, count: 7 };
+        let least = LONG.div_ceil(PART);
+        assert_eq!((least, helpers.to_wake(least, 7)), (4, 3), "the caller takes one");
+        assert_eq!(helpers.to_wake(least, 5), 1, "two are awake");
+        assert_eq!([4, 3, 0].map(|asleep| helpers.to_wake(least, asleep)), [0; 3]);
+        assert_eq!([7, 3, 0].map(|asleep| helpers.to_wake(64, asleep)), [7, 3, 0]);
+    }
+
+    #[test]
+    fn helpers_poll_only_while_copies_come_in_time() {
+        let bound = Duration::from_micros(100);
+        let mut poll = PollTime::new(bound);
+        // A copy each 300 microseconds, which takes 110: they sleep before each of them anyway.
+        (0..10).for_each(|_| came_after(&mut poll, 2 * bound - Duration::from_micros(10)));
+        assert!(poll.get() <= bound / 8, "{:?}", poll.get());
+        // While they poll for less than they might, they see that it would pay.
+        (0..10).for_each(|_| came_after(&mut poll, bound / 2));
+        assert_eq!(poll.get(), bound);
     }
 
     #[test]

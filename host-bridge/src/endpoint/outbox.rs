@@ -6,8 +6,8 @@
 //! the transport [copy](Unacknowledged::copy) what it still holds when there is nothing better to do. What is
 //! kept is bounded: whoever has more to send waits.
 //!
-//! The driver's memory would limit what is on its way over a long link. So where the bridge takes long to say
-//! that it has something, data is copied before it is sent.
+//! The driver's memory would limit what is on its way over a long link. So where the way to the bridge is
+//! long, data is copied before it is sent.
 //!
 //! What is for the same bytes of the client's memory goes out in one stream, in order, as long as some of it
 //! may be under way ([`routes`]).
@@ -36,7 +36,7 @@ pub(super) use self::routes::{At, begin, behind};
 use super::end::Lost;
 use super::link::Connection;
 use crate::compression::{CompressUse, Compression, SAMPLE, compress};
-use crate::framing::{BadAcknowledgement, round_trip};
+use crate::framing::{BadAcknowledgement, shortest_round_trip};
 use crate::journal::{Journal, Piece};
 
 /// The streams of the data connections to the bridge.
@@ -49,6 +49,8 @@ pub(super) struct Outbox {
     /// How fast the link is. `None`: nothing is compressed.
     downlink: Option<Mutex<Downlink>>,
     pub(super) bytes: AtomicU64,
+    /// Bytes that were copied to be kept.
+    pub(super) copied: AtomicU64,
 }
 
 /// One of them.
@@ -62,7 +64,7 @@ struct Stream {
     turn: Mutex<Option<Connection>>,
     /// Bytes of the stream that the bridge has.
     arrived: AtomicU64,
-    /// The way over its connection is long.
+    /// The way over its connection is long, as the kernel knows it.
     far: AtomicBool,
 }
 
@@ -83,15 +85,29 @@ struct Kept {
     over: bool,
 }
 
-/// How long the bridge takes to say that it has something: the shortest time of recent ones. One chunk at a
-/// time is watched.
+/// How far the bridge is, as far as its acknowledgements tell: how long a chunk takes until it is
+/// acknowledged, without the time for its own bytes, which is a matter of the link's rate and not of its
+/// length. The shortest time of recent chunks. One at a time is watched, and only if nothing else of the
+/// stream is on its way when it leaves: what comes behind it tells how long bytes take.
+///
+/// The kernel knows the length of the way to whoever it is connected with ([`Stream::far`]), which may be a
+/// relay before the bridge.
 #[derive(Default)]
 struct Distance {
-    /// Where in the stream the watched chunk ends, and when it was given out.
-    watched: Option<(u64, Instant)>,
+    watched: Option<Watched>,
     shortest: Option<Duration>,
-    /// When a watched chunk last arrived.
+    /// When something last arrived.
     arrived: Option<Instant>,
+}
+
+/// A chunk until it is known how long it took.
+struct Watched {
+    /// Where in the stream it begins and ends, and when it was given out.
+    begin: u64,
+    end: u64,
+    since: Instant,
+    /// How much of the stream had arrived when all of it had, and when that was.
+    there: Option<(u64, Instant)>,
 }
 
 /// Above this time, driver memory that waits for the bridge would hold up the driver. Below, what a copy
@@ -99,30 +115,43 @@ struct Distance {
 const FAR: Duration = Duration::from_millis(1);
 /// After so long without data the session may have another path.
 const FORGET: Duration = Duration::from_secs(10);
+/// The time for so many bytes does not count.
+const SHORT: u64 = 64 << 10;
 
 impl Distance {
     pub(super) fn is_far(&self) -> bool {
         self.shortest.is_some_and(|shortest| shortest >= FAR)
     }
 
-    /// A chunk is given out that ends at `end` of the stream.
-    fn leaves(&mut self, end: u64, now: Instant) {
-        if self.watched.is_some() {
-            return;
-        }
+    /// A chunk is given out that is the stream's bytes from `begin` to `end`, while nothing else of it is on
+    /// its way.
+    fn leaves(&mut self, begin: u64, end: u64, now: Instant) {
         if self.arrived.is_some_and(|arrived| now.saturating_duration_since(arrived) > FORGET) {
             *self = Distance::default();
         }
-        self.watched = Some((end, now));
+        self.watched = Some(Watched { begin, end, since: now, there: None });
     }
 
-    /// The bridge has the first `upto` bytes.
-    fn arrives(&mut self, upto: u64, now: impl FnOnce() -> Instant) {
-        let Some((_, begun)) = self.watched.take_if(|(end, _)| *end <= upto) else { return };
-        let now = now();
-        let time = now.saturating_duration_since(begun);
-        self.shortest = Some(self.shortest.map_or(time, |shortest| shortest.min(time)));
+    /// The bridge has the first `upto` bytes. `more`: others are on their way.
+    fn arrives(&mut self, upto: u64, more: bool, now: Instant) {
         self.arrived = Some(now);
+        let Some(watched) = self.watched.as_mut().filter(|watched| watched.end <= upto) else { return };
+        let (there, then) = *watched.there.get_or_insert((upto, now));
+        let (own, behind) = (there - watched.begin, upto.saturating_sub(there));
+        if more && behind < own && own > SHORT {
+            return;
+        }
+        let mut time = then.saturating_duration_since(watched.since);
+        self.watched = None;
+        if own > SHORT && behind > 0 {
+            let bytes_take =
+                now.saturating_duration_since(then).mul_f64(1f64.min(own as f64 / behind as f64));
+            time = time.saturating_sub(bytes_take);
+        } else if own > SHORT && time >= FAR {
+            // Its own bytes may have taken all of that.
+            return;
+        }
+        self.shortest = Some(self.shortest.map_or(time, |shortest| shortest.min(time)));
     }
 
     /// The connection has changed.
@@ -279,6 +308,11 @@ impl Stream {
         }
     }
 
+    /// Whether the way to the bridge is long. `kept`: what this keeps.
+    fn is_far(&self, kept: &Kept) -> bool {
+        self.far.load(Ordering::Relaxed) || kept.distance.is_far()
+    }
+
     /// A buffer of at least `len` bytes, whose contents are anything.
     fn buffer(&self, len: usize) -> Vec<u8> {
         let free = lock(&self.kept).take_free(len);
@@ -296,7 +330,14 @@ impl Outbox {
         let limit = (replay / count as u64).max(ACKNOWLEDGE_OUT + (HEADER as u64 + u64::from(MAX_DATA)));
         let downlink = (compress != CompressUse::Never).then(|| Mutex::new(Downlink::new(count)));
         let routes = (count > 1).then(|| Mutex::new(Routes::new()));
-        Arc::new(Outbox { streams, limit, routes, downlink, bytes: AtomicU64::new(0) })
+        Arc::new(Outbox {
+            streams,
+            limit,
+            routes,
+            downlink,
+            bytes: AtomicU64::new(0),
+            copied: AtomicU64::new(0),
+        })
     }
 
     /// Compresses a chunk for the stream that `lane` picks, if that pays.
@@ -338,6 +379,7 @@ impl Outbox {
     pub(super) fn copy(&self, route: &Route, bytes: &[u8]) -> Body {
         let mut buffer = self.streams[route.stream].buffer(route.len);
         buffer[..route.len].copy_from_slice(&bytes[..route.len]);
+        self.copied.fetch_add(route.len as u64, Ordering::Relaxed);
         Body::Own(buffer)
     }
 
@@ -355,10 +397,13 @@ impl Outbox {
         if kept.over {
             return Err(Lost::new("the session is over"));
         }
+        let (begin, is_alone) = (kept.journal.end(), kept.journal.kept() == 0);
         kept.journal.push(Arc::new(chunk));
         let end = kept.journal.end();
         let now = Instant::now();
-        kept.distance.leaves(end, now);
+        if is_alone {
+            kept.distance.leaves(begin, end, now);
+        }
         if let Some(downlink) = &self.downlink {
             // Under the lock, so that it learns of a stream's chunks in their order.
             lock(downlink).leaves(number, end, is_compressed, now);
@@ -398,11 +443,12 @@ impl Outbox {
         let mut kept = lock(&stream.kept);
         kept.journal.acknowledge(upto, |chunk| done.push(chunk))?;
         stream.arrived.fetch_max(upto, Ordering::Relaxed);
-        kept.distance.arrives(upto, Instant::now);
+        let more = kept.journal.kept() > 0;
+        kept.distance.arrives(upto, more, Instant::now());
         if let Some(downlink) = &self.downlink {
             lock(downlink).arrives(number, upto, Instant::now);
         }
-        let most = if kept.distance.is_far() { self.limit as usize } else { MOST_FREE };
+        let most = if stream.is_far(&kept) { self.limit as usize } else { MOST_FREE };
         // Those of the driver's are dropped without the lock.
         done.retain_mut(|chunk| match Arc::get_mut(chunk).map(|chunk| &mut chunk.body) {
             Some(Body::Own(buffer)) => {
@@ -451,9 +497,10 @@ impl Outbox {
         (fresh && part < len).then_some(part)
     }
 
-    /// Whether the bridge takes long to say what it has of the stream that `lane` picks.
+    /// Whether the way of the stream that `lane` picks is long.
     fn is_far(&self, lane: usize) -> bool {
-        lock(&self.stream(lane).1.kept).distance.is_far()
+        let (_, stream) = self.stream(lane);
+        stream.is_far(&lock(&stream.kept))
     }
 
     /// Copies what the stream that `lane` picks holds of the driver's.
@@ -466,6 +513,7 @@ impl Outbox {
             let bytes = held.bytes();
             let mut buffer = stream.buffer(bytes.len());
             buffer[..bytes.len()].copy_from_slice(bytes);
+            self.copied.fetch_add(bytes.len() as u64, Ordering::Relaxed);
             let copy = Arc::new(Chunk { header: held.header, body: Body::Own(buffer) });
             // It may have been acknowledged meanwhile.
             let mut kept = lock(&stream.kept);
@@ -499,7 +547,7 @@ impl Outbox {
             lock(downlink).resumes(number, upto);
         }
         drop(kept);
-        let time = round_trip(connection.stream.as_fd());
+        let time = shortest_round_trip(connection.stream.as_fd());
         stream.far.store(time.is_some_and(|time| time >= FAR), Ordering::Relaxed);
         *turn = Some(connection);
         drop(turn);

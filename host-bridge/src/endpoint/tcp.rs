@@ -139,7 +139,7 @@ impl Client for TcpClient {
     }
 
     fn copied(&self) -> u64 {
-        self.inbox.copied.load(Ordering::Relaxed)
+        self.inbox.copied.load(Ordering::Relaxed) + self.outbox.copied.load(Ordering::Relaxed)
     }
 
     fn traffic(&self) -> (u64, u64) {

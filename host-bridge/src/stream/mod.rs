@@ -36,7 +36,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 pub(crate) use self::gather::Gather;
 use self::handshake::{Keys, Outcome};
-use self::records::{MAX_DATA, Opened, Receiving, Sending};
+use self::records::{MAX_SEALED, Opened, Receiving, Sending};
 use crate::framing::check_len;
 
 /// Records that are sealed before they are sent.
@@ -230,7 +230,7 @@ impl Stream {
         let mut sending = lock(&tls.sending);
         self.flush(&mut sending, MsgFlags::empty())?;
         let mut sent = 0;
-        for part in bytes.chunks(MAX_DATA).take(BATCH) {
+        for part in bytes.chunks(MAX_SEALED).take(BATCH) {
             tls.renew(&mut sending)?;
             sent += sending.seal(|room| copy(part, room))?;
         }

@@ -15,7 +15,16 @@ use rustls::{ContentType, ProtocolVersion};
 /// Bytes of a record's header: its type, a version, its length.
 pub(super) const HEADER: usize = 5;
 /// Most bytes of data in one record.
-pub(super) const MAX_DATA: usize = 1 << 14;
+const MAX_DATA: usize = 1 << 14;
+/// Most bytes of data in a record that is made here: a multiple of a cache line, and with all that stands
+/// around it and [`PADDING`] the record is one as well. So the data of each record in a row begins with a
+/// line, as it does where it comes from, if the first one's does. Sealing across lines takes a sixth more
+/// time.
+pub(super) const MAX_SEALED: usize = MAX_DATA - LINE;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+/// Zeros behind the data of a record that is full (RFC 8446, section 5.4).
+const PADDING: usize = MAX_DATA - HEADER - MAX_SEALED - TAIL;
 /// What stands behind the data in a record (RFC 8446, section 5.2): its type, and 16 bytes that authenticate
 /// all of it.
 const TAIL: usize = 1 + 16;
@@ -235,12 +244,13 @@ impl Sealer {
     }
 
     /// Seals record `number` in place: behind the room for its header lie `len` bytes, and behind these is
-    /// room for a record's [`TAIL`].
+    /// room for a record's [`TAIL`], and for as many zeros as there is more.
     fn seal(&self, record: &mut [u8], typ: ContentType, number: u64, len: usize) -> io::Result<()> {
         let (header, body) = record.split_at_mut(HEADER);
-        let (inner, tag) = body.split_at_mut(len + 1);
+        let (inner, tag) = body.split_at_mut(body.len() + 1 - TAIL);
         header.copy_from_slice(&make_tls13_aad(inner.len() + tag.len()));
         inner[len] = typ.into();
+        inner[len + 1..].fill(0);
         let nonce = Nonce::assume_unique_for_key(cipher::Nonce::new(&self.iv, number).0);
         let sealed = self.key.seal_in_place_separate_tag(nonce, Aad::from(header), inner);
         tag.copy_from_slice(sealed.map_err(|_| invalid("a record that is too long"))?.as_ref());
@@ -299,14 +309,19 @@ impl Sending {
         most: usize,
         fill: impl FnOnce(&mut [u8]) -> usize,
     ) -> io::Result<usize> {
-        let begin = self.sealed.end;
-        let most_end = begin + HEADER + most + TAIL;
+        let most_end = self.sealed.end + LINE + HEADER + most + PADDING + TAIL;
         if self.buffer.len() < most_end {
             self.buffer.resize(most_end, 0);
         }
+        if self.sealed.is_empty() {
+            let lead = self.buffer[HEADER..].as_ptr().align_offset(LINE) % LINE;
+            self.sealed = lead..lead;
+        }
+        let begin = self.sealed.end;
         let len = fill(&mut self.buffer[begin + HEADER..][..most]).min(most);
         if len > 0 {
-            let end = begin + HEADER + len + TAIL;
+            let padding = if len == MAX_SEALED { PADDING } else { 0 };
+            let end = begin + HEADER + len + padding + TAIL;
             self.sealer.seal(&mut self.buffer[begin..end], typ, self.number, len)?;
             self.number += 1;
             self.sealed.end = end;
@@ -317,7 +332,7 @@ impl Sending {
     /// Seals one record of data: what `fill` puts at the front of the memory that it is given. Gives how many
     /// bytes that are. 0: there is no record.
     pub(super) fn seal(&mut self, fill: impl FnOnce(&mut [u8]) -> usize) -> io::Result<usize> {
-        self.seal_as(ContentType::ApplicationData, MAX_DATA, fill)
+        self.seal_as(ContentType::ApplicationData, MAX_SEALED, fill)
     }
 
     fn seal_message(&mut self, typ: ContentType, message: &[u8]) -> io::Result<()> {
@@ -336,6 +351,12 @@ impl Sending {
     /// Seals the farewell.
     pub(super) fn seal_close(&mut self) -> io::Result<()> {
         self.seal_message(ContentType::Alert, &CLOSE_NOTIFY)
+    }
+
+    /// Has memory for so many full records.
+    #[cfg(test)]
+    pub(super) fn reserve(&mut self, records: usize) {
+        self.buffer.resize((records + 1) * MAX_DATA, 0);
     }
 
     /// Seals a record of data without any.

@@ -109,6 +109,33 @@ fn a_stream_that_does_not_block_takes_what_fits_and_keeps_no_record_back() {
 }
 
 #[test]
+fn data_of_records_in_a_row_begins_where_cache_lines_do_and_each_byte_of_it_arrives() {
+    let (a, b) = pair();
+    let tls = a.tls.as_ref().unwrap();
+    let bytes = pattern(5 * MAX_SEALED + 100);
+    for begin in [0, 1, MAX_SEALED - 1, MAX_SEALED] {
+        let mut places = Vec::new();
+        let mut sending = lock(&tls.sending);
+        // With all of its memory, so that it does not move meanwhile.
+        sending.reserve(BATCH);
+        for part in bytes[begin..].chunks(MAX_SEALED) {
+            let sealed = sending.seal(|room| {
+                places.push(room.as_ptr() as usize);
+                copy(part, room)
+            });
+            assert_eq!(sealed.unwrap(), part.len());
+        }
+        a.flush(&mut sending, MsgFlags::empty()).unwrap();
+        drop(sending);
+        assert!(places.iter().all(|place| place.is_multiple_of(64)), "{places:?}");
+        assert!(places.windows(2).all(|pair| pair[1] - pair[0] == 1 << 14), "{places:?}");
+        let mut got = vec![0; bytes.len() - begin];
+        b.read_exact(&mut got).unwrap();
+        assert!(got == bytes[begin..]);
+    }
+}
+
+#[test]
 fn memory_for_records_is_given_back_once_a_connection_is_quiet() {
     let (a, b) = pair();
     let memory = |stream: &Stream| {
@@ -127,7 +154,7 @@ fn memory_for_records_is_given_back_once_a_connection_is_quiet() {
         assert!(a.has_output());
         a.rest();
         let full = memory(&a).0;
-        assert!(full >= BATCH * MAX_DATA, "what waits is kept");
+        assert!(full >= BATCH * MAX_SEALED, "what waits is kept");
         a.set_nonblocking(false).unwrap();
         let mut got = vec![0; sent];
         std::thread::scope(|scope| {

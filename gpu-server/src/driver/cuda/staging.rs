@@ -25,7 +25,7 @@
 //! When nothing has been transferred for [`IDLE`], it frees the memory. The next transfer allocates it again.
 
 use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -72,6 +72,8 @@ pub(super) struct Staging {
     block: Mutex<Holding>,
     /// The first ones are started with the first block, and further ones when a transfer has use for them.
     senders: Mutex<Vec<Sender<Job>>>,
+    /// The senders that look for chunks and send none at the moment, a bit for each.
+    looking: AtomicU32,
     /// Whether a transfer has begun since the first sender last checked.
     used: AtomicBool,
     /// Whether the session has begun. From then on the memory is freed when it is idle.
@@ -202,6 +204,7 @@ impl Staging {
             home: Mutex::new(Registered(std::ptr::null_mut())),
             block: Mutex::default(),
             senders: Mutex::default(),
+            looking: AtomicU32::new(0),
             used: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             over: AtomicBool::new(false),
@@ -391,6 +394,7 @@ impl Staging {
         let job = Arc::new(Departure {
             transfer,
             sink: Mutex::new(Some(Arc::new(sink))),
+            next: AtomicU64::new(0),
             left: AtomicUsize::new(left),
             senders: senders.len(),
         });
@@ -400,18 +404,33 @@ impl Staging {
         }
     }
 
-    /// A sender's thread. It sends its share of each transfer's chunks.
+    /// Notes whether a sender looks for chunks.
+    fn look_for_chunks(&self, sender: usize, looks: bool) {
+        let bit = 1 << sender;
+        match looks {
+            true => self.looking.fetch_or(bit, Ordering::Relaxed),
+            false => self.looking.fetch_and(!bit, Ordering::Relaxed),
+        };
+    }
+
+    /// A sender's thread. It sends chunks of all transfers that it was given, as long as they have some.
     fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
         // A stream waits until its data has been queued, so every delay here delays the stream.
         nap_precisely();
         let bound = COMPLETER_BUSY.here().min(COMPLETER_BUSY_NETWORK.here());
         let mut alone = PollTime::new(bound.max(PATIENCE));
-        let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
+        let mut active: Vec<Arc<Departure>> = Vec::new();
         let mut moved = Instant::now();
         let mut quiet = Quiet { since: moved, arrived: 0 };
         // What was sent in place since it was last copied.
         let mut in_place: Option<Unacknowledged> = None;
+        let mut looks = false;
         loop {
+            let has_work = !active.is_empty();
+            if looks != has_work {
+                looks = has_work;
+                self.look_for_chunks(sender, looks);
+            }
             let new = if !active.is_empty() {
                 jobs.try_recv()
             } else if in_place.is_some() {
@@ -434,7 +453,7 @@ impl Staging {
             };
             match new {
                 Ok(Job::Send(job)) => {
-                    active.push((job, sender as u64));
+                    active.push(job);
                     moved = Instant::now();
                 }
                 Ok(Job::Look) => {}
@@ -444,15 +463,13 @@ impl Staging {
             if self.over.load(Ordering::Acquire) {
                 return;
             }
-            let is_alone = active.iter().all(|(job, _)| job.senders == 1);
+            let is_alone = active.iter().all(|job| job.senders == 1);
             let patience = if is_alone { alone.get().max(PATIENCE) } else { PATIENCE };
             let mut worked = false;
-            active.retain_mut(|(job, next)| {
-                while *next < job.transfer.chunks() && job.try_send(sender, *next, &mut in_place) {
-                    *next += job.senders as u64;
-                    worked = true;
-                }
-                *next < job.transfer.chunks()
+            // One chunk of each at a time, so that a long transfer does not keep a short one waiting.
+            active.retain(|job| {
+                worked |= job.send_next(sender, &mut in_place);
+                !job.is_given_out()
             });
             if worked {
                 let now = Instant::now();
@@ -747,10 +764,13 @@ struct Departure {
     transfer: Arc<Transfer>,
     /// Ended with the last chunk, which tells the client.
     sink: Mutex<Option<Arc<Sink>>>,
+    /// The first chunk that no thread sends or has sent.
+    next: AtomicU64,
     /// Number of chunks not sent yet.
     left: AtomicUsize,
-    /// Number of threads that send it. The first one begins with the first chunk, the second one with the
-    /// second, and each sends every chunk that is so many further.
+    /// Number of threads that send it. Chunks go to them in turn, but if a chunk's thread is busy, to
+    /// whichever is free: a slow connection holds up only what it has taken. While all are free, none
+    /// is left out, and each connection carries enough for the client to acknowledge it.
     senders: usize,
 }
 
@@ -778,22 +798,34 @@ impl Drop for Filled {
 }
 
 impl Departure {
-    /// Sends a chunk if the stream has filled its slot. Notes in `in_place` that it may be kept there.
-    /// Returns false if the slot is not filled yet. Skips the chunk if the slot need not be filled any more:
-    /// then false says that the slot is still in use.
-    fn try_send(&self, sender: usize, chunk: u64, in_place: &mut Option<Unacknowledged>) -> bool {
+    /// Whether every chunk has been sent, or is being sent by some thread.
+    fn is_given_out(&self) -> bool {
+        self.next.load(Ordering::Relaxed) >= self.transfer.chunks()
+    }
+
+    /// Sends the next chunk if the stream has filled its slot and no other thread is to send it. Notes in
+    /// `in_place` that it may be kept there. Returns false if there is none to send. Skips the chunk if the
+    /// slot need not be filled any more: then false says that the slot is still in use.
+    fn send_next(&self, sender: usize, in_place: &mut Option<Unacknowledged>) -> bool {
         let transfer = &self.transfer;
-        let (slot, uses) = transfer.place(chunk);
-        let failed = transfer.health.check().is_err();
-        let skipped = failed || transfer.abandoned.load(Ordering::Acquire);
-        let is_ready = match (failed, skipped) {
-            (true, _) => true,
-            (false, true) => transfer.slot(slot).free.get() + 1 >= uses,
-            (false, false) => transfer.slot(slot).gpu.get() >= uses,
+        let (chunk, skipped) = loop {
+            let chunk = self.next.load(Ordering::Relaxed);
+            if chunk >= transfer.chunks() {
+                return false;
+            }
+            let turn = (chunk % self.senders as u64) as usize;
+            if turn != sender && transfer.staging.looking.load(Ordering::Relaxed) & (1 << turn) != 0 {
+                return false;
+            }
+            // The stream fills slots in order, so if a chunk is not ready, none behind it is.
+            let Some(skipped) = self.is_ready(chunk) else { return false };
+            let taken = self.next.compare_exchange(chunk, chunk + 1, Ordering::Relaxed, Ordering::Relaxed);
+            if taken.is_ok() {
+                break (chunk, skipped);
+            }
         };
-        if !is_ready {
-            return false;
-        }
+        transfer.staging.look_for_chunks(sender, false);
+        let (slot, uses) = transfer.place(chunk);
         let mut leaving = None;
         if skipped {
             transfer.slot(slot).free.raise(uses);
@@ -827,8 +859,25 @@ impl Departure {
             }
             drop(leaving);
             drop(telling);
+        } else {
+            drop(leaving);
         }
+        transfer.staging.look_for_chunks(sender, true);
         true
+    }
+
+    /// Whether a chunk can be given out, and then whether it is skipped.
+    fn is_ready(&self, chunk: u64) -> Option<bool> {
+        let transfer = &self.transfer;
+        let (slot, uses) = transfer.place(chunk);
+        let failed = transfer.health.check().is_err();
+        let skipped = failed || transfer.abandoned.load(Ordering::Acquire);
+        let is_ready = match (failed, skipped) {
+            (true, _) => true,
+            (false, true) => transfer.slot(slot).free.get() + 1 >= uses,
+            (false, false) => transfer.slot(slot).gpu.get() >= uses,
+        };
+        is_ready.then_some(skipped)
     }
 }
 

@@ -4,12 +4,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nix::sys::eventfd::EventFd;
 use protocol::link::{ACKNOWLEDGE_CONTROL, Received, frame};
 use zerocopy::IntoBytes;
 
-use super::connection::{Budget, DataConnection, waker};
-use super::io_thread::IoThread;
+use super::connection::{Budget, DataConnection};
+use super::io_thread::{Alarm, IoThread};
 use super::links::{Links, MAX_DATA_CONNECTIONS};
 use super::memory::{SocketMemory, hash};
 use super::redial::Redial;
@@ -58,7 +57,7 @@ pub(super) struct TcpCarrier {
     /// Computes hashes of blocks that the server may have in its cache.
     hasher: Option<IoThread<ToHash<SocketMemory>>>,
     /// Raised by threads that work for this one.
-    wake: Arc<EventFd>,
+    alarm: Arc<Alarm>,
     wakeups: Wakeups,
     /// What the control connection is watched for: input, room.
     watched: (bool, bool),
@@ -126,6 +125,7 @@ impl TcpCarrier {
         let wakeups = Wakeups::new(session, mailbox)?;
         let control = Arc::new(Socket::new(links.control).map_err(here)?);
         wakeups.add(&*control, CONTROL)?;
+        let alarm = Alarm::new(mailbox.wake());
         let hasher = match links.ticket.cache(config) {
             CacheUse::Never => None,
             CacheUse::Slow | CacheUse::Always => {
@@ -133,7 +133,8 @@ impl TcpCarrier {
                     hash(task);
                     Ok(())
                 };
-                Some(IoThread::start(thread_name("hash"), work, waker(mailbox.wake())).map_err(here)?)
+                let raised = Arc::clone(&alarm);
+                Some(IoThread::start(thread_name("hash"), work, move || raised.raise()).map_err(here)?)
             }
         };
         Ok(TcpCarrier {
@@ -151,7 +152,7 @@ impl TcpCarrier {
             next: 0,
             rooms: links.rooms,
             hasher,
-            wake: Arc::clone(mailbox.wake()),
+            alarm,
             wakeups,
             watched: (true, false),
             gather: Gather::new(),
@@ -170,10 +171,10 @@ impl TcpCarrier {
         for (connection, (index, (stream, upto))) in self.data.iter_mut().zip(streams) {
             connection.reconnect(machine, Socket::new(stream).map_err(here)?, *upto)?;
             if self.config.io_threads {
-                connection.start_threads(&self.session, &self.wake).map_err(here)?;
+                connection.start_threads(&self.session, &self.alarm).map_err(here)?;
             }
             if let (Some(room), true) = (self.rooms.get(index), self.ticket.compress != CompressUse::Never) {
-                connection.compress(self.ticket.compress, room, &self.wake);
+                connection.compress(self.ticket.compress, room, &self.alarm);
             }
             self.wakeups.add(connection.socket(), FIRST_DATA + index)?;
         }
@@ -375,6 +376,8 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
     }
 
     fn send(&mut self, machine: &mut Machine<'_>) -> Result<bool, EndReason> {
+        // What is done by now is seen below or by the next `receive`; before that nothing sleeps.
+        self.alarm.looks();
         if let Some(hasher) = &self.hasher {
             while let Some((done, _)) = hasher.take() {
                 machine.schedule().hashed(done);
@@ -413,13 +416,15 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         Ok(machine.schedule().look(now) || taken)
     }
 
-    /// Epoll needs no arming.
+    /// Epoll needs no arming, but threads wake only a relay that sleeps.
     fn arm(&mut self, _machine: &mut Machine<'_>) -> Result<bool, EndReason> {
-        Ok(false)
+        Ok(self.alarm.sleeps())
     }
 
     fn wait(&mut self, machine: &mut Machine<'_>, timeout: Option<Duration>) -> Result<(), EndReason> {
-        self.take(machine, timeout).map(drop)
+        self.take(machine, timeout)?;
+        self.alarm.is_awake();
+        Ok(())
     }
 
     fn rest(&mut self) {

@@ -9,10 +9,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use nix::sys::eventfd::EventFd;
-
-use super::connection::waker;
-use super::io_thread::IoThread;
+use super::io_thread::{Alarm, IoThread};
 use super::memory::{SocketMemory, copy};
 use crate::bridge::relay::{Chunk, Compressed, Room, Sent};
 use crate::bridge::state::thread_name;
@@ -34,8 +31,8 @@ struct Task {
 pub(super) struct Compressor {
     /// From the first trial on.
     thread: Option<IoThread<Task>>,
-    /// What the thread writes to when it is done with a chunk.
-    wake: Arc<EventFd>,
+    /// What the thread raises when it is done with a chunk.
+    alarm: Arc<Alarm>,
     rule: Compression,
     room: Arc<Room>,
 }
@@ -72,10 +69,10 @@ impl Buffers {
 }
 
 impl Compressor {
-    /// One that writes to `wake` when it is done with a chunk.
-    pub(super) fn new(when: CompressUse, room: &Arc<Room>, wake: &Arc<EventFd>) -> Compressor {
-        let (room, wake) = (Arc::clone(room), Arc::clone(wake));
-        Compressor { thread: None, wake, rule: Compression::new(when), room }
+    /// One that raises the alarm when it is done with a chunk.
+    pub(super) fn new(when: CompressUse, room: &Arc<Room>, alarm: &Arc<Alarm>) -> Compressor {
+        let (room, alarm) = (Arc::clone(room), Arc::clone(alarm));
+        Compressor { thread: None, alarm, rule: Compression::new(when), room }
     }
 
     /// Whether it has a chunk. It has one at a time.
@@ -97,7 +94,7 @@ impl Compressor {
     pub(super) fn give(&mut self, chunk: Chunk<SocketMemory>, trial: Trial) -> io::Result<()> {
         let thread = match &mut self.thread {
             Some(thread) => thread,
-            none => none.insert(start(&self.wake)?),
+            none => none.insert(start(&self.alarm)?),
         };
         thread.give(Task { chunk, trial, room: Arc::clone(&self.room), paid: false, bytes: None });
         Ok(())
@@ -119,11 +116,12 @@ impl Compressor {
     }
 }
 
-fn start(wake: &Arc<EventFd>) -> io::Result<IoThread<Task>> {
+fn start(alarm: &Arc<Alarm>) -> io::Result<IoThread<Task>> {
     let buffers = RefCell::new(Buffers::default());
     let work = move |task: &mut Task| {
         buffers.borrow_mut().work(task);
         Ok(())
     };
-    IoThread::start(thread_name("compress"), work, waker(wake))
+    let raised = Arc::clone(alarm);
+    IoThread::start(thread_name("compress"), work, move || raised.raise())
 }

@@ -8,12 +8,11 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use nix::sys::eventfd::EventFd;
 use protocol::link::{ACKNOWLEDGE_OUT, COMPRESSED_FLAG, DataHeader, MAX_DATA};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::compressor::Compressor;
-use super::io_thread::IoThread;
+use super::io_thread::{Alarm, IoThread};
 use super::memory::{SocketMemory, gather_span, write};
 use crate::bridge::connect::Unwelcomed;
 use crate::bridge::relay::{Carries, EndReason, Flows, Head, RestoredLane, Room, Sent, Span, untrue};
@@ -136,15 +135,6 @@ pub(super) struct Budget {
 struct Threads {
     sends: IoThread<Sending>,
     receives: IoThread<Arriving>,
-}
-
-/// Wakes the relay, which watches `wake`.
-pub(super) fn waker(wake: &Arc<EventFd>) -> impl Fn() + use<> {
-    let wake = Arc::clone(wake);
-    move || {
-        // A full counter means that it is raised already.
-        let _ = wake.write(1);
-    }
 }
 
 /// Sends a chunk to its end.
@@ -318,27 +308,29 @@ impl DataConnection {
         connection
     }
 
-    /// Starts threads for long chunks. They write to `wake` when they are done with one.
+    /// Starts threads for long chunks. They raise the alarm when they are done with one.
     pub(super) fn start_threads(
         &mut self,
         session: &Arc<SessionState>,
-        wake: &Arc<EventFd>,
+        alarm: &Arc<Alarm>,
     ) -> io::Result<()> {
         let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |sending: &mut Sending| send_whole(&socket, &held, sending);
-        let sends = IoThread::start(thread_name("send"), work, waker(wake))?;
+        let raised = Arc::clone(alarm);
+        let sends = IoThread::start(thread_name("send"), work, move || raised.raise())?;
         let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |arriving: &mut Arriving| receive_whole(&socket, &held, arriving);
-        let receives = IoThread::start(thread_name("receive"), work, waker(wake))?;
+        let raised = Arc::clone(alarm);
+        let receives = IoThread::start(thread_name("receive"), work, move || raised.raise())?;
         self.threads = Some(Threads { sends, receives });
         Ok(())
     }
 
-    /// Has long chunks compressed from now on where that saves time. The compressor writes to `wake` when it
-    /// is done with one.
-    pub(super) fn compress(&mut self, when: CompressUse, room: &Arc<Room>, wake: &Arc<EventFd>) {
+    /// Has long chunks compressed from now on where that saves time. The compressor raises the alarm
+    /// when it is done with one.
+    pub(super) fn compress(&mut self, when: CompressUse, room: &Arc<Room>, alarm: &Arc<Alarm>) {
         // It goes on over every connection.
-        self.compressor.get_or_insert_with(|| Compressor::new(when, room, wake));
+        self.compressor.get_or_insert_with(|| Compressor::new(when, room, alarm));
     }
 
     fn is_compressing(&self) -> bool {

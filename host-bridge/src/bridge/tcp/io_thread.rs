@@ -4,6 +4,9 @@
 //! to spare, each data connection has one of these for each direction: the relay decides what goes where, and
 //! the thread makes the system calls. Short chunks stay with the relay, which no other thread has to wake. A
 //! thread may be given its next task while it works on one, and then goes on with that at once.
+//!
+//! Between a thread that works and a relay that polls, a chunk costs no system call: each wakes the other
+//! only if that sleeps ([`Alarm`] for the relay).
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,12 +15,63 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use nix::sys::eventfd::EventFd;
 use protocol::polling;
+
+/// What threads wake their relay with, which looks by itself as long as it is awake.
+#[derive(Debug)]
+pub(super) struct Alarm {
+    wake: Arc<EventFd>,
+    /// The relay looks at its threads before it sleeps.
+    awake: AtomicBool,
+    /// A thread has done something since the relay last began to look.
+    raised: AtomicBool,
+}
+
+impl Alarm {
+    /// For a relay that watches `wake`. At first it is taken to be asleep.
+    pub(super) fn new(wake: &Arc<EventFd>) -> Arc<Alarm> {
+        let (awake, raised) = (AtomicBool::new(false), AtomicBool::new(false));
+        Arc::new(Alarm { wake: Arc::clone(wake), awake, raised })
+    }
+
+    /// A thread has done something.
+    pub(super) fn raise(&self) {
+        // In one order with `sleeps`: either this sees that the relay is about to sleep, or that sees this.
+        self.raised.store(true, Ordering::SeqCst);
+        if !self.awake.load(Ordering::SeqCst) {
+            // A full counter means that it is raised already.
+            let _ = self.wake.write(1);
+        }
+    }
+
+    /// The relay begins to look at all of its threads.
+    pub(super) fn looks(&self) {
+        if self.raised.load(Ordering::Relaxed) {
+            self.raised.swap(false, Ordering::AcqRel);
+        }
+    }
+
+    /// The relay is about to sleep, and is woken from now on. True: it has to look once more first.
+    pub(super) fn sleeps(&self) -> bool {
+        self.awake.store(false, Ordering::SeqCst);
+        self.raised.load(Ordering::SeqCst)
+    }
+
+    /// The relay looks by itself again.
+    pub(super) fn is_awake(&self) {
+        self.awake.store(true, Ordering::SeqCst);
+    }
+}
 
 /// Tasks to do, and tasks done.
 struct Tasks<T> {
     todo: VecDeque<T>,
     done: VecDeque<(T, io::Result<()>)>,
+    /// The thread waits for `came`.
+    asleep: bool,
+    /// Others that wait for `rested`.
+    waiting: usize,
 }
 
 struct Shared<T> {
@@ -32,6 +86,9 @@ struct Shared<T> {
     rested: Condvar,
     /// How long the thread polls for its next task before it sleeps.
     poll: Duration,
+    /// How often a condition variable was notified.
+    #[cfg(test)]
+    notified: AtomicUsize,
 }
 
 /// See the module's text.
@@ -55,7 +112,8 @@ impl<T: Send + 'static> IoThread<T> {
         work: impl Fn(&mut T) -> io::Result<()> + Send + 'static,
         tell: impl Fn() + Send + 'static,
     ) -> io::Result<IoThread<T>> {
-        let tasks = Mutex::new(Tasks { todo: VecDeque::new(), done: VecDeque::new() });
+        let tasks =
+            Mutex::new(Tasks { todo: VecDeque::new(), done: VecDeque::new(), asleep: false, waiting: 0 });
         let (todo, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let shared = Arc::new(Shared {
             tasks,
@@ -66,6 +124,8 @@ impl<T: Send + 'static> IoThread<T> {
             busy: AtomicBool::new(false),
             rested: Condvar::new(),
             poll: polling::RELAY_IO_THREAD.here(),
+            #[cfg(test)]
+            notified: AtomicUsize::new(0),
         });
         let run = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(name).spawn(move || {
@@ -74,8 +134,11 @@ impl<T: Send + 'static> IoThread<T> {
                 let mut tasks = run.lock();
                 tasks.done.push_back((task, result));
                 run.busy.store(false, Ordering::Relaxed);
+                let is_awaited = tasks.waiting > 0;
                 drop(tasks);
-                run.rested.notify_all();
+                if is_awaited {
+                    run.notify(&run.rested);
+                }
                 run.done.fetch_add(1, Ordering::Release);
                 tell();
             }
@@ -91,9 +154,14 @@ impl<T: Send + 'static> IoThread<T> {
     /// Gives it a task, to be done after those that it has.
     pub(super) fn give(&self, task: T) {
         self.held.fetch_add(1, Ordering::Relaxed);
-        self.shared.lock().todo.push_back(task);
+        let mut tasks = self.shared.lock();
+        tasks.todo.push_back(task);
         self.shared.todo.fetch_add(1, Ordering::Release);
-        self.shared.came.notify_one();
+        let is_asleep = tasks.asleep;
+        drop(tasks);
+        if is_asleep {
+            self.shared.notify(&self.shared.came);
+        }
     }
 
     /// Waits until it has done all tasks that it was given.
@@ -102,7 +170,10 @@ impl<T: Send + 'static> IoThread<T> {
             let over = self.shared.over.load(Ordering::Relaxed);
             !over && (!tasks.todo.is_empty() || self.shared.busy.load(Ordering::Relaxed))
         };
-        drop(self.shared.rested.wait_while(self.shared.lock(), works));
+        let mut tasks = self.shared.lock();
+        tasks.waiting += 1;
+        let rested = self.shared.rested.wait_while(tasks, works);
+        rested.unwrap_or_else(PoisonError::into_inner).waiting -= 1;
     }
 
     /// Takes back a finished task with its result, in the order in which tasks were given. `None`: none is
@@ -145,6 +216,13 @@ impl<T> Shared<T> {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Wakes those that wait for one of the two, of which there are some: it is a system call all the same.
+    fn notify(&self, condition: &Condvar) {
+        #[cfg(test)]
+        self.notified.fetch_add(1, Ordering::Relaxed);
+        condition.notify_all();
+    }
+
     /// Waits for a task. `None`: there will be no more.
     fn next(&self) -> Option<T> {
         // The chunks of one transfer come soon after one another.
@@ -165,7 +243,9 @@ impl<T> Shared<T> {
                 self.busy.store(true, Ordering::Relaxed);
                 return Some(task);
             }
+            tasks.asleep = true;
             tasks = self.came.wait(tasks).unwrap_or_else(PoisonError::into_inner);
+            tasks.asleep = false;
         }
     }
 }
@@ -217,6 +297,74 @@ mod tests {
         assert_eq!(thread.held(), 3);
         let back: Vec<u32> = std::iter::from_fn(|| thread.take()).map(|(n, _)| n).collect();
         assert_eq!((back, thread.held()), (vec![0, 1, 2], 0));
+    }
+
+    fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+        let limit = Instant::now() + Duration::from_secs(60);
+        while !is_so() {
+            assert!(Instant::now() < limit, "not {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn only_what_sleeps_is_woken() {
+        let (tell, told) = channel();
+        let (begin, begun) = channel::<()>();
+        let begun = std::sync::Mutex::new(begun);
+        let work = move |_: &mut u32| begun.lock().unwrap().recv().map_err(io::Error::other);
+        let thread = IoThread::start("test".into(), work, move || {
+            let _ = tell.send(());
+        })
+        .unwrap();
+        let notified = || thread.shared.notified.load(Ordering::Relaxed);
+        wait_until("asleep", || thread.shared.lock().asleep);
+        thread.give(0);
+        wait_until("at work", || thread.shared.busy.load(Ordering::Relaxed));
+        assert_eq!(notified(), 1);
+        // While it works, and as long as nobody waits for its rest.
+        (1..50).for_each(|n| thread.give(n));
+        for _ in 0..49 {
+            begin.send(()).unwrap();
+            told.recv().unwrap();
+        }
+        assert_eq!(notified(), 1);
+        std::thread::scope(|scope| {
+            let resting = scope.spawn(|| thread.wait_for_rest());
+            wait_until("awaited", || thread.shared.lock().waiting == 1);
+            begin.send(()).unwrap();
+            resting.join().unwrap();
+        });
+        assert_eq!((notified(), thread.shared.lock().waiting), (2, 0));
+    }
+
+    #[test]
+    fn a_relay_that_looks_by_itself_is_not_woken_and_one_that_sleeps_is() {
+        let wake = EventFd::from_flags(nix::sys::eventfd::EfdFlags::EFD_NONBLOCK).unwrap();
+        let wake = Arc::new(wake);
+        let alarm = Alarm::new(&wake);
+        let raises = Arc::clone(&alarm);
+        let thread = IoThread::start("test".into(), |_: &mut u32| Ok(()), move || raises.raise()).unwrap();
+        let done = |n: u32| {
+            thread.give(n);
+            wait_until("done", || alarm.raised.load(Ordering::SeqCst));
+        };
+        // As long as it has not said that it looks.
+        done(0);
+        wait_until("woken", || wake.read().is_ok());
+        alarm.is_awake();
+        for n in 1..100 {
+            alarm.looks();
+            assert_eq!(thread.take().unwrap().0, n - 1);
+            done(n);
+        }
+        assert!(wake.read().is_err(), "it was awake");
+        assert!(alarm.sleeps(), "one is done that it has not taken");
+        alarm.looks();
+        assert_eq!(thread.take().unwrap().0, 99);
+        assert!(!alarm.sleeps());
+        done(100);
+        wait_until("woken", || wake.read().is_ok());
     }
 
     #[test]

@@ -182,17 +182,24 @@ fn over_a_long_link_nothing_is_held_and_buffers_are_kept_for_as_long_as_data_flo
     let whole = (HEADER + LEN) as u64;
     let kept = || lock(&outbox.streams[0].kept);
     hold(0);
+    hold(1);
     assert_eq!(free.load(Ordering::Relaxed), 0, "it is not known yet how far the bridge is");
     // Only the clock tells the module how far it is.
-    kept().distance.watched = Some((whole, Instant::now().checked_sub(FAR).unwrap()));
+    let long_ago = Instant::now().checked_sub(10 * FAR).unwrap();
+    kept().distance.watched.as_mut().unwrap().since = long_ago;
     outbox.acknowledge(0, whole).unwrap();
-    assert!(kept().distance.is_far());
-    // However long this test takes, the way stays the same.
+    // However long this test takes, the second one has come right behind the first.
+    kept().distance.watched.as_mut().unwrap().there = Some((whole, long_ago + 9 * FAR));
+    kept().distance.arrives(2 * whole, true, long_ago + 9 * FAR + FAR / 2);
+    assert!(kept().distance.is_far() && outbox.is_far(0));
+    // Nor is the way another one.
     kept().distance.arrived = Some(Instant::now() + 1000 * FORGET);
-    (1..16).for_each(hold);
-    assert_eq!(free.load(Ordering::Relaxed), 16, "all were copied, the first one has arrived");
+    let before = outbox.copied.load(Ordering::Relaxed);
+    (2..16).for_each(hold);
+    assert_eq!(free.load(Ordering::Relaxed), 15, "all were copied, and the first one has arrived");
+    assert_eq!(outbox.copied.load(Ordering::Relaxed) - before, 14 * LEN as u64);
     outbox.acknowledge(0, 15 * whole).unwrap();
-    assert_eq!(kept().free_bytes, 14 * LEN, "the next chunks have their buffers");
+    assert_eq!(kept().free_bytes, 13 * LEN, "the next chunks have their buffers");
     outbox.acknowledge(0, 16 * whole).unwrap();
     assert!(kept().free_bytes <= MOST_FREE);
     outbox.close();
@@ -278,27 +285,87 @@ fn nothing_is_compressed_while_the_link_is_not_known_or_once_it_is_known_as_fast
     assert_eq!(lock(&never.streams[0].kept).journal.kept(), plain);
 }
 
+/// Of one MiB over a way without length, at a rate at which that takes longer than the way may.
+#[test]
+fn a_chunk_whose_own_bytes_take_long_is_held_all_the_same() {
+    const LEN: usize = 1 << 20;
+    static BYTES: [u8; LEN] = [5; LEN];
+    let outbox = Outbox::new(1, 64 << 20, CompressUse::Never);
+    let (mut ours, theirs) = pair();
+    outbox.plug(0, theirs, 0).unwrap();
+    // What the kernel says of a connection of this machine's, if the machine is not too busy to be asked.
+    outbox.streams[0].far.store(false, Ordering::Relaxed);
+    let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
+    let free: Arc<AtomicU64> = Arc::default();
+    let outgoing = outgoing(&outbox, 64 * LEN as u64);
+    let hold = |number: u64| {
+        let held = Box::new(Slot(&BYTES, Arc::clone(&free)));
+        outgoing.send_held(0, number * LEN as u64, held).unwrap();
+    };
+    let whole = (HEADER + LEN) as u64;
+    let takes = FAR + FAR / 5;
+    // One alone, and some in a row, which come one after the other.
+    let mut chunk = 0;
+    for row in [1, 4, 1, 3] {
+        (chunk..chunk + row).for_each(hold);
+        let mut now = Instant::now();
+        lock(&outbox.streams[0].kept).distance.watched.as_mut().unwrap().since = now;
+        for number in chunk..chunk + row {
+            now += takes;
+            lock(&outbox.streams[0].kept).distance.arrives(
+                (number + 1) * whole,
+                number + 1 < chunk + row,
+                now,
+            );
+        }
+        chunk += row;
+        outbox.acknowledge(0, chunk * whole).unwrap();
+        assert!(!outbox.is_far(0), "after {chunk} chunks");
+    }
+    hold(chunk);
+    assert_eq!((free.load(Ordering::Relaxed), outbox.copied.load(Ordering::Relaxed)), (chunk, 0));
+    outbox.close();
+    reading.join().unwrap().unwrap();
+}
+
 #[test]
 fn the_shortest_time_says_how_far_the_bridge_is_until_the_path_may_be_another() {
     let begin = Instant::now();
     let mut distance = Distance::default();
     assert!(!distance.is_far());
-    distance.leaves(10, begin);
-    distance.leaves(20, begin + FAR * 5);
-    distance.arrives(9, || unreachable!("the watched one has not arrived"));
-    distance.arrives(10, || begin + FAR);
+    distance.leaves(0, 10, begin);
+    distance.arrives(9, true, begin + FAR / 2);
+    assert!(distance.shortest.is_none(), "the watched one has not arrived");
+    distance.arrives(10, true, begin + FAR);
     assert!(distance.is_far());
     // A short time counts, a longer one later does not.
-    distance.leaves(30, begin + FAR);
-    distance.arrives(40, || begin + FAR + FAR / 2);
+    distance.leaves(20, 30, begin + FAR);
+    distance.arrives(40, true, begin + FAR + FAR / 2);
     assert!(!distance.is_far());
-    distance.leaves(50, begin + FAR * 2);
-    distance.arrives(50, || begin + FAR * 9);
+    distance.leaves(40, 50, begin + FAR * 2);
+    distance.arrives(50, false, begin + FAR * 9);
     assert!(!distance.is_far());
     let later = begin + FAR * 9 + FORGET * 2;
-    distance.leaves(60, later);
-    distance.arrives(60, || later + FAR);
+    distance.leaves(50, 60, later);
+    distance.arrives(60, false, later + FAR);
     assert!(distance.is_far());
+    // What nothing follows says nothing if it is long: its own bytes may have taken the time.
+    distance.forget();
+    distance.leaves(60, 60 + 2 * SHORT, later);
+    distance.arrives(60 + 2 * SHORT, false, later + FAR * 9);
+    assert!(distance.shortest.is_none());
+    // Nor do a few bytes behind it say how long many take.
+    let (far, end) = (later + FAR * 9, 4 * SHORT);
+    distance.leaves(0, end, later);
+    distance.arrives(end, true, far);
+    distance.arrives(end + 100, true, far + FAR);
+    assert!(distance.shortest.is_none());
+    distance.arrives(2 * end, true, far + FAR * 2);
+    assert_eq!(distance.shortest, Some(FAR * 7));
+    distance.leaves(0, end, later);
+    distance.arrives(end, true, later + FAR * 3);
+    distance.arrives(end + 100, false, later + FAR * 4);
+    assert_eq!(distance.shortest, Some(FAR * 2), "the same as for the whole of it at most");
 }
 
 #[test]
@@ -346,6 +413,7 @@ fn memory_is_held_until_its_bytes_have_arrived_or_were_copied() {
     assert_eq!(given_back(), 4);
     hold(3 * LEN, b"xy");
     assert_eq!(given_back(), 5);
+    assert_eq!(outbox.copied.load(Ordering::Relaxed), 2 * LEN as u64 + 2, "two held ones and a short one");
     hold(0, &BYTES[0]);
     assert_eq!(given_back(), 5);
     outbox.close();

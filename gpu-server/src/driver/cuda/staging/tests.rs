@@ -23,6 +23,19 @@ fn memory(chunks: usize) -> Mapped {
     Mapped::of(&region, (chunks * CHUNK) as u64).unwrap()
 }
 
+/// A transfer that is sent by calls of a test, to nowhere.
+fn departure(transfer: &Arc<Transfer>, next: u64, senders: usize) -> Departure {
+    let (next, left) = (AtomicU64::new(next), AtomicUsize::new(transfer.uses.len()));
+    Departure { transfer: Arc::clone(transfer), sink: Mutex::new(None), next, left, senders }
+}
+
+/// The stream writes a chunk to its slot, which it must not have to wait for.
+fn fill(transfer: &Transfer, chunk: u64) {
+    let (slot, uses) = transfer.place(chunk);
+    assert!(transfer.slot(slot).free.get() + 1 >= uses, "chunk {chunk} has to wait");
+    transfer.slot(slot).gpu.set(uses);
+}
+
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let limit = Instant::now() + Duration::from_secs(60);
     while !is_so() {
@@ -55,15 +68,77 @@ fn a_transfer_from_the_device_that_the_driver_has_refused_keeps_no_slots() {
 #[test]
 fn an_abandoned_chunk_leaves_a_slot_alone_whose_data_may_be_sent_again() {
     let transfer = begin(&staging(), Flow::fresh(), MANY);
-    let left = AtomicUsize::new(MANY);
-    let departure = Departure { transfer: Arc::clone(&transfer), sink: Mutex::new(None), left, senders: 1 };
     let sent = Filled { transfer: Arc::clone(&transfer), chunk: 0 };
     transfer.abandon_departure();
     let same = |chunk: &u64| transfer.place(*chunk).0 == transfer.place(0).0;
     let again = (1..transfer.chunks()).find(same).unwrap();
-    assert!(!departure.try_send(0, again, &mut None));
+    let departure = departure(&transfer, again, 1);
+    assert!(!departure.send_next(0, &mut None));
     drop(sent);
-    assert!(departure.try_send(0, again, &mut None));
+    assert!(departure.send_next(0, &mut None));
+}
+
+#[test]
+fn a_sender_that_is_busy_holds_up_the_chunk_that_it_has_and_no_other() {
+    const SENDERS: usize = 4;
+    let staging = staging();
+    let transfer = begin(&staging, Flow::fresh(), MANY);
+    let departure = departure(&transfer, 0, SENDERS);
+    let all = transfer.own;
+    (0..all).for_each(|chunk| fill(&transfer, chunk));
+    let sent = || departure.next.load(Ordering::Relaxed);
+    (0..SENDERS).for_each(|sender| staging.look_for_chunks(sender, true));
+    // While all are free, each chunk is one thread's.
+    for turn in (0..2).flat_map(|_| 0..SENDERS) {
+        let others = (0..SENDERS).filter(|sender| *sender != turn);
+        assert!(others.into_iter().all(|other| !departure.send_next(other, &mut None)));
+        assert!(departure.send_next(turn, &mut None));
+    }
+    assert_eq!(sent(), 8);
+    // The first thread's connection takes its chunk slowly.
+    assert!(departure.send_next(0, &mut None));
+    staging.look_for_chunks(0, false);
+    let mut counts = [0; SENDERS];
+    let mut send = |sender: usize| {
+        let sends = departure.send_next(sender, &mut None);
+        counts[sender] += u64::from(sends);
+        sends
+    };
+    while (1..SENDERS).map(&mut send).fold(false, |any, one| any | one) {}
+    assert_eq!(counts, [0, 3, 2, 2]);
+    // It is back, and has a part of the rest again, of which slots are free.
+    staging.look_for_chunks(0, true);
+    (all..transfer.chunks()).for_each(|chunk| fill(&transfer, chunk));
+    let mut counts = [0; SENDERS];
+    while !departure.is_given_out() {
+        (0..SENDERS).for_each(|sender| counts[sender] += u64::from(departure.send_next(sender, &mut None)));
+    }
+    assert_eq!((counts, sent(), departure.left.load(Ordering::Relaxed)), ([1; SENDERS], MANY as u64, 0));
+}
+
+#[test]
+fn all_bytes_arrive_once_whichever_thread_sends_them() {
+    let staging = staging();
+    let region = Region::own(NonZeroUsize::new(MANY * CHUNK).unwrap()).unwrap();
+    let mapped = || Mapped::of(&region, (MANY * CHUNK) as u64).unwrap();
+    for round in 1..4u8 {
+        let transfer = begin(&staging, Flow::fresh(), MANY);
+        staging.send(Arc::clone(&transfer), Sink::Mapped(mapped()));
+        for (chunk, place) in (0..).zip(transfer.outbound()) {
+            let (slot, uses) = transfer.place(chunk);
+            wait_until("free", || transfer.slot(slot).free.get() + 1 >= uses);
+            // SAFETY: a slot that this test's stream may fill.
+            unsafe { place.at.as_ptr().write_bytes(round * 50 + chunk as u8, place.len) };
+            fill(&transfer, chunk);
+        }
+        let is_sent = |last: &Use| transfer.slot(last.slot).host.get() >= last.number;
+        wait_until("sent", || transfer.last.iter().all(is_sent));
+        let mut bytes = vec![0; MANY * CHUNK];
+        mapped().read(0, &mut bytes);
+        let is_right = |(chunk, bytes): (usize, &[u8])| bytes.iter().all(|b| *b == round * 50 + chunk as u8);
+        assert!(bytes.chunks(CHUNK).enumerate().all(is_right), "round {round}");
+    }
+    wait_until("given back", || staging.slots.are_unused());
 }
 
 #[test]
