@@ -222,7 +222,8 @@ fn sleep<S: Schedule, C: Carrier<S>>(
     now: Instant,
     settled: &mut u64,
 ) -> Result<(), EndReason> {
-    if keep_alive(machine, carrier, now)? {
+    let asked = keep_alive(machine, carrier, now)?;
+    if asked {
         carrier.send(machine)?;
         machine.publish_sent();
     }
@@ -233,7 +234,8 @@ fn sleep<S: Schedule, C: Carrier<S>>(
     if listen {
         flag.announce();
     }
-    let late = carrier.arm(machine)? || (listen && machine.has_records()) || mailbox.has_messages();
+    // What has been sent since the carrier last received may have hidden from it what threads have done.
+    let late = carrier.arm(machine)? || asked || (listen && machine.has_records()) || mailbox.has_messages();
     if !late {
         session.counters.sleeps.add(1);
     }
