@@ -3,6 +3,7 @@
 
 pub(super) mod waiting;
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,11 @@ use crate::driver::cuda::nvml::readings::Reading;
 /// How long a question waits for fresh figures from NVML. If there are none, all that have come meanwhile
 /// have waited, too.
 const FIGURES_WITHIN: Duration = Duration::from_secs(1);
+/// An answer of so many bytes fits into any socket's buffer.
+const SHORT: usize = 8 << 10;
+/// How many longer ones are sent at the same time, and how long a client may take to read one.
+const MOST_LONG: usize = 16;
+const READ_WITHIN: Duration = Duration::from_secs(2);
 
 /// Starts the thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
@@ -39,17 +45,41 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn serve(server: &Server, ask: &Ask) {
+/// Sends an answer. A client that does not read a long one must not keep others waiting.
+fn send(server: &Arc<Server>, ask: &Ask, text: Vec<u8>) {
+    let (connection, peer, name) = (Arc::clone(&ask.connection), ask.peer.clone(), ask.who.name.clone());
+    let note = move |server: &Server, sent: io::Result<()>| {
+        // The client may be gone just now. What it was granted ends when its time runs out.
+        if let Err(e) = sent
+            && let Some(not_shown) = server.log_limits.allow(Some(&name), Instant::now())
+        {
+            tracing::info!(peer, principal = name, "a question's answer was not sent: {e}{not_shown}");
+        }
+    };
+    if text.len() <= SHORT {
+        return note(server, connection.send_answer(&text, Duration::ZERO));
+    }
+    let long = Arc::clone(&server.asks.long);
+    // The queue has one, and each of the threads: with this one, that is one too many.
+    if Arc::strong_count(&long) > 1 + MOST_LONG {
+        return note(server, Err(io::Error::other("too many clients are reading long answers")));
+    }
+    let sender = Arc::clone(server);
+    let work = move || {
+        note(&sender, connection.send_answer(&text, READ_WITHIN));
+        drop(long);
+    };
+    if let Err(e) = std::thread::Builder::new().name("rgpu-answer".into()).spawn(work) {
+        tracing::warn!("cannot start a thread for a long answer: {e}");
+    }
+}
+
+fn serve(server: &Arc<Server>, ask: &Ask) {
     let Ask { connection, peer, who, question, since } = ask;
     let answered = answer(server, connection, who, question, *since).and_then(|answer| {
         let text = serde_json::to_vec(&answer)
             .map_err(|e| Refused(Reason::Failed, format!("the answer cannot be written: {e}")))?;
-        // The client may be gone just now. What it was granted ends when its time runs out.
-        if let Err(e) = connection.send_answer(&text)
-            && let Some(not_shown) = server.log_limits.allow(Some(&who.name), Instant::now())
-        {
-            tracing::info!(peer, principal = who.name, "a question's answer was not sent: {e}{not_shown}");
-        }
+        send(server, ask, text);
         Ok(())
     });
     if let Err(refused) = answered {
@@ -136,6 +166,7 @@ fn with_reading(gpu: ask::Gpu, readings: &[Reading]) -> ask::Gpu {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
     use std::os::unix::net::UnixStream;
 
     use super::*;
@@ -145,7 +176,7 @@ mod tests {
     #[test]
     fn a_client_that_has_gone_gets_no_lease() {
         let server = Server::new(Serve::from_flags(&["--software-devices=1"]), &mut Inherited::default());
-        let server = server.unwrap();
+        let server = Arc::new(server.unwrap());
         server.lock().serving = Some(("software".into(), vec!["a GPU".into()]));
         let ask = |client: Option<UnixStream>, connection: UnixStream| {
             let question = br#"{"lease":{"gpus":1,"seconds":60}}"#.to_vec();
@@ -160,6 +191,24 @@ mod tests {
         assert_eq!(ask(None, connection), 0);
         let (client, connection) = UnixStream::pair().unwrap();
         assert_eq!(ask(Some(client), connection), 1);
+    }
+
+    #[test]
+    fn long_answers_are_sent_by_threads_of_their_own_and_not_by_ever_more() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default());
+        let server = Arc::new(server.unwrap());
+        let heard = || {
+            let (mut client, connection) = UnixStream::pair().unwrap();
+            let (connection, peer) = (Arc::new(Control::Local(connection)), "this host".to_owned());
+            let (who, question, since) = (Principal::test(), Vec::new(), Instant::now());
+            send(&server, &Ask { connection, peer, who, question, since }, vec![7; 1 << 20]);
+            let mut heard = Vec::new();
+            client.read_to_end(&mut heard).unwrap();
+            heard.len()
+        };
+        assert!(heard() > 1 << 20);
+        let _others = vec![Arc::clone(&server.asks.long); MOST_LONG];
+        assert_eq!(heard(), 0);
     }
 
     #[test]

@@ -18,9 +18,6 @@ use super::host::host_name;
 use super::refusals::Reason;
 use crate::worker_protocol::Token;
 
-/// How long a client may take to read a long answer.
-const ANSWERED_WITHIN: Duration = Duration::from_secs(2);
-
 /// A connection.
 pub(super) enum Control {
     /// From a Unix socket.
@@ -116,12 +113,12 @@ impl Control {
         poll(&mut [self.hung_up()], PollTimeout::ZERO).is_ok_and(|events| events > 0)
     }
 
-    /// Sends the answer to a question after a welcome. Blocks only for an answer that is too long for the
-    /// socket's buffer, such as a list of hundreds of leases: as long as the client reads, for a moment.
-    pub(super) fn send_answer(&self, answer: &[u8]) -> io::Result<()> {
+    /// Sends the answer to a question after a welcome. For an answer that is too long for the socket's
+    /// buffer, such as a list of hundreds of leases, blocks so long until the client reads.
+    pub(super) fn send_answer(&self, answer: &[u8], patience: Duration) -> io::Result<()> {
         let welcome = welcome(Answer::Ok, [0; 16], 0, "");
         let header = FrameHeader { kind: frame::ANSWER, len: answer.len() as u32 };
-        self.send(&[welcome.as_bytes(), header.as_bytes(), answer].concat(), ANSWERED_WITHIN)
+        self.send(&[welcome.as_bytes(), header.as_bytes(), answer].concat(), patience)
     }
 
     /// The transport's name, for the log and the status.
@@ -193,7 +190,7 @@ mod tests {
 
     fn sends_long_answers(control: Control, mut client: impl Read + Send + 'static) {
         let read = std::thread::spawn(move || whole(&mut client));
-        control.send_answer(&vec![7; LONG]).unwrap();
+        control.send_answer(&vec![7; LONG], test_kit::PATIENCE).unwrap();
         drop(control);
         assert_eq!(read.join().unwrap(), LONG + size_of::<Welcome>() + size_of::<FrameHeader>());
     }
@@ -236,7 +233,8 @@ mod tests {
     #[test]
     fn a_client_that_does_not_read_its_answer_is_not_waited_for_long() {
         let (server, _client) = UnixStream::pair().unwrap();
-        let failed = Control::Local(server).send_answer(&vec![7; LONG]).unwrap_err();
+        let control = Control::Local(server);
+        let failed = control.send_answer(&vec![7; LONG], Duration::from_millis(1)).unwrap_err();
         assert!(failed.to_string().contains("does not read"), "{failed}");
     }
 }

@@ -322,7 +322,7 @@ pub(super) mod tests {
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 1);
         assert_eq!(state.well(&options), Some(vec![0]));
         state.serving = Some(("software".into(), vec!["b".into()]));
-        state.ill = state.ill.into_iter().map(|(_, illness)| (0, illness)).collect();
+        state.ill = state.ill.into_values().map(|illness| (0, illness)).collect();
         state.gpu.starting = 0;
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0, "none could serve");
     }

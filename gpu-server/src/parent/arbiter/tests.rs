@@ -398,26 +398,12 @@ fn a_newcomer_starts_level_with_those_on_its_own_device() {
 }
 
 #[test]
-fn who_was_alone_for_a_moment_has_no_less_than_a_newcomer() {
-    let mut programs: Vec<Program> =
-        (0..).zip(["a", "a", "b", "c"]).map(|(worker, name)| Program::new(worker, name, MS)).collect();
-    // The first two have had three seconds when the newcomer finds the device idle.
-    programs[0].works = 0..6_000 * MS;
-    programs[2].works = 0..6_000 * MS;
-    programs[1].works = 7_000 * MS..u64::MAX;
-    programs[3].works = 6_500 * MS..u64::MAX;
-    programs.iter_mut().for_each(|program| program.counted_from = 7_000 * MS);
-    simulate(&mut programs, 10_000 * MS);
-    assert_shares(&programs, &[0.0, 50.0, 0.0, 50.0]);
-}
-
-#[test]
 fn groups_that_come_together_start_level() {
     let mut programs: Vec<Program> =
         (0..).zip(["a", "b", "x", "y", "z"]).map(|(worker, name)| Program::new(worker, name, MS)).collect();
-    for program in &mut programs[2..4] {
-        (program.devices, program.works) = (2, 4_000 * MS..u64::MAX);
-    }
+    // One is alone on the second device for some time, and has had little there.
+    programs[2..4].iter_mut().for_each(|program| program.devices = 2);
+    programs[3].works = 5_000 * MS..u64::MAX;
     // It uses the devices of both, at the same time.
     (programs[4].devices, programs[4].works) = (3, 6_000 * MS..u64::MAX);
     programs.iter_mut().for_each(|program| program.counted_from = 6_000 * MS);

@@ -28,6 +28,8 @@ pub(in crate::parent) struct Ask {
 pub(in crate::parent) struct Asks {
     waiting: Mutex<VecDeque<Ask>>,
     came: Condvar,
+    /// Held once more by each thread that sends a long answer.
+    pub(in crate::parent) long: Arc<()>,
 }
 
 impl Asks {
