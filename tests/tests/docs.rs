@@ -187,6 +187,23 @@ fn commands_in_the_pages_are_shell() {
     assert!(wrong.is_empty(), "not what a shell reads:\n{}", wrong.join("\n"));
 }
 
+/// Debian's own Python refuses them.
+#[test]
+fn pages_install_packages_of_python_into_environments_of_their_own() {
+    for page in pages() {
+        let text = fs::read_to_string(&page).expect("a page");
+        for block in blocks(&text, "sh") {
+            let made = block.iter().position(|line| line.contains("python3 -m venv"));
+            let used = block.iter().position(|line| line.contains("pip install"));
+            assert!(
+                used.is_none() || made.is_some_and(|at| Some(at) < used),
+                "{}: {block:?}",
+                page.display()
+            );
+        }
+    }
+}
+
 #[test]
 fn every_picture_is_in_a_page_and_has_the_format_of_its_name() {
     let folder = tree::root().join("docs/pictures");

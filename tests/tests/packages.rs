@@ -13,11 +13,15 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::machine::systemd::Release;
 use rgpu_tests::machine::{Machine, systemd};
-use rgpu_tests::programs;
+use rgpu_tests::{programs, tree};
 use support::*;
 
 /// The packages of a machine that is both server and host. Such a machine is not a guest.
 const INSTALLED: [&str; 4] = ["rgpu-server", "vhost-rgpu", "rgpuctl", "rgpu-libs"];
+
+/// Slurm's package. It is installed late: on a machine without Slurm, `rgpuctl doctor` would miss that.
+const SLURM: &str = "rgpu-slurm";
+const TIMER: &str = "rgpu-slurm.timer";
 
 /// Unpacks packages into a folder.
 fn unpacked(names: &[&str]) -> Result<tempfile::TempDir> {
@@ -125,7 +129,7 @@ fn shells_complete_commands_and_options() -> Result<()> {
 
 #[test]
 fn the_package_for_slurm_has_its_script_and_a_timer_that_runs_it() -> Result<()> {
-    let folder = unpacked(&["rgpu-slurm"])?;
+    let folder = unpacked(&[SLURM])?;
     let script = folder.path().join("usr/lib/rgpu/rgpu-slurm");
     let settings = output(Command::new(&script).arg("settings"))?;
     ensure!(settings.contains("POOL=/etc/rgpu/pool.toml"), "{settings}");
@@ -135,9 +139,20 @@ fn the_package_for_slurm_has_its_script_and_a_timer_that_runs_it() -> Result<()>
     };
     ensure!(unit("rgpu-slurm.service")?.contains("ExecStart=/usr/lib/rgpu/rgpu-slurm renew"));
     ensure!(unit("rgpu-slurm.timer")?.contains("WantedBy=timers.target"));
-    let depends = output(Command::new("dpkg-deb").arg("-f").arg(package("rgpu-slurm")?).arg("Depends"))?;
-    for name in ["rgpuctl", "rgpu-libs", "vhost-rgpu"] {
-        ensure!(depends.contains(name), "it depends on {depends}");
+    Ok(())
+}
+
+/// Revisions of a version can differ in what packages expect of each other.
+#[test]
+fn packages_depend_on_others_of_their_revision() -> Result<()> {
+    let wanted = [(SLURM, &["rgpuctl", "rgpu-libs", "vhost-rgpu"][..]), ("rgpu-guest", &["rgpu-libs"])];
+    for (name, others) in wanted {
+        let field = |field: &str| output(Command::new("dpkg-deb").arg("-f").arg(package(name)?).arg(field));
+        let (version, depends) = (field("Version")?, field("Depends")?);
+        for other in others {
+            let wanted = format!("{other} (>= {})", version.trim());
+            ensure!(depends.split(',').any(|one| one.trim() == wanted), "{name} depends on {depends}");
+        }
     }
     Ok(())
 }
@@ -164,6 +179,7 @@ fn needrestart_leaves_the_daemons_alone() -> Result<()> {
 /// A machine that has the packages' files, but has not installed them.
 fn boot(release: Release, newer: &[PathBuf]) -> Result<Machine> {
     let builder = contents(systemd::builder(release)?, &INSTALLED, newer, &["vectorAdd", "idle"])?;
+    let builder = builder.file(package(SLURM)?, "/host/slurm/rgpu-slurm.deb");
     systemd::boot(builder.file(package("rgpu-guest")?, "/host/guest/rgpu-guest.deb"))
 }
 
@@ -284,15 +300,15 @@ fn in_a_machine(release: Release, phases: &[Phase]) -> Result<()> {
     programs::built("vectorAdd")?;
     let begin = Instant::now();
     let folder = tempfile::tempdir()?;
-    let machine = boot(release, &newer(&INSTALLED, folder.path())?)?;
+    let all = [&INSTALLED[..], &[SLURM]].concat();
+    let machine = boot(release, &newer(&all, folder.path())?)?;
     let before = inventory(&machine)?;
     println!("{release:?}: booted after {:.0} s", begin.elapsed().as_secs_f64());
     for (name, phase) in phases {
         phase(&machine).context(*name)?;
         println!("{release:?}: {name}: done after {:.0} s", begin.elapsed().as_secs_f64());
     }
-    purge(&machine, &INSTALLED, &["/etc/rgpu/vhost-rgpu.toml", "/var/lib/rgpu/server"], &before)
-        .context("purge")
+    purge(&machine, &all, &["/etc/rgpu/vhost-rgpu.toml", "/var/lib/rgpu/server"], &before).context("purge")
 }
 
 fn installation(machine: &Machine) -> Result<()> {
@@ -370,6 +386,12 @@ fn over_tls(machine: &Machine) -> Result<()> {
     let says = doctor.text().contains("does not know this client's key");
     ensure!(!doctor.success() && says, "rgpuctl doctor: {doctor}");
     machine.check("rgpuctl enroll host --address 127.0.0.1 > /tmp/join && sh /tmp/join", LONG)?;
+    // A guest's own key, which goes with the packages.
+    let page = std::fs::read_to_string(tree::root().join("docs/tenants.md"))?;
+    let folder = page.split("rgpuctl join --identity ").nth(1).and_then(|rest| rest.split(' ').next());
+    let folder = folder.context("docs/tenants.md gives no guest a key of its own")?;
+    let join = format!("sed 's|rgpuctl join|& --identity {folder}|' /tmp/join | sh && ls {folder}/key.pem");
+    machine.check(&format!("rgpuctl enroll guest1 --address 127.0.0.1 > /tmp/join && {join}"), LONG)?;
     // The same through this host's daemon.
     machine.check(
         "sed -i 's|^server = .*|server = \"tcp:127.0.0.1\"|' /etc/rgpu/vhost-rgpu.toml && systemctl restart vhost-rgpu",
@@ -636,6 +658,18 @@ fn upgrade(machine: &Machine) -> Result<()> {
     };
     let before = pids(machine)?;
     let held = Held::start(machine, "upgrade")?;
+    machine.check("dpkg -i /mnt/slurm/rgpu-slurm.deb", LONG)?;
+    let timer = |state: &str, what: &str| -> Result<()> {
+        let now = property(machine, TIMER, "ActiveState")?;
+        ensure!(now == state, "{TIMER} is {now} {what}");
+        Ok(())
+    };
+    timer("active", "after its installation")?;
+    ensure!(property(machine, TIMER, "UnitFileState")? == "enabled", "{TIMER} is not enabled");
+    machine.check(&format!("systemctl stop {TIMER}"), LONG)?;
+    // Not without the others.
+    let alone = machine.run("apt-get install -s --no-install-recommends /mnt/newer/rgpu-slurm.deb", LONG)?;
+    ensure!(!alone.success() && alone.to_string().contains("rgpuctl (>= "), "{alone}");
     let said = machine.check("apt-get install -y --no-install-recommends /mnt/newer/*.deb", LONG)?;
     for text in ["rgpu-server keeps running", "vhost-rgpu keeps running"] {
         ensure!(said.contains(text), "the upgrade does not say {text:?}: {said}");
@@ -643,6 +677,7 @@ fn upgrade(machine: &Machine) -> Result<()> {
     let version = machine.check("dpkg-query -W -f '${Version}' rgpu-server", LONG)?;
     ensure!(version.ends_with(".1"), "the version is {version}");
     ensure!(pids(machine)? == before, "the upgrade has restarted a daemon");
+    timer("inactive", "after its operator has stopped it")?;
     // The operator's change of the configuration is still there.
     machine.check("grep -q '^server = \"tcp:127.0.0.1\"' /etc/rgpu/vhost-rgpu.toml", LONG)?;
     // Sessions continue, and others begin.
@@ -656,18 +691,28 @@ fn upgrade(machine: &Machine) -> Result<()> {
     ensure!(now[0] != before[0] && now[1] != before[1], "the restart has not restarted the daemons");
     native(machine, "root", "vectorAdd")?;
     // A unit that its operator has disabled stays disabled.
-    machine.check("systemctl disable rgpu-server; dpkg -i /mnt/packages/rgpu-server.deb", LONG)?;
-    ensure!(property(machine, "rgpu-server", "UnitFileState")? == "disabled", "the unit is enabled again");
+    let disable = format!("systemctl disable rgpu-server {TIMER}");
+    machine.check(
+        &format!("{disable}; dpkg -i /mnt/packages/rgpu-server.deb /mnt/slurm/rgpu-slurm.deb"),
+        LONG,
+    )?;
+    for unit in ["rgpu-server", TIMER] {
+        ensure!(property(machine, unit, "UnitFileState")? == "disabled", "{unit} is enabled again");
+    }
     // One that its operator has stopped stays so over an upgrade, but not if the package was removed first.
-    let again = |name: &str| format!("dpkg -i /mnt/packages/{name}.deb");
     machine.check("systemctl enable rgpu-server; systemctl stop rgpu-server", LONG)?;
-    machine.check(&again("rgpu-server"), LONG)?;
+    machine.check("dpkg -i /mnt/packages/rgpu-server.deb", LONG)?;
     ensure!(property(machine, "rgpu-server", "ActiveState")? == "inactive", "the upgrade has started it");
-    machine.check("apt-get remove -y rgpu-server vhost-rgpu", LONG)?;
-    for (name, unit) in [("rgpu-server", "rgpu-server"), ("vhost-rgpu", "vhost-rgpu.socket")] {
-        machine.check(&again(name), LONG)?;
+    machine.check(&format!("systemctl enable --now {TIMER}"), LONG)?;
+    machine.check(&format!("apt-get remove -y rgpu-server vhost-rgpu {SLURM}"), LONG)?;
+    timer("inactive", "although its package is removed")?;
+    let again = ["packages/rgpu-server", "packages/vhost-rgpu", "slurm/rgpu-slurm"];
+    machine.check(&format!("dpkg -i {}", again.map(|name| format!("/mnt/{name}.deb")).join(" ")), LONG)?;
+    for unit in ["rgpu-server", "vhost-rgpu.socket", TIMER] {
         ensure!(property(machine, unit, "ActiveState")? == "active", "{unit} is not started");
     }
+    // A job's lease, which a purge takes along. Its file is still empty, so the timer leaves it alone.
+    machine.check("mkdir -p /run/rgpu-slurm; touch /run/rgpu-slurm/1.n1", LONG)?;
     quiet(machine)?;
     machine.check_console()
 }

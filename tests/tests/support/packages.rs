@@ -47,7 +47,9 @@ pub fn newer(names: &[&str], folder: &Path) -> Result<Vec<PathBuf>> {
         let control = root.join("DEBIAN/control");
         let text = std::fs::read_to_string(&control)?;
         let line = text.lines().find(|line| line.starts_with("Version: ")).context("no version")?;
-        std::fs::write(&control, text.replace(line, &format!("{line}.1")))?;
+        let version = line.trim_start_matches("Version: ");
+        // Packages that depend on others depend on this version of them.
+        std::fs::write(&control, text.replace(version, &format!("{version}.1")))?;
         let file = folder.join(format!("{name}.deb"));
         output(
             Command::new("dpkg-deb")
@@ -89,7 +91,7 @@ pub fn inventory(machine: &Machine) -> Result<BTreeSet<String>> {
         -o -path /mnt -o -path /root -o -path '/var/log/apt*' -o -path /var/log/dpkg.log -o -path /var/log/alternatives.log \
         -o -path '/etc/*-' -o -path /etc/.pwd.lock -o -path /etc/ld.so.cache \) -prune -o -print
         cat /etc/passwd /etc/group
-        ls -d /run/rgpu 2>/dev/null; true";
+        ls -d /run/rgpu* /run/*.installed 2>/dev/null; true";
     Ok(machine.check(list, LONG)?.lines().map(str::to_owned).collect())
 }
 
