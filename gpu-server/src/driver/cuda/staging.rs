@@ -481,7 +481,9 @@ impl Staging {
             } else if let Some(kept) =
                 in_place.take_if(|kept| quiet.is_long(kept.arrived(sender), Instant::now()))
             {
-                // There is nothing better to do, and the slots may be needed.
+                // There is nothing better to do, and the slots may be needed. Others need not wait for that.
+                self.look_for_chunks(sender, false);
+                looks = false;
                 kept.copy(sender);
             } else if moved.elapsed() > patience {
                 std::thread::sleep(NAP);

@@ -317,6 +317,8 @@ mod tests {
             let _ = tell.send(());
         })
         .unwrap();
+        // If this fails, the thread must not wait for ever.
+        let begin = begin;
         let notified = || thread.shared.notified.load(Ordering::Relaxed);
         wait_until("asleep", || thread.shared.lock().asleep);
         thread.give(0);
