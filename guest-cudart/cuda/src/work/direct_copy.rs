@@ -45,7 +45,7 @@ const WINDOW: usize = 8;
 /// Maximum number of connections from one server to another.
 const MOST: usize = 4;
 /// Bytes of a copy for each of them, at least.
-const BYTES_EACH: usize = 2 << 20;
+const BYTES_EACH: usize = 512 << 10;
 /// Maximum number of connections of this process besides the first ones of all pairs. Sessions have a limit,
 /// and NCCL's messages need connections, too.
 const MOST_MORE: usize = 24;
@@ -357,7 +357,7 @@ pub(crate) fn carry(
         && ![written, read].into_iter().any(managed::is_here)
         && [dst, src].into_iter().all(|end| are_apart(&end.place, split.extent));
     let carried = if by_themselves {
-        let count = (split.bytes() / BYTES_EACH).clamp(1, KNOBS.connections);
+        let count = connections_for(split.bytes()).min(KNOBS.connections);
         if count > open.all.len() {
             widen(&shared, open, src.context.server, dst.context.server);
         }
@@ -398,7 +398,8 @@ fn carry_at_once(
     (from, src): (&Arc<Stream>, &Linear),
     split: &Split,
 ) -> Result {
-    let boxes = boxes(split.extent, connections.len() as u64);
+    let least = piece_of(split.bytes()) as u64;
+    let boxes = boxes(split.extent, connections.len() as u64, least);
     let mut receives = Vec::new();
     for (single, ([x, y, z], extent)) in connections.iter_mut().zip(boxes) {
         let (direct, first) = (single.direct, single.last + 1);
@@ -437,11 +438,20 @@ fn carry_at_once(
     received
 }
 
+/// How many connections a copy of this size takes, if there are so many.
+fn connections_for(bytes: usize) -> usize {
+    (bytes / BYTES_EACH).clamp(1, MOST)
+}
+
 /// Cuts a box into at most `most`, whose places in it and extents these are: whole slices, or rows of a
-/// single slice, or parts of a single row.
-fn boxes([width, height, depth]: [u64; 3], most: u64) -> impl Iterator<Item = ([u64; 3], [u64; 3])> {
+/// single slice, or parts of a single row at multiples of `least` bytes.
+fn boxes(
+    [width, height, depth]: [u64; 3],
+    most: u64,
+    least: u64,
+) -> impl Iterator<Item = ([u64; 3], [u64; 3])> {
     let (dimension, least) = match (height, depth) {
-        (1, 1) => (0, MAX_PIECE),
+        (1, 1) => (0, least),
         (_, 1) => (1, 1),
         _ => (2, 1),
     };
@@ -618,7 +628,7 @@ mod tests {
 
     #[test]
     fn boxes_are_cut_completely_into_no_more_than_asked_for() {
-        let all = |extent, most| boxes(extent, most).collect::<Vec<_>>();
+        let all = |extent, most| boxes(extent, most, MAX_PIECE).collect::<Vec<_>>();
         let row = 5 * MAX_PIECE + 20;
         assert_eq!(
             all([row, 1, 1], 4),
@@ -635,6 +645,25 @@ mod tests {
         assert_eq!(all([9, 7, 2], 3), [([0, 0, 0], [9, 7, 1]), ([0, 0, 1], [9, 7, 1])]);
         for extent in [[row, 1, 1], [4, 1, 1], [9, 7, 1], [9, 7, 2], [1, 1, 9]] {
             assert_eq!(all(extent, 1), [([0; 3], extent)]);
+        }
+    }
+
+    #[test]
+    fn a_row_takes_a_connection_for_each_half_mib_of_it() {
+        for (bytes, expected) in [
+            (4, vec![4]),
+            ((1 << 20) - 4, vec![(1 << 20) - 4]),
+            (1 << 20, vec![512 << 10; 2]),
+            (3 << 19, vec![512 << 10; 3]),
+            (2 << 20, vec![512 << 10; 4]),
+            (3 << 20, vec![768 << 10; 4]),
+            ((4 << 20) + 4, vec![1536 << 10, 1536 << 10, (1 << 20) + 4]),
+            (64 << 20, vec![16 << 20; 4]),
+        ] {
+            let least = piece_of(bytes) as u64;
+            let boxes = boxes([bytes as u64, 1, 1], connections_for(bytes) as u64, least);
+            let lengths: Vec<_> = boxes.map(|(_, [width, ..])| width as usize).collect();
+            assert_eq!(lengths, expected, "{bytes}");
         }
     }
 
