@@ -132,6 +132,7 @@ fn fails(rigs: &mut [Rig; 2], transport: Transport, round: usize, failure: Failu
     // Those that take several connections, too, unless it is one that fails.
     let large = round % 2 == 1 && !matches!(failure, Failure::Connection(_));
     command.arg(if large { "large" } else { "copies" }).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.env("RGPU_DIRECT_CONNECTIONS", if large { "4" } else { "1" });
     let mut program = command.spawn()?;
     let copied = |program: &mut Child| -> Result<()> {
         let copied = line(program)?;
@@ -176,6 +177,7 @@ fn if_a_connection_between_servers_breaks_copies_go_through_the_client_until_the
         let rigs = connected("pool-broken", &[Transport::Tcp])?;
         let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
         command.arg("copies").stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.env("RGPU_DIRECT_CONNECTIONS", "1");
         let mut program = command.spawn()?;
         ensure!(line(&mut program)? == "COPIED\n", "no copies");
         cut(worker(&rigs[from])?, rigs[1 - from].port)?;
