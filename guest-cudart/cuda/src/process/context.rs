@@ -126,7 +126,7 @@ impl Announced {
     /// How many there have been, if none is open: then all of them are counted as work.
     pub fn settled(&self) -> Option<u64> {
         let all = self.0.load(Ordering::Acquire);
-        (all % (1 << Self::OPEN) == 0).then_some(all >> Self::OPEN)
+        all.is_multiple_of(1 << Self::OPEN).then_some(all >> Self::OPEN)
     }
 
     /// How many there have been.

@@ -176,35 +176,21 @@ mod tests {
     #[test]
     fn a_stream_that_only_waited_for_another_server_is_known_to_be_idle() {
         let [held, other] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
-        let (idle, slow) = (held.legacy(), other.legacy());
-        let pass = |record: Seq| {
-            let word = slow.session().progress().stream(slow.id).unwrap();
-            while !record.is_reached_at(word.load(std::sync::atomic::Ordering::Relaxed)) {
-                word.fetch_add(1, std::sync::atomic::Ordering::Release);
-            }
+        let (held, other) = (held.legacy(), other.legacy());
+        let record = other.mark().unwrap();
+        let waits = || {
+            let (_, before) = held.mark_behind_all().unwrap();
+            let ticket = host_calls::ticket();
+            let wait = held.wait_for_ticket(ticket).unwrap();
+            Wait { held: held.clone(), ticket, wait, before, other: other.clone(), record }
         };
-        let slow_work = || slow.work(&client::ops::stream::StreamMark { stream: slow.id }).unwrap();
-        slow_work();
-        join(slow, idle).unwrap();
-        assert!(!idle.is_known_idle());
-        pass(slow.last_mark.get().unwrap());
-        // Unless the thread is just doing that.
-        end_those_over(idle);
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
-        while !idle.is_known_idle() {
-            assert!(std::time::Instant::now() < deadline, "its wait is over");
-            std::thread::yield_now();
-        }
-        // What waits for it finds that nothing is there to wait for.
-        let before = slow.session().last_seq();
-        join(idle, slow).unwrap();
-        assert_eq!(slow.session().last_seq(), before);
+        let wait = waits();
+        assert!(!held.is_known_idle());
+        wait.end(None);
+        assert!(held.is_known_idle());
         // Work before the wait may not be over with it.
-        idle.work(&client::ops::stream::StreamMark { stream: idle.id }).unwrap();
-        slow_work();
-        join(slow, idle).unwrap();
-        pass(slow.last_mark.get().unwrap());
-        join(idle, slow).unwrap();
-        assert!(!idle.is_known_idle() && slow.session().last_seq() != before);
+        held.work(&client::ops::stream::StreamMark { stream: held.id }).unwrap();
+        waits().end(None);
+        assert!(!held.is_known_idle());
     }
 }
