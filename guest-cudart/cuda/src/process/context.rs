@@ -115,7 +115,7 @@ impl Drop for Appending<'_> {
 pub(crate) struct Announced(AtomicU64);
 
 impl Announced {
-    /// Bits for the open ones, of which a thread has one.
+    /// Bits for the open ones, of which a thread has two at most.
     const OPEN: u32 = 20;
 
     fn begin(&self) -> Appending<'_> {

@@ -80,10 +80,7 @@ pub(crate) fn hold(stream: &Arc<Stream>, other: &Arc<Stream>, record: Seq) -> Re
 
 /// Makes a stream wait for all work so far on another stream, of any server.
 pub(crate) fn join(from: &Arc<Stream>, to: &Arc<Stream>) -> Result {
-    // It may be idle but for a wait that is over, of which a thread is just learning.
-    for waits in &WAITS {
-        waits.end(None, |wait| Arc::ptr_eq(&wait.held, from) && wait.is_over());
-    }
+    end_those_over(from);
     if from.is_known_idle() {
         return Ok(());
     }
@@ -91,6 +88,13 @@ pub(crate) fn join(from: &Arc<Stream>, to: &Arc<Stream>) -> Result {
         fences::join(from, to)
     } else {
         hold(to, from, from.mark()?)
+    }
+}
+
+/// A stream may be idle but for waits that are over, of which a thread is just learning: ends them.
+fn end_those_over(held: &Arc<Stream>) {
+    for waits in &WAITS {
+        waits.end(None, |wait| Arc::ptr_eq(&wait.held, held) && wait.is_over());
     }
 }
 
@@ -172,28 +176,21 @@ mod tests {
     #[test]
     fn a_stream_that_only_waited_for_another_server_is_known_to_be_idle() {
         let [held, other] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
-        let (idle, slow) = (held.legacy(), other.legacy());
-        let pass = |record: Seq| {
-            let word = slow.session().progress().stream(slow.id).unwrap();
-            while !record.is_reached_at(word.load(std::sync::atomic::Ordering::Relaxed)) {
-                word.fetch_add(1, std::sync::atomic::Ordering::Release);
-            }
+        let (held, other) = (held.legacy(), other.legacy());
+        let record = other.mark().unwrap();
+        let waits = || {
+            let (_, before) = held.mark_behind_all().unwrap();
+            let ticket = host_calls::ticket();
+            let wait = held.wait_for_ticket(ticket).unwrap();
+            Wait { held: held.clone(), ticket, wait, before, other: other.clone(), record }
         };
-        let slow_work = || slow.work(&client::ops::stream::StreamMark { stream: slow.id }).unwrap();
-        slow_work();
-        join(slow, idle).unwrap();
-        assert!(!idle.is_known_idle());
-        pass(slow.last_mark.get().unwrap());
-        // What waits for it finds that nothing is there to wait for.
-        let before = slow.session().last_seq();
-        join(idle, slow).unwrap();
-        assert!(idle.is_known_idle() && slow.session().last_seq() == before);
+        let wait = waits();
+        assert!(!held.is_known_idle());
+        wait.end(None);
+        assert!(held.is_known_idle());
         // Work before the wait may not be over with it.
-        idle.work(&client::ops::stream::StreamMark { stream: idle.id }).unwrap();
-        slow_work();
-        join(slow, idle).unwrap();
-        pass(slow.last_mark.get().unwrap());
-        join(idle, slow).unwrap();
-        assert!(!idle.is_known_idle() && slow.session().last_seq() != before);
+        held.work(&client::ops::stream::StreamMark { stream: held.id }).unwrap();
+        waits().end(None);
+        assert!(!held.is_known_idle());
     }
 }
