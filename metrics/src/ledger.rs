@@ -2,8 +2,8 @@
 //!
 //! Each name costs memory here and in Prometheus, and a client can invent any number of names. So the number
 //! of rows is limited, in all and for one owner. Values without room are counted under the name [`OTHER`]. A
-//! new row may replace a row that was unused for a day. A client may call itself that, too: which rows are for
-//! values without room is known to the ledger, not taken from their names.
+//! new row may replace a row that was unused for a day. A client may call itself that, too: which rows are
+//! for values without room is known to the ledger, not taken from their names.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;

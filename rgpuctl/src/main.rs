@@ -14,8 +14,8 @@
 //! - [`cdi`]: describes the GPUs to container engines;
 //! - [`doctor`]: checks this machine's setup and suggests fixes.
 
-/// Prints to standard error. Unlike `eprint!`, it does not panic if the terminal is gone or nobody reads there:
-/// programs and leases go on without it.
+/// Prints to standard error. Unlike `eprint!`, it does not panic if the terminal is gone or nobody reads
+/// there: programs and leases go on without it.
 macro_rules! tell {
     ($($text:tt)*) => {{
         let text = format!($($text)*);

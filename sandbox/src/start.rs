@@ -244,8 +244,8 @@ impl Description {
     }
 
     /// Takes over the process, which another daemon has started. `alive` is the descriptor that the other
-    /// daemon got from [`Process::alive`]. `users` is this daemon's allocator, and `groups` is where it creates
-    /// cgroups.
+    /// daemon got from [`Process::alive`]. `users` is this daemon's allocator, and `groups` is where it
+    /// creates cgroups.
     pub(crate) fn adopt(
         &self,
         alive: Option<OwnedFd>,

@@ -291,8 +291,8 @@ fn pages_that_a_program_reads_after_each_wait_come_at_once() -> Result<()> {
 /// In each step, a program and a running kernel tell each other something in seven pages, some of which are
 /// others in the next step, and two of which are neighbors. The program's first access gets all of them, and
 /// the kernel's changes come without being asked for: what remains is an access to write. Without that there
-/// are seven; if no neighbors come along, a step takes six and a half exchanges instead of less than five. The
-/// limits leave room for a busy machine.
+/// are seven; if no neighbors come along, a step takes six and a half exchanges instead of less than five.
+/// The limits leave room for a busy machine.
 #[test]
 fn the_pages_of_a_short_collective_come_at_once() -> Result<()> {
     let counts = |steps: u64| -> Result<[u64; 2]> {

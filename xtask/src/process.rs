@@ -145,8 +145,8 @@ pub fn wait(mut child: Child) -> Result<Ended> {
     Ok(Ended { status, processors })
 }
 
-/// The processor time in a file as `proc_pid_stat(5)` describes it, with that of the children that were waited
-/// for; zero if it cannot be read.
+/// The processor time in a file as `proc_pid_stat(5)` describes it, with that of the children that were
+/// waited for; zero if it cannot be read.
 fn processor_time(stat: &str) -> Duration {
     let text = std::fs::read_to_string(stat).unwrap_or_default();
     // The second field is a name in parentheses, which may contain anything. Times are fields 14 to 17.

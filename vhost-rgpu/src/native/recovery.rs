@@ -151,8 +151,8 @@ impl Leftover {
         Ok(found.map(|(server, channel, saved)| Leftover { server, channel, saved, regions }))
     }
 
-    /// Whether the client waits for its session and nobody is left who could tell it of one. So no session has
-    /// done anything for it, and it can be given another one.
+    /// Whether the client waits for its session and nobody is left who could tell it of one. So no session
+    /// has done anything for it, and it can be given another one.
     pub fn still_waits(&self) -> bool {
         let held = |saved: &Saved| saved.released(Duration::ZERO) == Closed::StillHeld;
         let told_to_wait = || self.channel.view.header().state() == State::Waiting;

@@ -38,8 +38,8 @@ struct Descriptor {
     parts: Vec<u32>,
 }
 
-/// All descriptors. A descriptor's handle is its index here, starting at 1. A program cannot destroy one (each
-/// is valid as long as the process), so the same parts in the same order have the same one.
+/// All descriptors. A descriptor's handle is its index here, starting at 1. A program cannot destroy one
+/// (each is valid as long as the process), so the same parts in the same order have the same one.
 static DESCRIPTORS: Mutex<Vec<Descriptor>> = Mutex::new(Vec::new());
 
 /// The handle of the descriptor of these parts, if there is one.

@@ -238,13 +238,13 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Puts a mark on the stream that counts as work, like [`publishing_work`](Self::publishing_work). Returns
-    /// its `seq`, and all that it waits for, unless another thread is putting something there. Once
+    /// Puts a mark on the stream that counts as work, like [`publishing_work`](Self::publishing_work).
+    /// Returns its `seq`, and all that it waits for, unless another thread is putting something there. Once
     /// that [is known to be done](Self::has_done), the stream has reached the mark, even if its progress word
     /// doesn't show it yet.
     ///
-    /// Every record before the mark was announced before the mark was appended. So if none was open before the
-    /// last ones were looked up, and the mark's own is the only one since, no other record is before it.
+    /// Every record before the mark was announced before the mark was appended. So if none was open before
+    /// the last ones were looked up, and the mark's own is the only one since, no other record is before it.
     pub fn mark_behind_all(&self) -> Result<(Seq, Option<Before>)> {
         let announced = self.context.announced(self.is_free());
         let settled = announced.settled();

@@ -70,8 +70,8 @@ impl PageSets {
 
     /// An access is about to get a run. Returns what is to come with it: runs of the set that had it last, of
     /// which the program was given nothing since everything was taken away. `has`: whether the program has
-    /// something of a run now. `may`: whether a run may come. `is_polled`: whether the program waits for words
-    /// there, so that it is in no sequence.
+    /// something of a run now. `may`: whether a run may come. `is_polled`: whether the program waits for
+    /// words there, so that it is in no sequence.
     pub fn with(
         &mut self,
         run: Run,
@@ -109,8 +109,8 @@ impl PageSets {
             bytes += run.len;
             bytes <= MOST_BYTES
         };
-        // Neighbors may continue a sequence, of which the next access shows how long it is. NCCL has the words
-        // of a connection that it writes and those that it waits for in two pages beside each other.
+        // Neighbors may continue a sequence, of which the next access shows how long it is. NCCL has the
+        // words of a connection that it writes and those that it waits for in two pages beside each other.
         let near = run.address.saturating_sub(SMALL)..run.address + run.len + SMALL;
         let polled = is_polled(&run);
         let continues = |other: &Run| other.meets(&near) && !polled && !is_polled(other);
