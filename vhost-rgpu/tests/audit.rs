@@ -147,7 +147,8 @@ fn rubbish(guest: &mut Guest) {
         assert_ne!(guest.raw(&message(lie, &[])).0, Answer::Ok);
     }
     guest.reuse_buffers();
-    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 4), &[]).0, Answer::Ok);
+    // A guest that has attacked before has it, and perhaps no room for another.
+    assert_ne!(guest.ask(plain(request::DESTROY_CHANNEL, 4), &[]).0, Answer::NoResources);
     let mut bad = guest.create(4);
     bad.push_raw(0x7fff, NO_SLOT, &[]);
     guest.kick(DOORBELL_QUEUE);
