@@ -111,10 +111,13 @@ impl PageSets {
         };
         // Neighbors may continue a sequence, of which the next access shows how long it is. NCCL has the
         // words of a connection that it writes and those that it waits for in two pages beside each other.
+        let own = run.address..run.address + run.len;
         let near = run.address.saturating_sub(SMALL)..run.address + run.len + SMALL;
         let polled = is_polled(&run);
         let continues = |other: &Run| other.meets(&near) && !polled && !is_polled(other);
-        let is_new = |other: &Run| !continues(other) && !self.now.has(other) && !has(other);
+        // The run may be longer than one that its pages were in.
+        let is_own = |other: &Run| other.meets(&own);
+        let is_new = |other: &Run| !is_own(other) && !continues(other) && !self.now.has(other) && !has(other);
         let new = set.runs.iter().copied().filter(|other| is_new(other) && may(other));
         let more: Vec<Run> = new.take(MOST_MORE).take_while(&mut fits).collect();
         if !more.is_empty() {
@@ -305,6 +308,16 @@ mod tests {
             assert_eq!(program.access(page), Some(more), "with page {page}");
             program.lose();
         }
+    }
+
+    #[test]
+    fn a_longer_run_does_not_come_together_with_a_part_of_itself() {
+        let mut program = Program::new();
+        program.polled = |_| true;
+        program.step(&[1, 2, 3, 9]);
+        let longer = Run { len: 2 * SMALL, ..page(1) };
+        let more = program.sets.with(longer, |_| false, |_| true, |_| true);
+        assert_eq!(more.iter().map(|run| run.address / SMALL).collect::<Vec<_>>(), [3, 9]);
     }
 
     /// The pages of NCCL's connections with rgpu's network, as `net.cc` of its sources makes them: the words
