@@ -210,6 +210,15 @@ fn program(client: &mut Channel, memories: &Memories, seed: u64, stop: &AtomicBo
     rounds
 }
 
+/// Stops a program when it is dropped.
+struct Stops<'s>(&'s AtomicBool);
+
+impl Drop for Stops<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
 /// Runs a program while `disturb` does something, again and again.
 fn disturbed(seed: u64, times: u64, disturb: impl FnMut(&mut Bridge, &mut Random)) {
     disturbed_with(seed, times, |config| config, disturb);
@@ -228,6 +237,8 @@ fn disturbed_with(
     let (memories, stop, mut random) = (bridge.memories.clone(), AtomicBool::new(false), Random(seed));
     let rounds = std::thread::scope(|scope| {
         let program = scope.spawn(|| program(&mut client, &memories, seed, &stop));
+        // If something fails here, the program must end, too.
+        let _stops = Stops(&stop);
         for _ in 0..times {
             disturb(&mut bridge, &mut random);
             if program.is_finished() || bridge.lost().is_some() {
@@ -340,9 +351,11 @@ fn keys_wait_for_the_ports_address() {
         let (resumed, link) = (bridge.session().counters().resumed.get(), software::pairs());
         software::unaddress(true);
         let own = |pair: &u32| software::peer(*pair) == Some(*pair);
-        software::every_pair().into_iter().filter(own).for_each(software::stop);
-        // It has given its link up, or the server has.
-        until("the link is lost", || software::pairs() != link || bridge.lost().is_some());
+        // It has given its link up, or the server has. A new one's queue pair that makes keys may just be coming.
+        until("the link is lost", || {
+            software::every_pair().into_iter().filter(own).for_each(software::stop);
+            software::pairs() != link || bridge.lost().is_some()
+        });
         software::unaddress(false);
         until("it goes on", || {
             bridge.session().counters().resumed.get() > resumed || bridge.lost().is_some()

@@ -564,6 +564,24 @@ impl Owner for Server {
     }
 }
 
+/// A user's clients of which everything was kept. A keeper that is killed may not have sent what it has of one
+/// that had just come: that one is disconnected.
+fn clients_of(uid: u32, kept: &Kept<Programs>, found: &Found) -> BTreeMap<u64, Client> {
+    let mut clients = BTreeMap::new();
+    for (number, (who, socket, answering)) in kept.read(|words| words.clients.clone()) {
+        match found.get(socket).and_then(|socket| Ok((socket, found.get(answering)?))) {
+            Ok((socket, answering)) => {
+                clients.insert(number, Client { who, socket, answering, told: true });
+            }
+            Err(e) => {
+                tracing::error!("user {uid}: {who} is disconnected: {e}");
+                kept.step(Step::Gone(number));
+            }
+        }
+    }
+    clients
+}
+
 impl Server {
     /// Continues with the previous keeper's clients, without waiting for their device processes.
     pub fn take_over(self: &Arc<Self>, inherited: &mut Inherited) {
@@ -571,20 +589,8 @@ impl Server {
             let Some((kept, found)) = find(&self.succession.store, uid, inherited) else { continue };
             kept.kill_device_process(&found);
             let kept = Arc::new(kept);
-            let client = |(number, (who, socket, answering)): (&u64, &(String, u64, u64))| {
-                let (socket, answering) = (found.get(*socket)?, found.get(*answering)?);
-                io::Result::Ok((*number, Client { who: who.clone(), socket, answering, told: true }))
-            };
-            let clients =
-                kept.read(|words| words.clients.iter().map(client).collect::<io::Result<BTreeMap<_, _>>>());
-            let (mut state, clients) = match clients {
-                Ok(clients) => (self.lock(), clients),
-                Err(e) => {
-                    tracing::error!("user {uid}: taking over the previous keeper's programs: {e}");
-                    kept.end();
-                    continue;
-                }
-            };
+            let clients = clients_of(uid, &kept, &found);
+            let mut state = self.lock();
             state.next = state.next.max(clients.keys().next_back().map_or(0, |last| last + 1));
             state.users.insert(uid, User { clients, introducing: true, ..User::new(kept.clone()) });
             drop(state);
@@ -785,6 +791,26 @@ mod tests {
         drop_others(&store, &mut inherited);
         assert!(inherited.names("").is_empty(), "it is nobody's socket");
         assert_eq!(store.name_of("user-1-3", &file), None);
+    }
+
+    #[test]
+    fn a_client_that_came_too_late_for_the_service_manager_takes_no_other_with_it() {
+        let mut programs = Programs::default();
+        for number in 0..3u64 {
+            let client = (number.to_string(), 2 * number, 2 * number + 1);
+            programs.step(Step::Came(number, client));
+        }
+        let record = serde_json::json!({ "format": FORMAT, "next": 6, "words": programs });
+        let text = Text::new(ROOM).unwrap();
+        text.write(record.to_string().as_bytes()).unwrap();
+        let record = ("user-1-record".to_owned(), text.as_fd().try_clone_to_owned().unwrap());
+        // The previous keeper was killed before it had sent the last one's second descriptor.
+        let given = (0..5).map(|number| (format!("user-1-{number}"), answering_file().unwrap()));
+        let mut inherited = Inherited::from_pairs(given.chain(std::iter::once(record)));
+        let (kept, found) = find(&Arc::default(), 1, &mut inherited).unwrap();
+        let clients = clients_of(1, &kept, &found);
+        assert_eq!(clients.into_keys().collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(kept.read(|words| words.numbers()), [0, 1, 2, 3]);
     }
 
     #[test]
