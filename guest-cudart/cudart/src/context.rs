@@ -264,16 +264,31 @@ pub(crate) fn reset(driver: &'static Driver) -> Result {
     let slot = usize::try_from(device).ok().and_then(|at| PRIMARY.get(at)).ok_or(Error::INVALID_DEVICE)?;
     let device = handle(driver, device)?;
     let _turn = lock(&CHANGING);
+    let mut primary = slot.context.load(Ordering::Acquire);
+    let was_current = current_context(driver)? == primary;
+    let was_retained = slot.retained.swap(false, Ordering::AcqRel);
     // SAFETY: the driver reported this device, and this library releases the context as often as it retained
     // it.
     unsafe {
-        if current_context(driver)? == slot.context.load(Ordering::Acquire) {
+        if was_current {
             driver.cuCtxSetCurrent(ptr::null_mut())?;
         }
-        if slot.retained.swap(false, Ordering::AcqRel) {
+        if was_retained {
             driver.cuDevicePrimaryCtxRelease_v2(device)?;
         }
-        driver.cuDevicePrimaryCtxReset_v2(device)?;
+        let refused = driver.cuDevicePrimaryCtxReset_v2(device).err();
+        if let Some(error) = refused.filter(|error| *error == Error::NOT_PERMITTED) {
+            // There are green contexts, and all is as it was.
+            if was_retained {
+                driver.cuDevicePrimaryCtxRetain(&mut primary, device)?;
+                slot.retained.store(true, Ordering::Release);
+            }
+            if was_current {
+                driver.cuCtxSetCurrent(primary)?;
+            }
+            return Err(error);
+        }
+        refused.map_or(Ok(()), Err)?;
     }
     GENERATION.fetch_add(1, Ordering::AcqRel);
     Ok(())

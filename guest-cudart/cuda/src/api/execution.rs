@@ -61,9 +61,14 @@ pub(crate) unsafe fn launch(
     if handle == 0 {
         return Err(Status::INVALID_HANDLE);
     }
-    let function = library::of(handle)?;
     let stream = stream_table::any(context, stream, per_thread)?;
-    if !std::ptr::eq(function.context, context) || !std::ptr::eq(stream.context, context) {
+    // A named stream says in which context, if that is of the same device.
+    if stream.context.device != context.device {
+        return Err(Status::INVALID_HANDLE);
+    }
+    let context = stream.context;
+    let function = library::for_launch(handle, context)?;
+    if !std::ptr::eq(function.context, context) {
         return Err(Status::INVALID_HANDLE);
     }
     launch::check_all(driver, &function, &shape, &attributes)?;

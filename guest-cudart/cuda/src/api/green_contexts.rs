@@ -221,31 +221,47 @@ fn create(to: Out<usize>, descriptor: usize, dev: i32, flags: u32) -> Result {
         alive: AtomicBool::new(true),
         default: Mutex::new(None),
     });
-    device.primary.retain();
-    fences::before_stream(device.server)?;
-    let stream = Arc::new(stream_table::in_green(&green, 0)?);
+    device.primary.retain_for_green();
+    match begin(&green) {
+        Ok(handle) => to.put(handle),
+        Err(status) => {
+            let _ = end(&green);
+            Err(status)
+        }
+    }
+}
+
+/// Makes a green context's default stream and its handle.
+fn begin(green: &Arc<Green>) -> Result<usize> {
+    fences::before_stream(green.context.server)?;
+    let stream = Arc::new(stream_table::in_green(green, 0)?);
     stream_table::keep(&stream);
     green_gates::inherit(&stream)?;
     *lock(&green.default) = Some(stream);
     let handle = GREENS.insert(green.clone()).ok_or(Status::OUT_OF_MEMORY)?;
     green.handle.get_or_init(|| handle);
     ANY.store(true, Ordering::Release);
-    to.put(handle)
+    Ok(handle)
 }
 
 fn destroy(handle: usize) -> Result {
     let (_, green) = of(handle)?;
     GREENS.remove(handle).ok_or(Status::INVALID_CONTEXT)?;
     let deferred = green.context.deferred();
+    end(&green).and(deferred)
+}
+
+/// Ends a green context whose handle is gone.
+fn end(green: &Arc<Green>) -> Result {
     // Its work must be done before its streams are destroyed.
     green.context.quiesce();
     green.alive.store(false, Ordering::Release);
-    stream_table::end_all_of(&green);
-    lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
+    stream_table::end_all_of(green);
+    lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, green)));
     *lock(&green.default) = None;
     let destroyed = green.context.session().call(&GreenDestroy { green: green.id }).map(drop);
-    let released = teardown::release(green.context);
-    destroyed.and(released).and(deferred)
+    let released = teardown::release_green(green.context);
+    destroyed.and(released)
 }
 
 api! {

@@ -20,9 +20,14 @@ pub(crate) fn release(context: &'static Context) -> Result {
     context.release_one()?.map_or(Ok(()), |change| empty(context, change, false))
 }
 
+/// Releases a primary context that a green context used.
+pub(crate) fn release_green(context: &'static Context) -> Result {
+    context.release_green().map_or(Ok(()), |change| empty(context, change, false))
+}
+
 /// `cuDevicePrimaryCtxReset`.
 pub(crate) fn reset(context: &'static Context) -> Result {
-    context.reset().map_or(Ok(()), |(change, stays)| empty(context, change, stays))
+    context.reset()?.map_or(Ok(()), |(change, stays)| empty(context, change, stays))
 }
 
 /// Empties a primary context. `stays`: it still has users. Other threads that retain it wait until `change`

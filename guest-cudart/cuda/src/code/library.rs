@@ -28,6 +28,18 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
     kernel.in_context(context::current()?)
 }
 
+/// The function for a launch in a context: a function's handle, of whichever context it is, or a kernel's.
+///
+/// # Errors
+/// As for [`of`].
+#[inline]
+pub(crate) fn for_launch(handle: usize, context: &'static Context) -> Result<Arc<Function>> {
+    if let Some(function) = FUNCTIONS.get(handle) {
+        return Ok(function);
+    }
+    KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?.in_context(context)
+}
+
 /// The name of a function or kernel, which stays as long as that does. Loads nothing.
 pub(crate) fn name_of(handle: usize) -> Option<*const c_char> {
     match FUNCTIONS.get(handle) {

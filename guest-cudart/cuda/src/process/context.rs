@@ -78,8 +78,10 @@ pub(crate) struct Context {
 /// The users of a primary context.
 #[derive(Default)]
 struct Users {
-    /// Calls to `cuDevicePrimaryCtxRetain` minus calls to `cuDevicePrimaryCtxRelease`.
+    /// Calls to `cuDevicePrimaryCtxRetain` minus calls to `cuDevicePrimaryCtxRelease`, and green contexts.
     count: u32,
+    /// The green contexts among them, which keep the program from releasing and resetting the context.
+    green: u32,
     /// The thread that empties the context. Others wait until that is done. This thread itself may retain and
     /// release it meanwhile, in functions of the program that are called then.
     changing: Option<libc::pthread_t>,
@@ -476,25 +478,49 @@ impl Context {
         }
     }
 
-    /// Removes a user of a primary context. If it was the last, the caller empties the context.
-    pub fn release_one(&self) -> Result<Option<Change<'_>>> {
-        let mut users = self.users();
-        users.count = users.count.checked_sub(1).ok_or(Status::INVALID_CONTEXT)?;
-        Ok(if users.count == 0 { self.change(users) } else { None })
+    /// Adds a green context as a user of a primary context.
+    pub fn retain_for_green(&self) {
+        self.retain();
+        self.users().green += 1;
     }
 
-    /// Removes users that a reset takes away. Afterwards the context is alive only if others are left.
-    pub fn lose_users(&self, gone: u32) {
+    /// Removes a user of a primary context. If it was the last, the caller empties the context.
+    ///
+    /// # Errors
+    /// `INVALID_CONTEXT` without users, `NOT_PERMITTED` if only green contexts are left.
+    pub fn release_one(&self) -> Result<Option<Change<'_>>> {
+        let users = self.users();
+        match users.count {
+            0 => Err(Status::INVALID_CONTEXT),
+            left if left == users.green => Err(Status::NOT_PERMITTED),
+            _ => Ok(self.without_one(users)),
+        }
+    }
+
+    /// The same for a green context that is destroyed.
+    pub fn release_green(&self) -> Option<Change<'_>> {
         let mut users = self.users();
-        users.count = users.count.saturating_sub(gone);
+        users.green = users.green.saturating_sub(1);
+        self.without_one(users)
+    }
+
+    fn without_one(&self, mut users: MutexGuard<'_, Users>) -> Option<Change<'_>> {
+        users.count = users.count.saturating_sub(1);
+        if users.count == 0 { self.change(users) } else { None }
     }
 
     /// Begins to empty a primary context that is alive, and tells whether it has users.
-    pub fn reset(&self) -> Option<(Change<'_>, bool)> {
+    ///
+    /// # Errors
+    /// `NOT_PERMITTED` while there are green contexts.
+    pub fn reset(&self) -> Result<Option<(Change<'_>, bool)>> {
         let users = self.users();
+        if users.green != 0 {
+            return Err(Status::NOT_PERMITTED);
+        }
         let stays = users.count != 0;
         let change = if self.is_alive() { self.change(users) } else { None };
-        change.map(|change| (change, stays))
+        Ok(change.map(|change| (change, stays)))
     }
 
     /// The users of a primary context that no other thread is changing.
@@ -800,6 +826,24 @@ mod tests {
         assert!(context.is_busy(), "record 10 may still run");
         context.is_synced(seq(12));
         assert!(!context.is_busy());
+    }
+
+    #[test]
+    fn green_contexts_keep_the_program_from_ending_their_primary_context() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
+        assert_eq!(context.release_one().err(), Some(Status::INVALID_CONTEXT));
+        context.retain();
+        context.retain_for_green();
+        assert_eq!(context.reset().err(), Some(Status::NOT_PERMITTED));
+        assert!(context.release_one().unwrap().is_none());
+        assert_eq!(context.release_one().err(), Some(Status::NOT_PERMITTED));
+        assert!(context.is_alive());
+        context.retain();
+        assert!(context.release_green().is_none(), "the program uses it");
+        assert!(context.reset().unwrap().is_some_and(|(_, stays)| stays));
+        context.retain_for_green();
+        assert!(context.release_one().unwrap().is_none());
+        assert!(context.release_green().is_some(), "the last one ends it, although it is a green one");
     }
 
     #[test]

@@ -1,12 +1,11 @@
 //! Waits at the beginning of every stream of a context: `cuCtxWaitEvent` and `cuGreenCtxWaitEvent`.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::fences;
-use crate::process::green::{GREENS, Green};
+use crate::process::green::Green;
 use crate::process::stream::Stream;
 use client::lock;
 
@@ -17,14 +16,8 @@ pub(crate) type Whole = (&'static Context, Option<Arc<Green>>);
 /// created later wait for these.
 pub(crate) static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
 
-/// Called when a primary context is reset, and its green contexts with it. They use it no more.
+/// Called when a context ends or is reset, which has no green contexts then.
 pub(crate) fn forget(context: &'static Context) {
-    let gone = GREENS.remove_where(|green| std::ptr::eq(green.context, context));
-    for green in &gone {
-        green.alive.store(false, Ordering::Release);
-        *lock(&green.default) = None;
-    }
-    context.lose_users(gone.len() as u32);
     lock(&GATES).retain(|((of, _), _)| !std::ptr::eq(*of, context));
 }
 
@@ -42,39 +35,4 @@ pub(crate) fn inherit(stream: &Stream) -> Result {
         }
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::OnceLock;
-
-    use super::*;
-    use crate::process::driver::Server;
-    use crate::process::ids::unique_id;
-    use client::handle::{ContextId, GreenId};
-
-    #[test]
-    fn a_green_context_that_a_reset_takes_away_uses_its_primary_context_no_more() {
-        let context = Context::new(ContextId(0), Server::unused(), 0, 0, true);
-        // The program, and the green context.
-        context.retain();
-        context.retain();
-        let green = Green {
-            id: GreenId(1),
-            context,
-            unique: unique_id(),
-            handle: OnceLock::new(),
-            converted: false.into(),
-            alive: true.into(),
-            default: Mutex::new(None),
-        };
-        let handle = GREENS.insert(Arc::new(green)).unwrap();
-        let (change, _) = context.reset().unwrap();
-        forget(context);
-        drop(change);
-        assert!(GREENS.get(handle).is_none());
-        assert!(context.is_alive(), "the program uses it");
-        assert!(context.release_one().unwrap().is_some(), "and nobody else does");
-        assert!(!context.is_alive());
-    }
 }

@@ -45,6 +45,7 @@ impl Error {
     pub(crate) const SYMBOL_NOT_FOUND: Error = Error(500);
     /// The driver's `CUDA_ERROR_CONTEXT_IS_DESTROYED`.
     pub(crate) const CONTEXT_IS_DESTROYED: Error = Error(709);
+    pub(crate) const NOT_PERMITTED: Error = Error(800);
     pub(crate) const NOT_SUPPORTED: Error = Error(801);
     pub(crate) const UNKNOWN: Error = Error(999);
 }
