@@ -37,19 +37,14 @@ __global__ void converged(const float *p, float enough, int *flag) {
     if (p[0] >= enough) *flag = 1;
 }
 
-// Words in as many pages, as those of NCCL's connections: the program's answer, beside it one by which the kernel tells the program that the others are there, and those. Of these, some are in the same pages in every step, and the
-// data is in the next of eight slots, 64 KiB apart.
-static const int PAGE = 1024, ANSWERS = 0, TELLS = PAGE, FIXED = 2, DATA = 3, SLOT = 16 * PAGE, SLOTS = 8;
-
-static __host__ __device__ int place_of(int number, int i) {
-    return i < FIXED ? (3 + 2 * i) * PAGE : SLOT + (number * DATA + i - FIXED) % SLOTS * SLOT;
-}
+// Words in as many pages, none of which are neighbors: the kernel's, one by which it tells the program that they are there, and the program's answer.
+static const int PURPOSE = 2048, PURPOSES = 7, TELLS = 5, ANSWERS = 6;
 
 __global__ void exchange_words(volatile int *words, int number) {
-    for (int i = 0; i < FIXED + DATA; i++) words[place_of(number, i)] = number + i;
+    for (int i = 0; i < TELLS; i++) words[i * PURPOSE] = number + i;
     __threadfence_system();
-    words[TELLS] = number;
-    while (words[ANSWERS] != number) {}
+    words[TELLS * PURPOSE] = number;
+    while (words[ANSWERS * PURPOSE] != number) {}
 }
 
 // Reads one texture, and writes it where another one reads.
@@ -459,16 +454,13 @@ static void sums(CUstream stream, int) {
 
 // A short collective of NCCL's: its kernel writes words into pages of page-locked memory that each have another purpose, tells the program, and waits for its answer. The program finds what the kernel wrote before it told it.
 static void collective(CUstream stream, int step) {
-    static volatile int *words = (volatile int *)pinned_bytes((1 + SLOTS) * SLOT * sizeof(int));
+    static volatile int *words = (volatile int *)pinned_bytes(PURPOSES * PURPOSE * sizeof(int));
     int number = step + 1;
     void *arguments[] = {&words, &number};
     launch_with(collective_kernel, 1, stream, arguments);
-    while (words[TELLS] != number) {}
-    for (int i = 0; i < FIXED + DATA; i++) {
-        int word = words[place_of(number, i)];
-        REQUIRE(word == number + i, "step %d: word %d is %d", step, i, word);
-    }
-    words[ANSWERS] = number;
+    while (words[TELLS * PURPOSE] != number) {}
+    for (int i = 0; i < TELLS; i++) REQUIRE(words[i * PURPOSE] == number + i, "step %d: word %d is %d", step, i, words[i * PURPOSE]);
+    words[ANSWERS * PURPOSE] = number;
     OK(cuStreamSynchronize(stream));
 }
 

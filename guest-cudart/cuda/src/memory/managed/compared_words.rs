@@ -275,7 +275,7 @@ impl State {
             return Ok(false);
         }
         // These words may tell the program that something is in pages that it has from before.
-        self.sets.taken("a device has changed compared words");
+        self.sets.taken();
         self.part(driver()?, |together| together.pinned)?;
         self.version += 1;
         let mut changed = false;

@@ -277,7 +277,7 @@ impl State {
     fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         if piece.pinned && !piece.blocks.held(range).is_empty() {
-            self.sets.taken("the device gets work, or the memory itself");
+            self.sets.taken();
         }
         self.part(driver, |together| together.base == base && together.touches(range))?;
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };

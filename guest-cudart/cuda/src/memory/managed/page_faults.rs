@@ -188,9 +188,7 @@ impl State {
                 std::ptr::eq(piece.context, accessed.context) && !piece.blocks.is_zero()
             })
         };
-        let is_polled =
-            |run: &Run| piece_of(run).is_some_and(|(_, piece)| piece.blocks.is_polled(run.address));
-        let more = sets.with(run, has, may, is_polled).into_iter();
+        let more = sets.with(run, has, may).into_iter();
         more.filter_map(|run| piece_of(&run).map(|(at, _)| Fetched::nothing_yet(at, run))).collect()
     }
 

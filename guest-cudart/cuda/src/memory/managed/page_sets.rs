@@ -6,15 +6,11 @@
 //!
 //! Nobody sees which of them the program really uses. So a set is forgotten now and then, and the program's
 //! next accesses make a new one. Only bookkeeping: no pages, no device.
-//!
-//! `RGPU_LOG=debug` writes a line for each access that gets a run, and one for each time that runs were taken
-//! away, with the reason.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::blocks::{Run, SHORT, SMALL};
-use client::log;
 
 /// Maximum number of runs of a set.
 const MOST: usize = 32;
@@ -62,35 +58,14 @@ impl PageSets {
     }
 
     /// What the program has was taken away, or what it has of some memory.
-    pub fn taken(&mut self, why: &str) {
-        if !std::mem::replace(&mut self.over, true) {
-            log::debug(format_args!("pages: taken away, {} runs at most: {why}", self.now.runs.len()));
-        }
+    pub fn taken(&mut self) {
+        self.over = true;
     }
 
     /// An access is about to get a run. Returns what is to come with it: runs of the set that had it last, of
     /// which the program was given nothing since everything was taken away. `has`: whether the program has
-    /// something of a run now. `may`: whether a run may come. `is_polled`: whether the program waits for
-    /// words there, so that it is in no sequence.
-    pub fn with(
-        &mut self,
-        run: Run,
-        has: impl Fn(&Run) -> bool,
-        may: impl Fn(&Run) -> bool,
-        is_polled: impl Fn(&Run) -> bool,
-    ) -> Vec<Run> {
-        let more = self.find(run, has, may, is_polled);
-        log::debug(format_args!("pages: {:#x}+{:#x}, and {} runs with it", run.address, run.len, more.len()));
-        more
-    }
-
-    fn find(
-        &mut self,
-        run: Run,
-        has: impl Fn(&Run) -> bool,
-        may: impl Fn(&Run) -> bool,
-        is_polled: impl Fn(&Run) -> bool,
-    ) -> Vec<Run> {
+    /// something of a run now. `may`: whether a run may come.
+    pub fn with(&mut self, run: Run, has: impl Fn(&Run) -> bool, may: impl Fn(&Run) -> bool) -> Vec<Run> {
         if std::mem::take(&mut self.over) {
             self.end(&has);
         }
@@ -109,15 +84,9 @@ impl PageSets {
             bytes += run.len;
             bytes <= MOST_BYTES
         };
-        // Neighbors may continue a sequence, of which the next access shows how long it is. NCCL has the
-        // words of a connection that it writes and those that it waits for in two pages beside each other.
-        let own = run.address..run.address + run.len;
+        // Neighbors may continue a sequence, of which the next access shows how long it is.
         let near = run.address.saturating_sub(SMALL)..run.address + run.len + SMALL;
-        let polled = is_polled(&run);
-        let continues = |other: &Run| other.meets(&near) && !polled && !is_polled(other);
-        // The run may be longer than one that its pages were in.
-        let is_own = |other: &Run| other.meets(&own);
-        let is_new = |other: &Run| !is_own(other) && !continues(other) && !self.now.has(other) && !has(other);
+        let is_new = |other: &Run| !other.meets(&near) && !self.now.has(other) && !has(other);
         let new = set.runs.iter().copied().filter(|other| is_new(other) && may(other));
         let more: Vec<Run> = new.take(MOST_MORE).take_while(&mut fits).collect();
         if !more.is_empty() {
@@ -158,16 +127,15 @@ mod tests {
         Run { address: n * SMALL, len: SMALL }
     }
 
-    /// A program, the pages that it has, and those in which it waits for words.
+    /// A program, and the pages that it has.
     struct Program {
         sets: PageSets,
         has: BTreeSet<u64>,
-        polled: fn(u64) -> bool,
     }
 
     impl Program {
         fn new() -> Program {
-            Program { sets: PageSets::new(), has: BTreeSet::new(), polled: |_| false }
+            Program { sets: PageSets::new(), has: BTreeSet::new() }
         }
 
         /// Accesses pages, and loses all. Returns the number of faults.
@@ -183,8 +151,7 @@ mod tests {
                 return None;
             }
             let has = |run: &Run| self.has.contains(&(run.address / SMALL));
-            let is_polled = |run: &Run| (self.polled)(run.address / SMALL);
-            let more = self.sets.with(page(n), has, |_| true, is_polled).into_iter();
+            let more = self.sets.with(page(n), has, |_| true).into_iter();
             let more: Vec<u64> = more.map(|run| run.address / SMALL).collect();
             assert!([n].iter().chain(&more).all(|page| self.has.insert(*page)), "it has one of {more:?}");
             Some(more)
@@ -192,7 +159,7 @@ mod tests {
 
         fn lose(&mut self) {
             self.has.clear();
-            self.sets.taken("");
+            self.sets.taken();
         }
     }
 
@@ -258,7 +225,7 @@ mod tests {
         let mut program = Program::new();
         assert_eq!([1, 3, 5].map(|n| program.access(n)), [const { Some(vec![]) }; 3]);
         program.has.retain(|n| *n != 1);
-        program.sets.taken("");
+        program.sets.taken();
         program.access(1);
         program.lose();
         assert_eq!(program.access(3), Some(vec![5, 1]));
@@ -272,14 +239,12 @@ mod tests {
         assert_eq!(program.access(0).map(|more| more.len()), Some(MOST_MORE));
         let mut sets = PageSets::new();
         for n in 0..20 {
-            sets.with(Run { address: 4 * n * SMALL, len: SHORT }, |_| false, |_| true, |_| false);
+            sets.with(Run { address: 4 * n * SMALL, len: SHORT }, |_| false, |_| true);
         }
-        sets.taken("");
-        let more = sets.with(page(0), |_| false, |_| true, |_| false);
+        sets.taken();
+        let more = sets.with(page(0), |_| false, |_| true);
         assert_eq!(more.iter().map(|run| run.len).sum::<u64>(), MOST_BYTES);
-        assert!(
-            sets.with(Run { address: 1 << 30, len: SHORT + 1 }, |_| false, |_| true, |_| false).is_empty()
-        );
+        assert!(sets.with(Run { address: 1 << 30, len: SHORT + 1 }, |_| false, |_| true).is_empty());
         assert!(!sets.now.has(&Run { address: 1 << 30, len: SHORT + 1 }));
     }
 
@@ -296,53 +261,7 @@ mod tests {
         program.access(2);
         program.has.clear();
         let both = Run { len: SHORT, ..page(2) };
-        assert!(program.sets.with(both, |_| false, |_| true, |_| false).is_empty());
-    }
-
-    #[test]
-    fn neighbors_come_along_if_the_program_waits_for_words_in_one_of_them() {
-        let mut program = Program::new();
-        program.polled = |page| page == 2;
-        program.step(&[1, 2, 3, 4, 9]);
-        for (page, more) in [(2, vec![1, 3, 4, 9]), (1, vec![2, 3, 4, 9]), (4, vec![1, 2, 9])] {
-            assert_eq!(program.access(page), Some(more), "with page {page}");
-            program.lose();
-        }
-    }
-
-    #[test]
-    fn a_longer_run_does_not_come_together_with_a_part_of_itself() {
-        let mut program = Program::new();
-        program.polled = |_| true;
-        program.step(&[1, 2, 3, 9]);
-        let longer = Run { len: 2 * SMALL, ..page(1) };
-        let more = program.sets.with(longer, |_| false, |_| true, |_| true);
-        assert_eq!(more.iter().map(|run| run.address / SMALL).collect::<Vec<_>>(), [3, 9]);
-    }
-
-    /// The pages of NCCL's connections with rgpu's network, as `net.cc` of its sources makes them: the words
-    /// that it writes and those that it waits for are in neighbors, and each step's data is in the next of
-    /// eight slots of 64 KiB. This counts the exchanges of 100 collectives.
-    #[test]
-    fn the_pages_of_a_connections_next_slots_come_with_its_words() {
-        let exchanges = |connections: u64, slots: u64| -> usize {
-            let mut program = Program::new();
-            program.polled = |page| page % 1000 == 1;
-            let step = |n: u64| -> Vec<u64> {
-                let of = |connection: u64| {
-                    let base = 1000 * connection;
-                    let data = (0..slots).map(move |slot| base + 100 + 16 * ((n * slots + slot) % 8));
-                    [base + 1].into_iter().chain(data).chain([base])
-                };
-                (0..connections).flat_map(of).collect()
-            };
-            (0..20).for_each(|n| _ = program.step(&step(n)));
-            (20..120).map(|n| program.step(&step(n))).sum()
-        };
-        for (connections, slots, most) in [(1, 2, 200), (2, 2, 300), (2, 3, 320)] {
-            let counted = exchanges(connections, slots);
-            assert!(counted <= most, "{connections} connections with {slots} slots: {counted}");
-        }
+        assert!(program.sets.with(both, |_| false, |_| true).is_empty());
     }
 
     #[test]

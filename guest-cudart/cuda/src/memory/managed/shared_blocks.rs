@@ -207,14 +207,14 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 #[cold]
 fn take_all(driver: &'static Driver) {
     let mut state = lock(&STATE);
-    state.sets.taken("the program learns that work is done");
+    state.sets.taken();
     told(state.part(driver, |_| true));
 }
 
 fn take_pinned(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
         let mut state = lock(&STATE);
-        state.sets.taken("an access while nothing works");
+        state.sets.taken();
         told(state.part(driver, |together| together.pinned));
     }
 }

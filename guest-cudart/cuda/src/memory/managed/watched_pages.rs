@@ -107,7 +107,7 @@ impl State {
                 self.take_changes(driver, context, &words, &changed)
             }
             _ => {
-                self.sets.taken("the server no longer watches them");
+                self.sets.taken();
                 self.part(driver, |together| together.is_in(context))
             }
         };
