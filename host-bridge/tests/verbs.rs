@@ -351,7 +351,8 @@ fn keys_wait_for_the_ports_address() {
         let (resumed, link) = (bridge.session().counters().resumed.get(), software::pairs());
         software::unaddress(true);
         let own = |pair: &u32| software::peer(*pair) == Some(*pair);
-        // It has given its link up, or the server has. A new one's queue pair that makes keys may just be coming.
+        // It has given its link up, or the server has. A new one's queue pair that makes keys may just be
+        // coming.
         until("the link is lost", || {
             software::every_pair().into_iter().filter(own).for_each(software::stop);
             software::pairs() != link || bridge.lost().is_some()

@@ -564,8 +564,8 @@ impl Owner for Server {
     }
 }
 
-/// A user's clients of which everything was kept. A keeper that is killed may not have sent what it has of one
-/// that had just come: that one is disconnected.
+/// A user's clients of which everything was kept. A keeper that is killed may not have sent what it has of
+/// one that had just come: that one is disconnected.
 fn clients_of(uid: u32, kept: &Kept<Programs>, found: &Found) -> BTreeMap<u64, Client> {
     let mut clients = BTreeMap::new();
     for (number, (who, socket, answering)) in kept.read(|words| words.clients.clone()) {
