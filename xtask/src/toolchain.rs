@@ -4,6 +4,7 @@
 //! Each tool has a folder in `build/` with a file that lists its versions. It is reinstalled only if the
 //! versions below change.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -97,7 +98,17 @@ fn wheels(name: &str, wanted: &[&str], what: &str) -> Result<PathBuf> {
     let folder = tree::root().join("build").join(name);
     let versions = folder.join("versions.txt");
     let text = wanted.join("\n");
-    if std::fs::read_to_string(&versions).is_ok_and(|found| found == text) {
+    let is_there = || std::fs::read_to_string(&versions).is_ok_and(|found| found == text);
+    if is_there() {
+        return Ok(folder);
+    }
+    // `cargo xtask fetch` may be running.
+    let alone = folder.with_extension("lock");
+    let alone = std::fs::create_dir_all(tree::root().join("build"))
+        .and_then(|()| File::create(&alone))
+        .and_then(|file| file.lock().map(|()| file));
+    let _alone = alone.with_context(|| format!("cannot lock {}", folder.display()))?;
+    if is_there() {
         return Ok(folder);
     }
     let step = Step::spinner(format!("installing the {what} from PyPI"));
