@@ -617,18 +617,23 @@ fn sessions_take_turns_although_moving_their_memory_fails_halfway() {
     }
 }
 
+/// Two sessions, filled with 1 and 2, of which the first one's memory has left for the second one's.
+fn first_is_away(server: &Server) -> [LocalBridge; 2] {
+    let mut sessions = [1, 2].map(|number| (number, LocalBridge::connect(&server.socket())));
+    for (number, session) in &mut sessions {
+        take(session, SIZE).unwrap();
+        fill(session, *number, 0, SIZE);
+    }
+    is_away(server, SIZE);
+    sessions.map(|(_, session)| session)
+}
+
 #[test]
 fn a_session_whose_memory_never_returns_is_lost_and_others_go_on() {
     // The first step of returning; the third piece, after two have memory again.
     for step in [STEPS + 1, STEPS + 3] {
         let server = Server::start(&[SWAP[0], SWAP[1], &failing(step, u32::MAX)]);
-        let mut first = LocalBridge::connect(&server.socket());
-        take(&mut first, SIZE).unwrap();
-        fill(&mut first, 1, 0, SIZE);
-        let mut second = LocalBridge::connect(&server.socket());
-        take(&mut second, SIZE).unwrap();
-        fill(&mut second, 2, 0, SIZE);
-        is_away(&server, SIZE);
+        let [mut first, mut second] = first_is_away(&server);
         // It can leave, but its return fails, too.
         first.send(1, &StreamSynchronize { stream: STREAM });
         until("the first session is lost", || first.lost().is_some());
@@ -761,13 +766,7 @@ fn stop_halfway(server: &Server, leaves: &Tenant, returns: &Tenant, state: &mut 
 fn memory_that_is_away_returns_under_a_daemon_that_moves_none() {
     let mut service = Service::new(&["--grace-seconds=0", SWAP[0], SWAP[1]]);
     let server = service.start();
-    let mut first = LocalBridge::connect(&server.socket());
-    take(&mut first, SIZE).unwrap();
-    fill(&mut first, 1, 0, SIZE);
-    let mut second = LocalBridge::connect(&server.socket());
-    take(&mut second, SIZE).unwrap();
-    fill(&mut second, 2, 0, SIZE);
-    is_away(&server, SIZE);
+    let [mut first, mut second] = first_is_away(&server);
     service.flags.truncate(1);
     let server = service.crash(server);
     // Nothing leaves any more, so it waits for the second one's end.

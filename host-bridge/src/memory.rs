@@ -211,9 +211,9 @@ impl Memories {
         Ok(Memories { mappings: Arc::new(mapped.collect::<Result<_, _>>()?) })
     }
 
-    /// The same without those that cannot be mapped, of which `left_out` is told: extents there lie outside
-    /// the client's memory. One that its file is too short for is an error even so: whoever touched it would
-    /// die of that.
+    /// Like [`map`](Self::map), but leaves out what cannot be mapped and calls `left_out` for it. Extents
+    /// there then lie outside the client's memory. A file that is too short is an error all the same:
+    /// touching what it lacks would kill the process.
     pub fn map_possible(
         memories: Vec<(Memory, OwnedFd)>,
         mut left_out: impl FnMut(Memory, &MemoryError),

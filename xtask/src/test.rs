@@ -66,7 +66,7 @@ const MACHINES: &[&str] = &[
 ];
 
 /// Parts that write the same folder, so that one must not run beside another.
-const WRITE_DIST: &[&str] = &["dist", "guest_packages", "newcomer", "packages"];
+const WRITE_DIST: &[&str] = &["dist", "guest_packages", "image", "newcomer", "packages"];
 
 /// Debian packages that only one part needs, and what for.
 const DEBIAN: &[(&str, &[&str], &str)] = &[

@@ -409,7 +409,7 @@ impl Arbiter {
         let least = least_of(self.parts.values().filter(|part| part.active));
         for part in self.parts.values_mut().filter(|part| !part.active) {
             if let Some(class) = part.class.take() {
-                // If nobody goes on, it owes nobody anything.
+                // With nobody left in its class, it owes nothing.
                 let least = least.get(&class).copied().unwrap_or(part.weighted);
                 (part.weighted, part.paused) = ((part.weighted - least).max(0.0), now);
             }

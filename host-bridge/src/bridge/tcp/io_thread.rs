@@ -259,7 +259,8 @@ impl<T> Drop for IoThread<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc::channel;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use test_kit::until;
 
     #[test]
     fn tasks_come_back_done_in_turn() {
@@ -299,16 +300,8 @@ mod tests {
         assert_eq!((back, thread.held()), (vec![0, 1, 2], 0));
     }
 
-    fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-        let limit = Instant::now() + Duration::from_secs(60);
-        while !is_so() {
-            assert!(Instant::now() < limit, "not {what}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    #[test]
-    fn only_what_sleeps_is_woken() {
+    /// A thread that does a task for each message to the second, and sends one to the third when it is done.
+    fn held_back() -> (IoThread<u32>, Sender<()>, Receiver<()>) {
         let (tell, told) = channel();
         let (begin, begun) = channel::<()>();
         let begun = std::sync::Mutex::new(begun);
@@ -317,12 +310,18 @@ mod tests {
             let _ = tell.send(());
         })
         .unwrap();
+        (thread, begin, told)
+    }
+
+    #[test]
+    fn only_what_sleeps_is_woken() {
+        let (thread, begin, told) = held_back();
         // If this fails, the thread must not wait for ever.
         let begin = begin;
         let notified = || thread.shared.notified.load(Ordering::Relaxed);
-        wait_until("asleep", || thread.shared.lock().asleep);
+        until("asleep", || thread.shared.lock().asleep);
         thread.give(0);
-        wait_until("at work", || thread.shared.busy.load(Ordering::Relaxed));
+        until("at work", || thread.shared.busy.load(Ordering::Relaxed));
         assert_eq!(notified(), 1);
         // While it works, and as long as nobody waits for its rest.
         (1..50).for_each(|n| thread.give(n));
@@ -333,7 +332,7 @@ mod tests {
         assert_eq!(notified(), 1);
         std::thread::scope(|scope| {
             let resting = scope.spawn(|| thread.wait_for_rest());
-            wait_until("awaited", || thread.shared.lock().waiting == 1);
+            until("awaited", || thread.shared.lock().waiting == 1);
             begin.send(()).unwrap();
             resting.join().unwrap();
         });
@@ -349,11 +348,11 @@ mod tests {
         let thread = IoThread::start("test".into(), |_: &mut u32| Ok(()), move || raises.raise()).unwrap();
         let done = |n: u32| {
             thread.give(n);
-            wait_until("done", || alarm.raised.load(Ordering::SeqCst));
+            until("done", || alarm.raised.load(Ordering::SeqCst));
         };
         // As long as it has not said that it looks.
         done(0);
-        wait_until("woken", || wake.read().is_ok());
+        until("woken", || wake.read().is_ok());
         alarm.is_awake();
         for n in 1..100 {
             alarm.looks();
@@ -366,19 +365,12 @@ mod tests {
         assert_eq!(thread.take().unwrap().0, 99);
         assert!(!alarm.sleeps());
         done(100);
-        wait_until("woken", || wake.read().is_ok());
+        until("woken", || wake.read().is_ok());
     }
 
     #[test]
     fn an_ended_thread_gives_all_its_tasks_back_in_order() {
-        let (tell, told) = channel();
-        let (begin, begun) = channel::<()>();
-        let begun = std::sync::Mutex::new(begun);
-        let work = move |_: &mut u32| begun.lock().unwrap().recv().map_err(io::Error::other);
-        let thread = IoThread::start("test".into(), work, move || {
-            let _ = tell.send(());
-        })
-        .unwrap();
+        let (thread, begin, told) = held_back();
         (0..4).for_each(|n| thread.give(n));
         begin.send(()).unwrap();
         told.recv().unwrap();

@@ -170,22 +170,49 @@ impl Drop for Slot {
     }
 }
 
+/// A stream over a way without length whose other end reads everything, chunks of 1 MiB that it is given, and
+/// how many of those are free again.
+struct Near {
+    outbox: Arc<Outbox>,
+    outgoing: Outgoing,
+    free: Arc<AtomicU64>,
+    reading: std::thread::JoinHandle<std::io::Result<u64>>,
+}
+
+impl Near {
+    const LEN: usize = 1 << 20;
+    /// A chunk with its header.
+    const WHOLE: u64 = (HEADER + Near::LEN) as u64;
+
+    /// For so many chunks.
+    fn new(chunks: u64) -> Near {
+        let outbox = Outbox::new(1, 64 << 20, CompressUse::Never);
+        let (mut ours, theirs) = pair();
+        outbox.plug(0, theirs, 0).unwrap();
+        is_near(&outbox);
+        let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
+        let outgoing = outgoing(&outbox, chunks * Near::LEN as u64);
+        Near { outbox, outgoing, free: Arc::default(), reading }
+    }
+
+    fn hold(&self, number: u64) {
+        static BYTES: [u8; Near::LEN] = [5; Near::LEN];
+        let held = Box::new(Slot(&BYTES, Arc::clone(&self.free)));
+        self.outgoing.send_held(0, number * Near::LEN as u64, held).unwrap();
+    }
+
+    fn end(self) {
+        self.outbox.close();
+        self.reading.join().unwrap().unwrap();
+    }
+}
+
 #[test]
 fn over_a_long_link_nothing_is_held_and_buffers_are_kept_for_as_long_as_data_flows() {
-    const LEN: usize = 1 << 20;
-    static BYTES: [u8; LEN] = [5; LEN];
-    let outbox = Outbox::new(1, 64 << 20, CompressUse::Never);
-    let (mut ours, theirs) = pair();
-    outbox.plug(0, theirs, 0).unwrap();
-    is_near(&outbox);
-    let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
-    let free: Arc<AtomicU64> = Arc::default();
-    let outgoing = outgoing(&outbox, 16 * LEN as u64);
-    let hold = |number: usize| {
-        let held = Box::new(Slot(&BYTES, Arc::clone(&free)));
-        outgoing.send_held(0, (number * LEN) as u64, held).unwrap();
-    };
-    let whole = (HEADER + LEN) as u64;
+    const LEN: usize = Near::LEN;
+    let near = Near::new(16);
+    let (outbox, free, whole) = (&near.outbox, &near.free, Near::WHOLE);
+    let hold = |number| near.hold(number);
     let kept = || lock(&outbox.streams[0].kept);
     hold(0);
     hold(1);
@@ -208,8 +235,7 @@ fn over_a_long_link_nothing_is_held_and_buffers_are_kept_for_as_long_as_data_flo
     assert_eq!(kept().free_bytes, 13 * LEN, "the next chunks have their buffers");
     outbox.acknowledge(0, 16 * whole).unwrap();
     assert!(kept().free_bytes <= MOST_FREE);
-    outbox.close();
-    reading.join().unwrap().unwrap();
+    near.end();
 }
 
 /// The bytes that come behind the first `upto` of the stream, `count` of them.
@@ -291,23 +317,12 @@ fn nothing_is_compressed_while_the_link_is_not_known_or_once_it_is_known_as_fast
     assert_eq!(lock(&never.streams[0].kept).journal.kept(), plain);
 }
 
-/// Of one MiB over a way without length, at a rate at which that takes longer than the way may.
+/// Chunks whose bytes take longer than a way that counts as short may.
 #[test]
 fn a_chunk_whose_own_bytes_take_long_is_held_all_the_same() {
-    const LEN: usize = 1 << 20;
-    static BYTES: [u8; LEN] = [5; LEN];
-    let outbox = Outbox::new(1, 64 << 20, CompressUse::Never);
-    let (mut ours, theirs) = pair();
-    outbox.plug(0, theirs, 0).unwrap();
-    is_near(&outbox);
-    let reading = std::thread::spawn(move || std::io::copy(&mut ours, &mut std::io::sink()));
-    let free: Arc<AtomicU64> = Arc::default();
-    let outgoing = outgoing(&outbox, 64 * LEN as u64);
-    let hold = |number: u64| {
-        let held = Box::new(Slot(&BYTES, Arc::clone(&free)));
-        outgoing.send_held(0, number * LEN as u64, held).unwrap();
-    };
-    let whole = (HEADER + LEN) as u64;
+    let near = Near::new(64);
+    let (outbox, free, whole) = (&near.outbox, &near.free, Near::WHOLE);
+    let hold = |number| near.hold(number);
     let takes = FAR + FAR / 5;
     // One alone, and some in a row, which come one after the other.
     let mut chunk = 0;
@@ -329,8 +344,7 @@ fn a_chunk_whose_own_bytes_take_long_is_held_all_the_same() {
     }
     hold(chunk);
     assert_eq!((free.load(Ordering::Relaxed), outbox.copied.load(Ordering::Relaxed)), (chunk, 0));
-    outbox.close();
-    reading.join().unwrap().unwrap();
+    near.end();
 }
 
 #[test]

@@ -299,7 +299,7 @@ mod tests {
             Worker { socket, far, leftover: Arc::new(Leftover { server, extents: Vec::new(), saved }) }
         }
 
-        /// Whether somebody has come to wait until it has let go: they read what it says meanwhile.
+        /// Whether somebody waits for it to let go: whoever does reads what it says.
         fn is_awaited(&mut self, is_over: impl Fn() -> bool) -> bool {
             self.socket.write_all(&[0]).unwrap();
             let unread = || {
