@@ -15,15 +15,6 @@ __global__ void add(Both both, int n) {
     if (i < n) both.out[i] += both.in[i] * both.scale;
 }
 
-// Waits for the program, then answers it.
-__global__ void answer(volatile int *asked, volatile int *answered, volatile int *data, long long patience) {
-    long long begin = clock64();
-    while (*asked == 0 && clock64() - begin < patience) {}
-    data[100] = *asked * 3;
-    __threadfence_system();
-    *answered = *asked == 0 ? -1 : *asked + 1;
-}
-
 static const int n = 70000;
 
 static void turns(int *in, int *out, const char *what) {
@@ -36,48 +27,6 @@ static void turns(int *in, int *out, const char *what) {
         CHECK(cudaDeviceSynchronize());
         for (int i = 0; i < n; i++) REQUIRE(out[i] == i * sum, "%s: element %d in round %d is %d", what, i, round, out[i]);
     }
-}
-
-// Its own words, one after the other, while a kernel of another stream never ends without them.
-static void together(int *words) {
-    cudaStream_t stream;
-    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    volatile int *asked = words, *answered = words + 1;
-    for (int round = 1; round <= 5; round++) {
-        *asked = *answered = words[100] = 0;
-        answer<<<1, 1, 0, stream>>>(asked, answered, words, 200000000000ll);
-        CHECK(cudaGetLastError());
-        words[200] = round;
-        *asked = round;
-        while (*answered == 0) {}
-        REQUIRE(*answered == round + 1, "round %d: answered %d", round, *answered);
-        REQUIRE(words[100] == round * 3, "round %d: what was written before the answer is %d", round, words[100]);
-        REQUIRE(words[200] == round, "round %d: a word of the program's own is %d", round, words[200]);
-        CHECK(cudaStreamSynchronize(stream));
-        REQUIRE(words[100] == round * 3 && words[200] == round, "round %d: afterwards %d and %d", round, words[100], words[200]);
-    }
-    // What was read while the kernel worked is read anew once it is known to be over.
-    for (int round = 1; round <= 20; round++) {
-        *asked = *answered = words[100] = 0;
-        answer<<<1, 1, 0, stream>>>(asked, answered, words, 200000000000ll);
-        CHECK(cudaGetLastError());
-        *asked = round;
-        while (cudaStreamQuery(stream) == cudaErrorNotReady) words[200] += ((volatile int *)words)[300];
-        cudaGetLastError();
-        CHECK(cudaStreamSynchronize(stream));
-        REQUIRE(*answered == round + 1 && words[100] == round * 3, "round %d: found %d and %d when it was over", round, *answered, words[100]);
-    }
-    // The same if the program learns that it is over without looking at the memory meanwhile.
-    for (int round = 1; round <= 50; round++) {
-        *asked = *answered = words[100] = 0;
-        answer<<<1, 1, 0, stream>>>(asked, answered, words, 200000000000ll);
-        CHECK(cudaGetLastError());
-        REQUIRE(((volatile int *)words)[100] == 0, "round %d: the kernel did not wait", round);
-        *asked = round;
-        CHECK(cudaStreamSynchronize(stream));
-        REQUIRE(*answered == round + 1 && words[100] == round * 3, "round %d: found %d and %d after the wait", round, *answered, words[100]);
-    }
-    CHECK(cudaStreamDestroy(stream));
 }
 
 __global__ void hold(volatile int *word, int *out, long long patience) {
@@ -221,11 +170,11 @@ int main(int argc, char **argv) {
     int *words;
     CHECK(cudaMallocHost(&words, 8192));
     memset(words, 0, 8192);
-    together(words);
+    released(words);
     CHECK(cudaFreeHost(words));
     CHECK(cudaFreeHost(third));
     CHECK(cudaFreeHost(in));
     CHECK(cudaFreeHost(out));
     CHECK(cudaFree(device));
-    return pass("read and written by kernels, in turn and at the same time");
+    return pass("read and written by kernels, in turn and one word at the same time");
 }

@@ -88,9 +88,9 @@ const UNFIT: &[(&str, &[&str])] = &[
         &["local::mapped_zeroes"],
     ),
     (
-        "the library copies what kernels write to such memory page after page, and the program, which is another \
-         process, sees that in no order",
-        &["local::mapped_words"],
+        "the library writes what kernels have written to such memory word after word, and the program, which is \
+         another process, sees that in no order",
+        &["local::mapped_words", "local::pinned_answers"],
     ),
 ];
 

@@ -129,7 +129,7 @@ fn a_program_waits_when_much_is_queued_behind_it() -> Result<()> {
 }
 
 /// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
-const PROGRAMS: [&str; 31] = [
+const PROGRAMS: [&str; 32] = [
     "alloc_churn",
     "batched_asks",
     "callback_load",
@@ -153,6 +153,7 @@ const PROGRAMS: [&str; 31] = [
     "mapped_order",
     "mapped_zeroes",
     "memcpy_batch",
+    "pinned_answers",
     "pinned_bulk",
     "pinned_kernels",
     "stream_callbacks",

@@ -3,13 +3,14 @@
 use super::*;
 
 /// Programs that launch, copy much and little, wait for events, and make the host call their functions.
-const WORKING: [&str; 8] = [
+const WORKING: [&str; 9] = [
     "launch_storm 3000",
     "copies",
     "many_small_copies",
     "graph_host",
     "managed_memory",
     "streams_events",
+    "pinned_answers",
     "pinned_kernels",
     "threads",
 ];
