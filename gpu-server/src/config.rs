@@ -357,7 +357,8 @@ pub struct Swap {
     #[arg(id = "swap.device_memory", long = "swap-device-memory", value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     pub device_memory: u64,
     /// Minimum milliseconds that a session's memory stays on its devices once it is there. A session that is
-    /// not idle keeps it five times as long
+    /// not idle keeps it five times as long, and at least twice as long as it took to bring it back, but for
+    /// that not longer than a minute
     #[arg(id = "swap.residency_ms", long = "swap-residency-ms", value_name = "N", default_value_t = 2000)]
     pub residency_ms: u32,
 }

@@ -11,7 +11,9 @@
 //! the first in line, other sessions are ordered to leave: idle ones before busy ones, then those of its own
 //! principal first, then those that have been without a command for longest. A session keeps its memory for
 //! some time after it arrived on the devices ([`Rules::residency`]), or five times as long if it has
-//! commands. Two busy sessions therefore alternate every few seconds, not milliseconds. Nobody is ordered to
+//! commands, and then at least twice as long as it took to bring the memory back. Two busy sessions therefore
+//! alternate every few seconds, not milliseconds, and work for longer than their memory moves. That also lets
+//! programs go on whose sessions with two servers need their memory at the same time. Nobody is ordered to
 //! leave if even all candidates together would not make enough room. A session further back in line that can
 //! leave meanwhile does so immediately: otherwise, two sessions that each have a part of what they want
 //! would wait for each other.
@@ -36,6 +38,10 @@ use crate::worker_protocol::MemoryOrder;
 
 /// A session with commands keeps its memory this many times as long as one without.
 const BUSY: u64 = 5;
+/// A session with commands keeps its memory at least this many times as long as it took to bring it back,
+/// but for that not longer than [`MOST_STAY`]: otherwise moving would take more time than work.
+const STAYS: u64 = 2;
+const MOST_STAY: u64 = 60_000_000_000;
 /// A session without a command for this long is idle.
 const IDLE: u64 = 100_000_000;
 /// How long a session keeps its place in line after it got what it wanted.
@@ -109,8 +115,9 @@ pub(super) struct View {
 /// What is remembered of a session.
 #[derive(Debug, Default)]
 struct Known {
-    /// Since when its memory is on the devices.
+    /// Since when its memory is on the devices, and how long it took to bring it back.
     since: u64,
+    took: u64,
     /// Whether it was away when it was last seen.
     away: bool,
     /// Its unfinished order, and since when.
@@ -412,7 +419,7 @@ impl Residency {
             }
             if carried_out && order == MemoryOrder::Return {
                 // It had its places earlier, but not its bytes.
-                known.since = now;
+                (known.since, known.took) = (now, now.saturating_sub(at));
             }
             match order {
                 _ if carried_out => known.again = AGAIN,
@@ -627,7 +634,13 @@ impl Residency {
                     continue;
                 }
                 let rested = member.rested.filter(|since| since.saturating_add(IDLE) <= now);
-                let residency = self.rules.residency.saturating_mul(if rested.is_none() { BUSY } else { 1 });
+                let residency = match rested {
+                    Some(_) => self.rules.residency,
+                    None => {
+                        let stay = known.took.saturating_mul(STAYS).min(MOST_STAY);
+                        self.rules.residency.saturating_mul(BUSY).max(stay)
+                    }
+                };
                 busy |= rested.is_none();
                 keeps |= known.since.saturating_add(residency) > now || known.not_before > now;
                 since = since.max(rested.unwrap_or(known.since));
