@@ -2,7 +2,8 @@
 //! gates. It does the same for their memory ([`super::swap`]).
 //!
 //! It sleeps while no two principals have work for the same devices and nobody waits for memory. The bell
-//! that workers ring wakes it.
+//! that workers ring wakes it. (While a principal without work is held back, it looks once a second, and when
+//! that ends.)
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -20,9 +21,7 @@ use super::swap;
 use crate::limits::MOST_DEVICES;
 use crate::worker_protocol::Kind;
 
-/// The time between two steps while principals take turns.
-const TICK: u16 = 1;
-/// The time between two steps while sessions wait for room on a device.
+/// Milliseconds between two steps while sessions wait for room on a device.
 const MEMORY_TICK: u16 = 10;
 /// Minimum time between two steps, and the minimum multiple of a step's duration, however often workers ring.
 const LEAST: Duration = Duration::from_micros(50);
@@ -45,12 +44,9 @@ fn run(server: &Server, files: &swap::Files) {
     let begun = Instant::now();
     let mut waits_for_memory = false;
     loop {
-        let limit = match (arbiter.is_contended(), waits_for_memory) {
-            (true, _) => PollTimeout::from(TICK),
-            (false, true) => PollTimeout::from(MEMORY_TICK),
-            (false, false) => PollTimeout::NONE,
-        };
-        server.bell.wait(limit);
+        let turns = arbiter.next_within().map(|ns| ns.div_ceil(1_000_000).try_into().unwrap_or(u16::MAX));
+        let soonest = [turns, waits_for_memory.then_some(MEMORY_TICK)].into_iter().flatten().min();
+        server.bell.wait(soonest.map_or(PollTimeout::NONE, PollTimeout::from));
         let since = Instant::now();
         let now = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         // With NVIDIA's Multi-Process Service all kernels run at the same time.
