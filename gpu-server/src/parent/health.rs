@@ -203,8 +203,8 @@ impl State {
     }
 
     /// Replaces waiting workers, which may have a context on an unhealthy device, or none on one that has
-    /// recovered.
-    fn replace_workers(&mut self) {
+    /// recovered; also if the Multi-Process Service is another one.
+    pub(super) fn replace_workers(&mut self) {
         for managed in self.workers.values_mut() {
             if managed.kind == Kind::Gpu && managed.stage != Stage::Serving {
                 managed.outdated = true;

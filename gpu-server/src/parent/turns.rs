@@ -14,7 +14,7 @@ use anyhow::Context;
 use handover::clock;
 use nix::poll::PollTimeout;
 
-use super::arbiter::{Arbiter, Clock, View};
+use super::arbiter::{Arbiter, Clock, Gate, View};
 use super::session::Session;
 use super::state::{Server, State};
 use super::swap;
@@ -40,7 +40,9 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
 
 fn run(server: &Server, files: &swap::Files) {
     let virtual_time = server.options.worker.backing.software_imitate.block_us > 0;
-    let mut arbiter = Arbiter::new(if virtual_time { Clock::Reported } else { Clock::Observed });
+    let clock = if virtual_time { Clock::Reported } else { Clock::Observed };
+    let mut arbiter = Arbiter::new(clock);
+    let mut with_turns = true;
     let begun = Instant::now();
     let mut waits_for_memory = false;
     loop {
@@ -50,8 +52,12 @@ fn run(server: &Server, files: &swap::Files) {
         let since = Instant::now();
         let now = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         // With NVIDIA's Multi-Process Service all kernels run at the same time.
-        if server.options.mps.is_none() {
+        let had_turns = std::mem::replace(&mut with_turns, !server.mps_runs.load(Ordering::Relaxed));
+        if with_turns {
             step(&mut server.lock(), &mut arbiter, now);
+        } else if had_turns {
+            arbiter = Arbiter::new(clock);
+            server.lock().end_turns();
         }
         waits_for_memory = swap::step(server, files);
         std::thread::sleep(LEAST.max(since.elapsed() * REST));
@@ -59,6 +65,11 @@ fn run(server: &Server, files: &swap::Files) {
 }
 
 impl State {
+    fn end_turns(&mut self) {
+        self.charged.clear();
+        self.sessions.values_mut().for_each(|session| session.account.set_gate(Gate::Open));
+    }
+
     /// The weight of a session's client for all its leases together.
     fn client_weight(&self, session: &Session) -> u32 {
         let lease = session.lease.and_then(|lease| self.leases.0.get(&lease));
