@@ -42,6 +42,8 @@ pub(super) struct Server {
     pub(super) state: Mutex<State>,
     /// Notified whenever the state changes.
     pub(super) changed: Condvar,
+    /// Notified when NVML is to be asked for the workers' memory.
+    pub(super) measuring: Condvar,
     /// Wakes the queue's thread.
     pub(super) nudge: Nudge,
     /// Identifies clients over TLS. `None`: the server doesn't use TLS.
@@ -161,6 +163,7 @@ impl Server {
             confining,
             state,
             changed,
+            measuring: Condvar::new(),
             nudge,
             bell,
             succession,
