@@ -1,9 +1,9 @@
 //! The health of NVIDIA's devices according to NVML: from events, and by polling every [`EVERY`] what has
 //! none (links, temperature, the driver's advice).
 //!
-//! A part of a GPU (MIG) is as healthy as its GPU, which is what has events and figures. One that NVML does not
-//! find is looked for at each poll: NVML may find none while another one is lost, so that says nothing about
-//! this one. What does is the answer of a handle that was found before.
+//! A part of a GPU (MIG) is as healthy as its GPU, which is what has events and figures. A device that NVML
+//! does not find is looked for at each poll: NVML may find none while another one is lost, so that says
+//! nothing about this one. What does is the answer of a handle that was found before.
 
 use std::time::{Duration, Instant};
 
@@ -90,7 +90,8 @@ struct Watched {
 pub struct Watch(Watching<Native>);
 
 impl Watch {
-    /// Starts watching the devices with these numbers. Those that NVML does not find are watched once it does.
+    /// Starts watching the devices with these numbers. Those that NVML does not find are watched once it
+    /// does.
     ///
     /// # Errors
     /// NVML's status, if the library doesn't exist or finds no device.
