@@ -35,6 +35,9 @@ fn workers_find_the_service_which_ends_with_the_daemon() {
     let environment = std::fs::read(format!("/proc/{worker}/environ")).unwrap();
     let expected = format!("CUDA_MPS_PIPE_DIRECTORY={}", at.join("pipe").display());
     assert!(environment.split(|byte| *byte == 0).any(|variable| variable == expected.as_bytes()));
+    // It has ended by itself.
+    std::fs::remove_file(&runs).unwrap();
+    until("the service is started again", || runs.exists());
     drop(session);
     server.end(Signal::SIGTERM);
     assert!(!runs.exists());

@@ -23,6 +23,9 @@
 //! - A turn ends early if there is no work, so idle time goes to whoever has some. A principal that returns
 //!   after a pause starts level with the others, without credit for the time before. So do groups that a
 //!   principal joins by using devices of both: what each has had is comparable only within a group.
+//! - A principal that pauses, or whose last session ends, still owes what it has had more than its share.
+//!   This **debt** lapses as the others can have caught up. Until then, and while one with a higher priority
+//!   has work, its first work after the pause waits for a turn. Everybody else's starts immediately.
 //! - A program that gives its device one short kernel after another, and waits for none of them, often leaves
 //!   it idle between them. If the holder does, the next principal has its turn beside it, provided that it
 //!   leaves room as well when it is alone: neither keeps the other waiting for long. Work that fills the
@@ -34,6 +37,11 @@ use std::ops::Bound;
 
 use crate::limits::Limits;
 
+/// Time in ns between two steps while principals take turns.
+const STEP: u64 = 1_000_000;
+/// The same while somebody is held back who takes no part in turns. It rings when it has work, but a worker
+/// of an earlier version may not.
+const HELD: u64 = 1_000_000_000;
 /// Length of a turn in ns of charged time; work that was started may last longer.
 const TURN: u64 = 20_000_000;
 /// A principal that had no work for this long, in ns, takes no turns until it has some.
@@ -123,15 +131,47 @@ pub(super) enum Gate {
 /// group's number in the last step, and the priority.
 type Class = (usize, i32);
 
+/// What a principal that takes no part in turns has had more than those that do.
+#[derive(Debug, Default)]
+struct Debt {
+    /// In ns per unit of weight.
+    time: f64,
+    /// Whom it concerns: those with this priority in the groups with these devices.
+    devices: u64,
+    priority: i32,
+    /// Their weights together; 0 if there is nobody.
+    weights: f64,
+    /// Whether one in these groups has a higher priority.
+    outranked: bool,
+}
+
+impl Debt {
+    /// How much of it lapses in each ns: as much as those that it concerns can have had of it.
+    fn lapses(&self) -> f64 {
+        let normal = f64::from(Limits::WEIGHT);
+        if self.weights > 0.0 { normal / self.weights } else { 1.0 }
+    }
+
+    /// Notes whom it concerns. `groups`: the devices of each, and the weights of those with each priority.
+    fn concern(&mut self, groups: &[(u64, BTreeMap<i32, f64>)]) {
+        (self.weights, self.outranked) = (0.0, false);
+        for (_, weights) in groups.iter().filter(|(devices, _)| devices & self.devices != 0) {
+            self.weights += weights.get(&self.priority).copied().unwrap_or(0.0);
+            self.outranked |= weights.last_key_value().is_some_and(|(highest, _)| *highest > self.priority);
+        }
+    }
+}
+
 /// A principal's share.
 #[derive(Debug, Default)]
 struct Part {
-    /// Charged time in ns per unit of weight, comparable with that of others in its class. While it is in
-    /// none: what it has had more than they when it paused.
+    /// Whose it is.
+    owner: String,
+    /// While it is in a class: charged time in ns per unit of weight, comparable with that of others in it.
     weighted: f64,
     class: Option<Class>,
-    /// Since when it has been in none.
-    paused: u64,
+    /// While it is in none.
+    debt: Debt,
     /// Charged time in ns.
     charged: u64,
     /// Whether it takes part in turns.
@@ -174,8 +214,13 @@ pub(super) struct Arbiter {
     clock: Clock,
     last: u64,
     parts: HashMap<String, Part>,
+    /// What principals without sessions owe, and whose they were: a later one of the same client takes it
+    /// over.
+    left: Vec<(String, Debt)>,
     seen: HashMap<u32, Seen>,
     turns: Vec<Turn>,
+    /// The least time in ns after which somebody may no longer be held back.
+    held: Option<u64>,
 }
 
 /// The combined state of a principal's sessions.
@@ -214,12 +259,13 @@ fn least_of<'a>(parts: impl Iterator<Item = &'a Part>) -> HashMap<Class, f64> {
 
 impl Arbiter {
     pub(super) fn new(clock: Clock) -> Arbiter {
-        Arbiter { clock, last: 0, parts: HashMap::new(), seen: HashMap::new(), turns: Vec::new() }
+        let (parts, left, seen, turns) = Default::default();
+        Arbiter { clock, last: 0, parts, left, seen, turns, held: None }
     }
 
-    /// Whether principals are taking turns, so that the next step must follow soon.
-    pub(super) fn is_contended(&self) -> bool {
-        !self.turns.is_empty()
+    /// Time in ns within which the next step must follow, even if nobody rings.
+    pub(super) fn next_within(&self) -> Option<u64> {
+        if self.turns.is_empty() { self.held } else { Some(STEP) }
     }
 
     /// Time in ns that a principal has been charged.
@@ -231,12 +277,14 @@ impl Arbiter {
     pub(super) fn step(&mut self, now: u64, views: &[View<'_>]) -> Vec<(u32, Gate)> {
         let passed = now.saturating_sub(std::mem::replace(&mut self.last, now));
         let all = self.look(views);
-        self.parts.retain(|name, _| all.contains_key(name.as_str()));
+        self.admit(&all);
         self.charge(passed, &all);
+        self.lapse(passed);
         self.notice_room(passed, &all);
         self.notice_work(now, &all);
         let groups = self.groups(&all);
-        self.level(now, &groups, &all);
+        self.note_debts(&groups, &all);
+        self.level(&groups, &all);
         let contended = |name: &str| groups.iter().any(|group| group.len() > 1 && group.contains(&name));
         self.turns.retain(|turn| contended(&turn.holder));
         for group in groups.iter().filter(|group| group.len() > 1) {
@@ -248,14 +296,21 @@ impl Arbiter {
             let group = groups.iter().find(|group| group.contains(&name));
             group.is_some_and(|group| group.iter().filter(has_turn).count() > 1)
         };
-        let decide = |view: &View<'_>| {
+        let mut held = None::<u64>;
+        let mut decide = |view: &View<'_>| {
             let mine = all.get(view.principal).map_or(0, |together| together.devices);
             let shared = all.iter().any(|(name, other)| *name != view.principal && other.devices & mine != 0);
             let active = self.parts.get(view.principal).is_some_and(|part| part.active);
             let turn = self.turns.iter().find(|turn| turn.holder == view.principal);
             match turn {
                 _ if !shared => Gate::Open,
-                _ if !active => Gate::Tell,
+                _ if !active => match self.held_for(view.principal, &all) {
+                    Some(time) => {
+                        held = Some(held.map_or(time, |least| least.min(time)));
+                        Gate::Closed { steps: 0 }
+                    }
+                    None => Gate::Tell,
+                },
                 _ if !contended(view.principal) => Gate::Open,
                 // Side by side, the driver's own switching is what divides the time, and it is best at that
                 // if all have work ready.
@@ -264,7 +319,8 @@ impl Arbiter {
                 _ => Gate::Closed { steps: 0 },
             }
         };
-        let decided: Vec<Gate> = views.iter().map(decide).collect();
+        let decided: Vec<Gate> = views.iter().map(&mut decide).collect();
+        self.held = held;
         let tell = |(view, gate): (&View<'_>, Gate)| {
             let Some(seen) = self.seen.get_mut(&view.worker) else { return (view.worker, gate) };
             let steps = seen.steps;
@@ -309,6 +365,29 @@ impl Arbiter {
             (seen.issued, seen.finished, seen.reported) = (view.issued, view.finished, view.reported);
         }
         all
+    }
+
+    /// Begins the parts of principals that have their first session.
+    fn admit(&mut self, all: &BTreeMap<&str, Together<'_>>) {
+        for (name, together) in all {
+            let part = self.parts.entry((*name).to_owned()).or_insert_with(|| {
+                let own = |(owner, debt): &(String, Debt)| {
+                    owner == together.owner && debt.devices & together.devices != 0
+                };
+                let left = self.left.iter().position(own).map(|at| self.left.swap_remove(at).1);
+                Part { owner: together.owner.to_owned(), debt: left.unwrap_or_default(), ..Part::default() }
+            });
+            (part.debt.devices, part.debt.priority) = (together.devices, together.priority);
+        }
+    }
+
+    /// Debts lapse with the time that those have had whom they concern.
+    fn lapse(&mut self, passed: u64) {
+        let own = self.parts.values_mut().map(|part| &mut part.debt);
+        for debt in own.chain(self.left.iter_mut().map(|(_, debt)| debt)) {
+            debt.time = (debt.time - passed as f64 * debt.lapses()).max(0.0);
+        }
+        self.left.retain(|(_, debt)| debt.time > 0.0);
     }
 
     fn charge(&mut self, passed: u64, all: &BTreeMap<&str, Together<'_>>) {
@@ -373,7 +452,7 @@ impl Arbiter {
     /// Charges time in ns to a principal.
     fn add(&mut self, name: &str, all: &BTreeMap<&str, Together<'_>>, time: u64) {
         let weight = self.weight(name, all);
-        let part = self.parts.entry(name.to_owned()).or_default();
+        let Some(part) = self.parts.get_mut(name) else { return };
         part.charged = part.charged.saturating_add(time);
         part.weighted += time as f64 * f64::from(Limits::WEIGHT) / weight;
         if let Some(turn) = self.turns.iter_mut().find(|turn| turn.holder == name) {
@@ -392,8 +471,11 @@ impl Arbiter {
 
     fn notice_work(&mut self, now: u64, all: &BTreeMap<&str, Together<'_>>) {
         let (_, pause) = self.patience();
-        for (name, together) in all {
-            let part = self.parts.entry((*name).to_owned()).or_default();
+        for (name, part) in &mut self.parts {
+            let Some(together) = all.get(name.as_str()) else {
+                part.active = false;
+                continue;
+            };
             if together.works || together.unknown {
                 part.worked = now;
             }
@@ -401,19 +483,52 @@ impl Arbiter {
         }
     }
 
-    /// Makes what principals have had comparable within each class. Those that were in one together stay as
-    /// far apart as they were. Those that begin, and classes that come together, start level with whoever has
-    /// had least. A principal that returns still owes what it had had more than the others when it paused,
-    /// less what they can have had since.
-    fn level(&mut self, now: u64, groups: &[Vec<&str>], all: &BTreeMap<&str, Together<'_>>) {
+    /// Notes what principals owe that no longer take part in turns, and whom all debts concern now.
+    /// Principals without sessions leave their debts to their client.
+    fn note_debts(&mut self, groups: &[Vec<&str>], all: &BTreeMap<&str, Together<'_>>) {
         let least = least_of(self.parts.values().filter(|part| part.active));
         for part in self.parts.values_mut().filter(|part| !part.active) {
             if let Some(class) = part.class.take() {
                 // With nobody left in its class, it owes nothing.
-                let least = least.get(&class).copied().unwrap_or(part.weighted);
-                (part.weighted, part.paused) = ((part.weighted - least).max(0.0), now);
+                part.debt.time = least.get(&class).map_or(0.0, |least| (part.weighted - least).max(0.0));
             }
         }
+        let ended = self.parts.extract_if(|name, _| !all.contains_key(name.as_str()));
+        self.left.extend(ended.map(|(_, part)| (part.owner, part.debt)).filter(|(_, debt)| debt.time > 0.0));
+        let weigh = |group: &Vec<&str>| {
+            let (mut devices, mut weights) = (0, BTreeMap::new());
+            for (name, together) in group.iter().filter_map(|name| all.get_key_value(name)) {
+                devices |= together.devices;
+                *weights.entry(together.priority).or_default() += self.weight(name, all);
+            }
+            (devices, weights)
+        };
+        let groups: Vec<(u64, BTreeMap<i32, f64>)> = groups.iter().map(weigh).collect();
+        let own = self.parts.values_mut().filter(|part| !part.active).map(|part| &mut part.debt);
+        own.chain(self.left.iter_mut().map(|(_, debt)| debt)).for_each(|debt| debt.concern(&groups));
+    }
+
+    /// The time in ns for which a principal that takes no part in turns may have to wait for one when it has
+    /// work again. `None`: it does not wait.
+    fn held_for(&self, name: &str, all: &BTreeMap<&str, Together<'_>>) -> Option<u64> {
+        let debt = &self.parts.get(name)?.debt;
+        // Where time is imitated, nobody's turn ends soon if there is no work.
+        if self.clock == Clock::Reported {
+            return None;
+        }
+        // After its own turn, everybody is ahead of its share by as much.
+        let more = debt.time - TURN as f64 * f64::from(Limits::WEIGHT) / self.weight(name, all);
+        match debt.weights {
+            _ if debt.outranked => Some(HELD),
+            owed_to if owed_to > 0.0 && more > 0.0 => Some(((more / debt.lapses()).ceil() as u64).min(HELD)),
+            _ => None,
+        }
+    }
+
+    /// Makes what principals have had comparable within each class. Those that were in one together stay as
+    /// far apart as they were. Those that begin, and classes that come together, start level with whoever has
+    /// had least. A principal that returns is ahead by what it still owes.
+    fn level(&mut self, groups: &[Vec<&str>], all: &BTreeMap<&str, Together<'_>>) {
         let mut classes: BTreeMap<Class, Vec<&str>> = BTreeMap::new();
         for (number, group) in groups.iter().enumerate() {
             for name in group {
@@ -424,12 +539,11 @@ impl Arbiter {
         for (class, names) in classes {
             let least = least_of(names.iter().filter_map(|name| self.parts.get(*name)));
             let begin = least.values().copied().fold(0.0, f64::max);
-            let others = names.len().saturating_sub(1).max(1) as f64;
             for name in names {
                 let Some(part) = self.parts.get_mut(name) else { continue };
                 let ahead = match part.class.and_then(|before| least.get(&before)) {
                     Some(least) => part.weighted - least,
-                    None => (part.weighted - now.saturating_sub(part.paused) as f64 / others).max(0.0),
+                    None => std::mem::take(&mut part.debt.time),
                 };
                 (part.weighted, part.class) = (begin + ahead, Some(class));
             }

@@ -106,6 +106,14 @@ fn happened(server: &Server, device: u32, event: Event, imitated: Option<Status>
         tracing::info!(device, "{event}; this server does not share the device");
         return;
     }
+    if event.verdict() == Verdict::Note {
+        drop(state);
+        // Programs can cause any number of them.
+        if let Some(not_shown) = server.log_limits.notes.allow() {
+            tracing::warn!(device, "{event}{not_shown}");
+        }
+        return;
+    }
     let Some(failing) = state.judge(device, event, imitated, Instant::now()) else { return };
     let message = |status: Status| ToWorker::DeviceFailed { device, status: status.0 };
     for (worker, status) in failing {
@@ -146,10 +154,7 @@ impl State {
     ) -> Option<Vec<(Arc<Worker>, Status)>> {
         let before = self.ill.get(&device);
         let (lasting, error) = match event.verdict() {
-            Verdict::Note => {
-                tracing::warn!(device, "{event}");
-                return None;
-            }
+            Verdict::Note => return None,
             Verdict::Well => {
                 if before.is_none_or(|illness| illness.lasting) {
                     return None;
@@ -198,8 +203,8 @@ impl State {
     }
 
     /// Replaces waiting workers, which may have a context on an unhealthy device, or none on one that has
-    /// recovered.
-    fn replace_workers(&mut self) {
+    /// recovered; also if the Multi-Process Service is another one.
+    pub(super) fn replace_workers(&mut self) {
         for managed in self.workers.values_mut() {
             if managed.kind == Kind::Gpu && managed.stage != Stage::Serving {
                 managed.outdated = true;

@@ -40,7 +40,7 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
             let (numbers, settled) = {
                 let mut state = server.lock();
                 while !state.measure {
-                    state = server.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+                    state = server.measuring.wait(state).unwrap_or_else(|e| e.into_inner());
                 }
                 drop(state);
                 std::thread::sleep(pause);
@@ -90,6 +90,14 @@ fn note(server: &Server, answers: &Answers, settled: &Settled, failed: &mut Fail
     }
     let fails = |answer: &Answer| answer.as_ref().is_err_and(|status| !is_expected(*status));
     if answers.values().any(fails) && answers.values().all(Result::is_err) { AFTER_ERROR } else { PAUSE }
+}
+
+impl Server {
+    /// Has NVML asked for the workers' memory.
+    pub(super) fn want_measurement(&self, state: &mut State) {
+        state.measure = true;
+        self.measuring.notify_one();
+    }
 }
 
 impl State {

@@ -155,8 +155,8 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     crate::log::start(&options.log);
     let only_cuda = driver::present::decide_backend(&mut options.worker.backing);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
-    // Before signals are blocked, which the service would inherit. It ends with this function.
-    let _service = options.mps.as_deref().map(mps::Service::start).transpose()?;
+    // It ends with this function.
+    let service = options.mps.as_deref().map(mps::Service::start).transpose()?;
     let mut ending = SigSet::empty();
     ending.add(Signal::SIGTERM);
     ending.add(Signal::SIGINT);
@@ -203,6 +203,7 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     leases::start(&server)?;
     asks::start(&server)?;
     turns::start(&server)?;
+    service.as_ref().map(|service| service.watch(&server)).transpose()?;
     memory::start(&server)?;
     health::start(&server)?;
     pool::start(&server)?;

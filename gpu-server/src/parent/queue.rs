@@ -289,7 +289,7 @@ fn assign(server: &Server, kind: Kind) -> Option<Assigned> {
         state.sessions.insert(worker.pid(), session_of(&parked, kind, devices.clone(), account, key));
         state.measured_before(worker.pid());
         state.publish(parked.limits.owner(), ALL_DEVICES);
-        state.measure = true;
+        server.want_measurement(&mut state);
         state.sessions_begun += 1;
         let message = ToWorker::Session {
             transport: parked.transport,

@@ -144,11 +144,14 @@ const MOST_CLIENTS: usize = 1024;
 /// A client that was refused nothing for this long may write as many lines as a new one.
 const FORGOTTEN: Duration = Duration::from_secs(60);
 
-/// Limits the lines about refusals, in the log and in the audit log: a client's program can cause any number.
+/// Limits the lines about refusals, in the log and in the audit log, and about programs' errors: a client's
+/// program can cause any number.
 #[derive(Debug, Default)]
 pub(super) struct LogLimits {
     /// Those about connections of which nobody knows whose they are.
     pub(super) strangers: LogLimit,
+    /// Those about events of devices that change nothing.
+    pub(super) notes: LogLimit,
     clients: Mutex<HashMap<String, (Instant, LogLimit)>>,
 }
 

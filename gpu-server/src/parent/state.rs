@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -41,6 +42,8 @@ pub(super) struct Server {
     pub(super) state: Mutex<State>,
     /// Notified whenever the state changes.
     pub(super) changed: Condvar,
+    /// Notified when NVML is to be asked for the workers' memory.
+    pub(super) measuring: Condvar,
     /// Wakes the queue's thread.
     pub(super) nudge: Nudge,
     /// Identifies clients over TLS. `None`: the server doesn't use TLS.
@@ -58,6 +61,8 @@ pub(super) struct Server {
     pub(super) refusals: Refusals,
     pub(super) waits: Waits,
     pub(super) asks: Asks,
+    /// Whether NVIDIA's Multi-Process Service runs, so that there are no turns.
+    pub(super) mps_runs: AtomicBool,
     /// For lines that clients, and anybody who reaches the port, can cause.
     pub(super) log_limits: LogLimits,
 }
@@ -145,6 +150,7 @@ impl Server {
         let policy = Mutex::new(Arc::new(read_policy(&options)?));
         let audit = Audit::open(options.audit_log.as_deref())?;
         let sockets = options.mps.as_deref().map(mps::sockets);
+        let mps_runs = options.mps.is_some().into();
         let confining = Confining::new(&options.sandbox, &options.worker.backing, sockets.as_deref());
         let chosen = options.worker.backing.chosen();
         let (state, changed) = (Mutex::new(State { chosen, ..State::default() }), Condvar::new());
@@ -157,6 +163,7 @@ impl Server {
             confining,
             state,
             changed,
+            measuring: Condvar::new(),
             nudge,
             bell,
             succession,
@@ -168,6 +175,7 @@ impl Server {
             policy,
             audit,
             cache,
+            mps_runs,
             log_limits: LogLimits::default(),
         })
     }

@@ -2,7 +2,8 @@
 //! gates. It does the same for their memory ([`super::swap`]).
 //!
 //! It sleeps while no two principals have work for the same devices and nobody waits for memory. The bell
-//! that workers ring wakes it.
+//! that workers ring wakes it. (While a principal without work is held back, it looks once a second, and when
+//! that ends.)
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -13,16 +14,14 @@ use anyhow::Context;
 use handover::clock;
 use nix::poll::PollTimeout;
 
-use super::arbiter::{Arbiter, Clock, View};
+use super::arbiter::{Arbiter, Clock, Gate, View};
 use super::session::Session;
 use super::state::{Server, State};
 use super::swap;
 use crate::limits::MOST_DEVICES;
 use crate::worker_protocol::Kind;
 
-/// The time between two steps while principals take turns.
-const TICK: u16 = 1;
-/// The time between two steps while sessions wait for room on a device.
+/// Milliseconds between two steps while sessions wait for room on a device.
 const MEMORY_TICK: u16 = 10;
 /// Minimum time between two steps, and the minimum multiple of a step's duration, however often workers ring.
 const LEAST: Duration = Duration::from_micros(50);
@@ -41,21 +40,24 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
 
 fn run(server: &Server, files: &swap::Files) {
     let virtual_time = server.options.worker.backing.software_imitate.block_us > 0;
-    let mut arbiter = Arbiter::new(if virtual_time { Clock::Reported } else { Clock::Observed });
+    let clock = if virtual_time { Clock::Reported } else { Clock::Observed };
+    let mut arbiter = Arbiter::new(clock);
+    let mut with_turns = true;
     let begun = Instant::now();
     let mut waits_for_memory = false;
     loop {
-        let limit = match (arbiter.is_contended(), waits_for_memory) {
-            (true, _) => PollTimeout::from(TICK),
-            (false, true) => PollTimeout::from(MEMORY_TICK),
-            (false, false) => PollTimeout::NONE,
-        };
-        server.bell.wait(limit);
+        let turns = arbiter.next_within().map(|ns| ns.div_ceil(1_000_000).try_into().unwrap_or(u16::MAX));
+        let soonest = [turns, waits_for_memory.then_some(MEMORY_TICK)].into_iter().flatten().min();
+        server.bell.wait(soonest.map_or(PollTimeout::NONE, PollTimeout::from));
         let since = Instant::now();
         let now = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         // With NVIDIA's Multi-Process Service all kernels run at the same time.
-        if server.options.mps.is_none() {
+        let had_turns = std::mem::replace(&mut with_turns, !server.mps_runs.load(Ordering::Relaxed));
+        if with_turns {
             step(&mut server.lock(), &mut arbiter, now);
+        } else if had_turns {
+            arbiter = Arbiter::new(clock);
+            server.lock().end_turns();
         }
         waits_for_memory = swap::step(server, files);
         std::thread::sleep(LEAST.max(since.elapsed() * REST));
@@ -63,6 +65,11 @@ fn run(server: &Server, files: &swap::Files) {
 }
 
 impl State {
+    fn end_turns(&mut self) {
+        self.charged.clear();
+        self.sessions.values_mut().for_each(|session| session.account.set_gate(Gate::Open));
+    }
+
     /// The weight of a session's client for all its leases together.
     fn client_weight(&self, session: &Session) -> u32 {
         let lease = session.lease.and_then(|lease| self.leases.0.get(&lease));

@@ -109,17 +109,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         if !std::mem::replace(&mut first, false) {
             state.sessions.get_mut(&pid).into_iter().for_each(|session| session.account.heard());
         }
-        // Frequent messages that concern nobody else.
-        let quiet = matches!(
-            message,
-            FromWorker::Share { .. }
-                | FromWorker::Open { .. }
-                | FromWorker::Charge { .. }
-                | FromWorker::Discharge { .. }
-                | FromWorker::Ticket { .. }
-                | FromWorker::Connect { .. }
-                | FromWorker::Processes { .. }
-        );
+        let wakes = wakes_others(&message);
         match message {
             FromWorker::Sandbox(_) => {}
             FromWorker::Ready { backend, devices, free, key } => match become_ready(&mut state, worker) {
@@ -128,7 +118,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                     log_devices(&mut state, &server.options, pid, backend, devices);
                     state.save_daemon(&server.succession, false);
                     state.pool_mut(kind).succeed(Instant::now(), free);
-                    state.measure = true;
+                    server.want_measurement(&mut state);
                     // Before it can have a session: a successor takes over workers with a session, which
                     // don't send this again.
                     let _ = worker_protocol::consume(worker.socket().as_fd());
@@ -202,7 +192,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 if let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) {
                     session.counters = counters;
                 }
-                state.measure = true;
+                server.want_measurement(&mut state);
             }
             FromWorker::Link { up } => {
                 if let Some(session) = state.sessions.get_mut(&pid).filter(|session| !session.ended) {
@@ -236,7 +226,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         }
         // Only this thread reads the worker's socket, so this consumes the message just handled.
         let _ = worker_protocol::consume(worker.socket().as_fd());
-        if !quiet {
+        if wakes {
             server.changed.notify_all();
         }
     }
@@ -273,6 +263,12 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     server.bell.ring();
     server.changed.notify_all();
     server.nudge.nudge();
+}
+
+/// Whether a message changes something that the daemon's other threads wait for: those that begin and end
+/// workers, sessions and leases. A worker can send any number of the others.
+fn wakes_others(message: &FromWorker) -> bool {
+    matches!(message, FromWorker::Ready { .. } | FromWorker::Failed { .. } | FromWorker::Ended { .. })
 }
 
 /// How long to wait until a message is tried again that came with a descriptor for which there was no room.
@@ -781,6 +777,19 @@ mod tests {
         ended(&mut state, 7, None, Counters::default());
         assert_eq!(state.end_of(&token), Some("a test"));
         assert!(state.sessions[&7].lost && state.sessions_lost == 1);
+    }
+
+    #[test]
+    fn what_a_worker_may_send_at_any_time_wakes_no_other_thread() {
+        let frequent = [
+            FromWorker::Counters(Counters::default()),
+            FromWorker::Link { up: true },
+            FromWorker::Overrun,
+            FromWorker::Unshare { token: [1; 16] },
+            FromWorker::Processes { request: 1, device: 0, namespace: 0 },
+        ];
+        assert!(!frequent.iter().any(wakes_others));
+        assert!(wakes_others(&FromWorker::Ended { lost: None, counters: Counters::default() }));
     }
 
     #[test]

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | `TELL` | rings the daemon's bell once, and continues |
 //! | `METERED` | continues while only a few milliseconds of work are unfinished, and reports what is finished; with devices that imitate time, up to its allowance |
-//! | `CLOSED` | waits; continues by one command for each step granted |
+//! | `CLOSED` | rings, and waits; continues by one command for each step granted |
 //!
 //! Before the dispatcher sleeps, it fences unfenced work, so that the daemon knows of work that was enqueued
 //! while the gate was open ([`Turns::rest`]). [`super::pace`] knows how much is unfinished.
@@ -140,6 +140,25 @@ impl Steps {
     }
 }
 
+/// The gate that the daemon was last told of.
+#[derive(Default)]
+struct Told(Option<u32>);
+
+impl Told {
+    /// The next command is at its gate. If that is closed, it may have been open since it was last told of,
+    /// which this thread does not see: the daemon, which may be asleep, is told again.
+    fn begin(&mut self, word: u32) {
+        if gate::mode(word) != gate::TELL {
+            self.0 = None;
+        }
+    }
+
+    /// Whether to tell the daemon of this gate.
+    fn is_new(&mut self, word: u32) -> bool {
+        self.0.replace(word) != Some(word)
+    }
+}
+
 /// Whether a command gives a device work that others have to wait for.
 fn is_work(opcode: u16) -> bool {
     [
@@ -162,8 +181,7 @@ pub(super) struct Turns {
     steps: Steps,
     /// How many daemons the session had had when these steps were counted.
     daemons: u32,
-    /// The gate that the daemon was last told of.
-    told: Option<u32>,
+    told: Told,
     /// Stated time in ns of unfenced work.
     stated: u64,
     fenced: Option<Instant>,
@@ -175,7 +193,7 @@ impl Turns {
     pub(super) fn new(link: Link, block_us: u32) -> Turns {
         let (pace, changed) = Default::default();
         let progress = Arc::new(Progress { link: link.clone(), begun: Instant::now(), pace, changed });
-        let (steps, daemons, told, fenced) = (Steps::default(), 0, None, None);
+        let (steps, daemons, told, fenced) = (Steps::default(), 0, Told::default(), None);
         let (block_us, stated, backlog) = (block_us.into(), 0, false);
         Turns { link, progress, block_us, steps, daemons, told, stated, fenced, backlog }
     }
@@ -203,12 +221,13 @@ impl Turns {
             return false;
         }
         let mut limit = None;
+        self.told.begin(self.link.terms.gate.load(Ordering::Acquire));
         loop {
             let word = self.link.terms.gate.load(Ordering::Acquire);
             let daemons = self.link.terms.daemons.load(Ordering::Relaxed);
             if std::mem::replace(&mut self.daemons, daemons) != daemons {
                 // The new daemon doesn't know what the previous one was told.
-                (self.steps, self.told) = (Steps::default(), None);
+                (self.steps, self.told) = Default::default();
             }
             if matches!(gate::mode(word), gate::CLOSED | gate::METERED) && self.backlog {
                 self.fence(backend, call);
@@ -239,7 +258,7 @@ impl Turns {
                 gate::METERED => {
                     self.steps.forget(word);
                     // If the gate closes again, that is a different time even if the word is the same.
-                    self.told = None;
+                    self.told = Told::default();
                     self.wait_for(false);
                     if !self.progress.lock().is_deep() {
                         return true;
@@ -283,9 +302,9 @@ impl Turns {
         self.link.meter.waits.store(waits.into(), Ordering::Release);
     }
 
-    /// Rings the bell, once for each state of the gate.
+    /// Rings the bell, once for each command that waits, and otherwise once for each state of the gate.
     fn tell(&mut self, word: u32) {
-        if self.told.replace(word) != Some(word) {
+        if self.told.is_new(word) {
             self.link.ring();
         }
     }
@@ -341,6 +360,21 @@ impl Turns {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_daemon_is_told_of_each_wait_at_a_closed_gate_and_once_of_another_gate() {
+        let mut told = Told::default();
+        let mut rings = |word| {
+            told.begin(word);
+            let first = told.is_new(word);
+            assert!(!told.is_new(word), "while one command waits");
+            first
+        };
+        let (closed, tell) = (gate::word(gate::CLOSED, 0), gate::word(gate::TELL, 7));
+        assert!(rings(closed));
+        assert!(rings(closed), "the gate was open in between");
+        assert!(rings(tell) && !rings(tell) && rings(gate::word(gate::TELL, 8)));
+    }
 
     #[test]
     fn a_closed_gate_admits_one_command_per_step_and_ignores_old_steps() {

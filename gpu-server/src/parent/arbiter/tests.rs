@@ -47,6 +47,14 @@ struct Program {
     prepared: u64,
     /// When it has work.
     works: std::ops::Range<u64>,
+    /// How long it pauses after each kernel that has finished.
+    pause: u64,
+    /// The principals of its sessions, if it has another one after each pause.
+    sessions: &'static [&'static str],
+    /// Until when it pauses.
+    paused: u64,
+    /// How often it has waited at a closed gate.
+    held: u64,
     queue: VecDeque<Kernel>,
     pace: Pace,
     /// Kernels without a fence, whether some were enqueued while nobody counted, and the last fence.
@@ -86,6 +94,10 @@ impl Program {
             host: 0,
             prepared: 0,
             works: 0..u64::MAX,
+            pause: 0,
+            sessions: &[],
+            paused: 0,
+            held: 0,
             queue: VecDeque::new(),
             pace: Pace::default(),
             unfenced: 0,
@@ -116,15 +128,36 @@ impl Program {
         self.fenced = now;
     }
 
+    /// Whether it has a session. The next one begins some time before its first kernel.
+    fn has_session(&self, now: u64) -> bool {
+        self.sessions.is_empty() || now + 5 * MS >= self.paused
+    }
+
+    /// Begins its pause after a kernel, and ends its session if it has another one for each.
+    fn pause(&mut self, now: u64) {
+        self.paused = now + self.pause;
+        if !self.sessions.is_empty() {
+            self.worker += 100;
+            self.principal = self.sessions[self.worker as usize / 100 % self.sessions.len()];
+            (self.issued, self.finished, self.unfenced, self.taken) = (0, 0, 0, 0);
+            (self.gate, self.told, self.pace) = (Gate::Open, None, Pace::default());
+        }
+        self.rings = true;
+    }
+
     fn may_go_on(&mut self, now: u64) -> bool {
-        self.waits = false;
+        let waited = std::mem::take(&mut self.waits);
         if !matches!(self.gate, Gate::Open | Gate::Tell) && self.backlog {
             self.fence(now);
         }
         match self.gate {
-            Gate::Open | Gate::Tell => true,
+            Gate::Open => true,
+            Gate::Tell => {
+                self.rings |= self.told.replace(self.gate) != Some(self.gate);
+                true
+            }
             Gate::Metered { steps, .. } => {
-                (self.taken, self.told) = (steps, None);
+                self.taken = steps;
                 if !self.pace.is_deep() {
                     self.deep = None;
                     return true;
@@ -142,7 +175,8 @@ impl Program {
             Gate::Closed { .. } => {
                 self.fence(now);
                 self.waits = true;
-                self.rings |= self.told.replace(self.gate) != Some(self.gate);
+                self.rings |= !waited;
+                self.held += u64::from(!waited);
                 false
             }
         }
@@ -160,7 +194,8 @@ impl Program {
         for _ in 0..QUICK {
             // The program waits for its kernels, and the worker for the program.
             let waits = self.host == 0 && self.begun - self.ended >= self.ahead;
-            if !self.works.contains(&now) || waits || self.begun >= launched {
+            let pauses = now < self.paused;
+            if !self.works.contains(&now) || waits || pauses || self.begun >= launched {
                 self.waits = false;
                 self.fence(now);
                 return;
@@ -196,6 +231,9 @@ impl Program {
             }
             self.queue.pop_front();
             self.ended += 1;
+            if self.pause > 0 {
+                self.pause(now);
+            }
         }
         ran
     }
@@ -224,7 +262,7 @@ impl Program {
 /// sessions.
 fn simulate(programs: &mut [Program], duration: u64) -> Arbiter {
     let mut arbiter = Arbiter::new(Clock::Observed);
-    let mut now = 0;
+    let (mut now, mut stepped, mut sessions) = (0, 0, Vec::new());
     while now < duration {
         programs.iter_mut().for_each(|program| program.issue(now));
         now += TICK;
@@ -253,13 +291,22 @@ fn simulate(programs: &mut [Program], duration: u64) -> Arbiter {
                 }
             }
         }
-        let rings = programs.iter_mut().any(|program| std::mem::take(&mut program.rings));
-        if now.is_multiple_of(MS) || rings {
-            let views: Vec<View<'_>> = programs.iter().map(Program::view).collect();
+        let present = |program: &&mut Program| program.has_session(now);
+        let mut rings = false;
+        programs.iter_mut().for_each(|program| rings |= std::mem::take(&mut program.rings));
+        let workers: Vec<u32> = programs.iter_mut().filter(present).map(|program| program.worker).collect();
+        rings |= std::mem::replace(&mut sessions, workers) != sessions;
+        let due = arbiter.next_within().is_some_and(|within| now - stepped >= within);
+        if due || rings {
+            stepped = now;
+            let views: Vec<View<'_>> =
+                programs.iter().filter(|program| program.has_session(now)).map(Program::view).collect();
             let gates = arbiter.step(now, &views);
-            for (program, (worker, gate)) in programs.iter_mut().zip(gates) {
+            for (program, (worker, gate)) in programs.iter_mut().filter(present).zip(gates) {
                 assert_eq!(program.worker, worker);
-                program.gate = gate;
+                if program.gate != gate {
+                    (program.gate, program.told) = (gate, None);
+                }
             }
         }
     }
@@ -426,13 +473,107 @@ fn who_pauses_after_a_long_kernel_has_had_its_share() {
     assert!((share - 50.0).abs() <= 3.0, "{share}");
 }
 
+/// A program that launches one kernel, waits for it and pauses.
+fn pausing(worker: u32, principal: &'static str, kernel: u64, pause: u64) -> Program {
+    Program { ahead: 1, pause, ..Program::new(worker, principal, kernel) }
+}
+
+#[test]
+fn pauses_undo_neither_weights_nor_priorities() {
+    for (weight, priority, kernel, pause, most) in [
+        (300, 0, 400 * MS, 150 * MS, 26.0),
+        (900, 0, 400 * MS, 500 * MS, 11.0),
+        (900, 0, 50 * MS, 110 * MS, 11.0),
+        (100, 1, 1_000 * MS, 150 * MS, 4.0),
+        (100, 1, 50 * MS, 110 * MS, 1.0),
+    ] {
+        let mut programs = [pausing(1, "a", kernel, pause), Program::new(2, "b", 5 * MS)];
+        (programs[1].weight, programs[1].priority) = (weight, priority);
+        simulate(&mut programs, 30_000 * MS);
+        let share = shares(&programs)[0];
+        assert!(share <= most, "{share} instead of {most} % beside {weight}, {priority}");
+    }
+}
+
+#[test]
+fn a_debt_lapses_by_the_weight_of_those_that_it_is_owed_to() {
+    let simulated = |weight, kernel, works| {
+        let mut programs: Vec<Program> =
+            (0..).zip(["a", "a", "b"]).map(|(worker, name)| Program::new(worker, name, MS)).collect();
+        // A single kernel, and more work after a pause.
+        (programs[0].works, programs[0].now_and_then) = (1_000 * MS..1_000 * MS + TICK, (1, kernel));
+        programs[0].ahead = 1;
+        (programs[1].works, programs[2].weight) = (works, weight);
+        programs[1].ahead = if programs[1].works.end < u64::MAX { 1 } else { programs[1].ahead };
+        programs.iter_mut().for_each(|program| program.counted_from = 1_000 * MS);
+        simulate(&mut programs, 4_000 * MS);
+        programs
+    };
+    // Those with a higher weight take longer to catch up.
+    let share = shares(&simulated(300, 400 * MS, 2_000 * MS..u64::MAX))[2];
+    assert!((share - 75.0).abs() <= 2.0, "{share}");
+    // Those with a lower one less: the next kernel does not wait.
+    let programs = simulated(50, 480 * MS, 1_800 * MS..1_800 * MS + TICK);
+    assert_eq!((programs[1].held, programs[1].begun), (0, 1));
+}
+
+#[test]
+fn a_debt_outlives_its_session() {
+    let leases: &[&str] = &["a 1", "a 2", "a 3"];
+    for sessions in [&["a"][..], leases] {
+        for (kernel, weight, most) in
+            [(400, 100, 53.0), (150, 100, 53.0), (1_000, 100, 53.0), (400, 900, 12.0)]
+        {
+            let mut programs = [pausing(1, "a", kernel * MS, 90 * MS), Program::new(2, "b", 5 * MS)];
+            (programs[0].sessions, programs[1].weight) = (sessions, weight);
+            programs[0].principal = sessions[0];
+            simulate(&mut programs, 30_000 * MS);
+            let share = shares(&programs)[0];
+            assert!(share <= most, "{share} instead of {most} % with {kernel} ms, {sessions:?}");
+        }
+    }
+}
+
+#[test]
+fn who_owes_nothing_never_waits_for_its_first_launch() {
+    // Now and then some work, and a new process each time.
+    for sessions in [&[][..], &["a"], &["a 1", "a 2"]] {
+        for weight in [100, 300] {
+            let mut programs = [pausing(1, "a", 40 * MS, 500 * MS), Program::new(2, "b", 5 * MS)];
+            (programs[0].sessions, programs[1].weight) = (sessions, weight);
+            simulate(&mut programs, 10_000 * MS);
+            assert!(programs[0].ended > 14, "{}", programs[0].ended);
+            assert_eq!(programs[0].held, 0, "{sessions:?} beside {weight}");
+        }
+    }
+    // It has paid off a long kernel: nobody rings, but its gate opens.
+    let mut programs = [pausing(1, "a", 400 * MS, 5_000 * MS), Program::new(2, "b", 5 * MS)];
+    programs[1].weight = 300;
+    simulate(&mut programs, 20_000 * MS);
+    assert_eq!((programs[0].held, programs[0].ended), (0, 4));
+}
+
+#[test]
+fn a_device_never_waits_for_who_is_held_back() {
+    for priority in [0, 1] {
+        let mut programs = [pausing(1, "a", 400 * MS, 150 * MS), Program::new(2, "b", 5 * MS)];
+        (programs[1].weight, programs[1].priority) = (900, priority);
+        programs[1].works = 0..5_000 * MS;
+        programs[0].counted_from = 5_000 * MS;
+        simulate(&mut programs, 10_450 * MS);
+        // In 5.45 s: ten times a kernel, a pause and what little passes until the other's turn has ended.
+        let [ran, held] = [programs[0].ran, programs[0].held];
+        assert!(ran >= 3_900 * MS && held > 0, "{ran} {held}");
+    }
+}
+
 #[test]
 fn a_principal_alone_is_neither_measured_nor_stopped() {
     let mut programs = [Program::new(1, "a", MS), Program::new(2, "b", MS)];
     programs[1].works = 0..0;
     let arbiter = simulate(&mut programs, 1_000 * MS);
     assert_eq!((programs[0].gate, programs[1].gate), (Gate::Open, Gate::Tell));
-    assert!(!arbiter.is_contended() && arbiter.charged("a") < 10 * MS);
+    assert!(arbiter.next_within().is_none() && arbiter.charged("a") < 10 * MS);
     assert!(programs[0].ran > 999 * MS, "it lost {} us", (1_000 * MS - programs[0].ran) / US);
     // On other devices, it does not matter who works.
     programs[1].works = 0..u64::MAX;

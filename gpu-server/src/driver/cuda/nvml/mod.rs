@@ -16,7 +16,7 @@ use crate::driver::quota::Quota;
 
 /// The devices of a session.
 pub struct Nvidia {
-    devices: Vec<Listed>,
+    devices: Vec<&'static Listed>,
     /// Their numbers on this server.
     numbers: Vec<u32>,
     quota: Quota,
@@ -26,10 +26,10 @@ impl Nvidia {
     /// The devices with these CUDA ordinals, in this order; if empty, all. The error is an NVML status.
     pub fn new(chosen: &[u32], quota: Quota) -> Result<Nvidia, u32> {
         let all = order::devices(library()?)?;
-        let devices = match chosen {
-            [] => all,
+        let devices: Vec<_> = match chosen {
+            [] => all.iter().collect(),
             chosen => {
-                let one = |number: &u32| all.get(*number as usize).cloned().ok_or(status::NOT_FOUND);
+                let one = |number: &u32| all.get(*number as usize).ok_or(status::NOT_FOUND);
                 chosen.iter().map(one).collect::<Result<_, _>>()?
             }
         };
@@ -37,7 +37,7 @@ impl Nvidia {
         Ok(Nvidia { devices, numbers, quota })
     }
 
-    /// A device's NVML handle. It is looked up for each query, because a GPU gets a new one when it is reset.
+    /// A device's NVML handle.
     fn handle(&self, library: &Library, ordinal: u32) -> Result<usize, u32> {
         let device = self.devices.get(ordinal as usize).ok_or(status::INVALID_ARGUMENT)?;
         device.handle(library).ok_or(status::NOT_FOUND)

@@ -7,6 +7,8 @@
 //! which needs no context either.
 
 use std::env;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use protocol::Status;
 use protocol::ops::nvml::{self, status};
@@ -15,40 +17,66 @@ use super::library::Library;
 use crate::driver::cuda::{api, attribute, device_name, probe};
 
 /// A device in CUDA's order.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) struct Listed {
     pub name: String,
     by: Vec<By>,
+    /// NVML's last handle; 0 if there has been none.
+    last: AtomicUsize,
 }
 
 /// How NVML finds a device.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 enum By {
     Uuid(String),
     Pci(String),
 }
 
 impl Listed {
-    /// NVML's handle.
+    /// NVML's handle. It is looked up each time, because a GPU gets a new one when it is reset. If NVML does
+    /// not find it, as may be while any other GPU is lost, its last one still answers for it.
     pub fn handle(&self, library: &Library) -> Option<usize> {
-        self.by.iter().find_map(|by| match by {
+        self.handle_by(|by| match by {
             By::Uuid(uuid) => library.device(c"nvmlDeviceGetHandleByUUID", uuid),
             By::Pci(address) => library.device(c"nvmlDeviceGetHandleByPciBusId_v2", address),
         })
+    }
+
+    fn handle_by(&self, look_up: impl Fn(&By) -> Option<usize>) -> Option<usize> {
+        let found = self.by.iter().find_map(look_up).unwrap_or_else(|| self.last.load(Ordering::Relaxed));
+        self.last.store(found, Ordering::Relaxed);
+        Some(found).filter(|handle| *handle != 0)
     }
 }
 
 /// A device as NVML lists it.
 #[derive(Debug, Clone)]
 struct Found {
+    handle: usize,
     name: String,
     uuid: String,
     /// Whether it is partitioned (MIG): CUDA then sees its parts.
     partitioned: bool,
 }
 
-/// All devices that CUDA sees in this process's environment, in its order.
-pub(super) fn devices(library: &Library) -> Result<Vec<Listed>, u32> {
+/// All devices that CUDA sees in this process's environment, in its order. They are listed once: those of a
+/// GPU that is lost later would be missing, and the others would have its number.
+pub(super) fn devices(library: &Library) -> Result<&'static [Listed], u32> {
+    static DEVICES: OnceLock<Vec<Listed>> = OnceLock::new();
+    listed_once(&DEVICES, || in_order(library))
+}
+
+fn listed_once<E>(
+    devices: &OnceLock<Vec<Listed>>,
+    list: impl FnOnce() -> Result<Vec<Listed>, E>,
+) -> Result<&[Listed], E> {
+    match devices.get() {
+        Some(devices) => Ok(devices),
+        None => list().map(|found| devices.get_or_init(|| found).as_slice()),
+    }
+}
+
+fn in_order(library: &Library) -> Result<Vec<Listed>, u32> {
     // NVML has no name for a lost GPU, so CUDA is asked which others it still has.
     let found = list(library).unwrap_or_else(|failure| {
         tracing::warn!("NVML cannot list the devices: {failure}");
@@ -60,7 +88,11 @@ pub(super) fn devices(library: &Library) -> Result<Vec<Listed>, u32> {
         Some(places) => Ok(places
             .into_iter()
             .filter_map(|place| found.get(place))
-            .map(|device| Listed { name: device.name.clone(), by: vec![By::Uuid(device.uuid.clone())] })
+            .map(|device| Listed {
+                name: device.name.clone(),
+                by: vec![By::Uuid(device.uuid.clone())],
+                last: device.handle.into(),
+            })
             .collect()),
         None => ask_cuda().map_err(|error| {
             tracing::warn!("NVML: the order of the devices: {error}");
@@ -75,6 +107,7 @@ fn list(library: &Library) -> Result<Vec<Found>, u32> {
         .map(|index| {
             let device = library.device_at(index)?;
             Ok(Found {
+                handle: device,
                 name: text(library.ask(device, nvml::NAME)?),
                 uuid: text(library.ask(device, nvml::UUID)?),
                 // The current mode is first.
@@ -142,6 +175,7 @@ fn ask_cuda() -> Result<Vec<Listed>, String> {
                     By::Uuid(format!("MIG-{uuid}")),
                     By::Pci(format!("{domain:08X}:{bus:02X}:{number:02X}.0")),
                 ],
+                last: AtomicUsize::default(),
             })
         })
         .collect()
@@ -153,11 +187,37 @@ mod tests {
 
     fn machine(models: &[&str]) -> Vec<Found> {
         let device = |(index, model): (usize, &&str)| Found {
+            handle: index + 1,
             name: (*model).into(),
             uuid: format!("GPU-{index}0000000-0000-0000-0000-000000000000"),
             partitioned: false,
         };
         models.iter().enumerate().map(device).collect()
+    }
+
+    fn listed(uuid: &str) -> Listed {
+        Listed { name: uuid.into(), by: vec![By::Uuid(uuid.into())], last: AtomicUsize::default() }
+    }
+
+    #[test]
+    fn devices_keep_their_numbers_when_one_is_lost() {
+        let devices = OnceLock::new();
+        assert!(listed_once(&devices, || Err(())).is_err());
+        let names = |devices: &[Listed]| devices.iter().map(|one| one.name.clone()).collect::<Vec<_>>();
+        let all = || Ok::<_, ()>(vec![listed("a"), listed("b"), listed("c")]);
+        assert_eq!(listed_once(&devices, all).map(names), Ok(vec!["a".into(), "b".into(), "c".into()]));
+        let rest = listed_once(&devices, || Ok::<_, ()>(vec![listed("a"), listed("c")]));
+        assert_eq!(rest.map(names), Ok(vec!["a".into(), "b".into(), "c".into()]));
+    }
+
+    #[test]
+    fn a_device_that_is_no_longer_found_has_its_last_handle() {
+        let device = listed("a");
+        assert_eq!(device.handle_by(|_| None), None);
+        assert_eq!(
+            [Some(5), None, Some(6), None].map(|found| device.handle_by(|_| found)),
+            [5, 5, 6, 6].map(Some)
+        );
     }
 
     #[test]
