@@ -10,7 +10,7 @@ use crate::process::capture;
 use crate::process::context::{self, Context};
 use crate::process::driver::{Driver, driver};
 use crate::streams::stream_table::{self, Lent};
-use client::ops::memory::{MemFree, MemGetInfo};
+use client::ops::memory::MemGetInfo;
 use client::{Status, lock};
 
 /// Row alignment in bytes. Like CUDA's, a multiple of the texture pitch alignment that suits every access.
@@ -107,11 +107,10 @@ api! {
             return Ok(());
         }
         let mut memory = lock(&device.memory);
-        if memory.find(dptr).is_none_or(|(base, a)| base != dptr || a.tag.freed || a.tag.buffer != found.buffer) {
+        if memory.find(dptr).is_none_or(|(base, a)| base != dptr || a.tag.buffer != found.buffer) {
             return Err(Status::INVALID_VALUE);
         }
-        device.server.session.append(&MemFree { address: dptr })?;
-        stream_ordered::free(device, &mut memory, dptr);
+        stream_ordered::free(driver, device, &mut memory, dptr)?;
         drop(memory);
         device_memory::wait_for_returned(device);
         pool::gone(found.pool, found.size);
