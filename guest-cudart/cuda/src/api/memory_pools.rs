@@ -120,15 +120,16 @@ api! {
     }
 
     fn cuMemFreeAsync / cuMemFreeAsync_ptsz(dptr: u64, stream: usize) |pt| {
-        let (driver, context, _lent) = stream_table::ready_on(stream)?;
+        let (driver, context, deferred, _lent) = stream_table::ready_to_end_on(stream)?;
         let stream = stream_table::any(context, stream, pt)?;
         if dptr == 0 {
-            return Ok(());
+            return deferred;
         }
-        if let Some(capture) = stream.capture() {
-            return recording::free(&capture, &stream, dptr);
-        }
-        stream_ordered::free_in_order(driver, dptr, stream)
+        let freed = match stream.capture() {
+            Some(capture) => recording::free(&capture, &stream, dptr),
+            None => stream_ordered::free_in_order(driver, dptr, stream),
+        };
+        deferred.and(freed)
     }
 
     fn cuDeviceGetDefaultMemPool(pool: Out<usize>, dev: i32) {

@@ -303,27 +303,41 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
+/// Waits for all work of a context, before something of it is freed or destroyed. Returns the error that the
+/// caller returns when it has done that: see [`Context::deferred_to_end`].
+///
+/// # Errors
+/// If the work cannot be known to be done, or has left an error that lasts.
+pub(crate) fn settle_work(context: &'static Context) -> Result<Result> {
+    let waited = synchronize(context);
+    if waited.is_err() && (context.has_failed() || context.is_busy() && !wait(context, Context::quiesce)?) {
+        return waited.map(Ok);
+    }
+    Ok(waited)
+}
+
 /// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
-pub(crate) fn settle_all() -> Result {
+/// Returns an error as [`settle_work`] does.
+pub(crate) fn settle_all() -> Result<Result> {
     settle(context::busy(), context::current()?)
 }
 
-/// Waits for all work of contexts and of the current one. Only errors of the current one are returned. Those
-/// of others are left to the calls that concern them.
+/// Waits for all work of contexts and of the current one. Only errors of the current one are returned, as
+/// [`settle_work`] does. Those of others are left to the calls that concern them.
 pub(crate) fn settle(
     contexts: impl IntoIterator<Item = &'static Context>,
     current: &'static Context,
-) -> Result {
+) -> Result<Result> {
     quiesce(contexts.into_iter().filter(|context| !std::ptr::eq(*context, current)))?;
-    if current.is_busy() { synchronize(current) } else { Ok(()) }
+    if current.is_busy() { settle_work(current) } else { Ok(Ok(())) }
 }
 
-/// Waits for all work of contexts that use some memory. Only errors of the current one are returned, if it is
-/// among them: work of others must not keep the memory from being freed.
-pub(crate) fn settle_users(users: Vec<&'static Context>) -> Result {
+/// Waits for all work of contexts that use some memory. Only errors of the current one are returned, as
+/// [`settle_work`] does, if it is among them: work of others must not keep the memory from being freed.
+pub(crate) fn settle_users(users: Vec<&'static Context>) -> Result<Result> {
     match context::current().ok().filter(|current| users.iter().any(|user| std::ptr::eq(*user, *current))) {
         Some(current) => settle(users, current),
-        None => quiesce(users),
+        None => quiesce(users).map(Ok),
     }
 }
 
