@@ -118,8 +118,8 @@ impl<S: Ord> Ordered<S> {
         self.free.insert_within(start, size, start..start + size);
     }
 
-    /// Takes `len` bytes for `by`: from the shortest range that is long enough, of what it has freed itself or
-    /// what is free.
+    /// Takes `len` bytes for `by`: from the shortest range that is long enough, of what it has freed itself
+    /// or what is free.
     pub(crate) fn take(&mut self, by: &S, len: u64) -> Option<u64> {
         let own = self.pending.get(by).and_then(|pending| pending.ranges.best(len));
         let best = match (own, self.free.best(len)) {

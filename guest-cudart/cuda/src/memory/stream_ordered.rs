@@ -197,8 +197,8 @@ fn give_back(driver: &'static Driver, device: &Device, memory: &mut Memory) -> R
     Ok(())
 }
 
-/// Frees in stream order. The stream can have the memory again at once, others when the stream has reached the
-/// free.
+/// Frees in stream order. The stream can have the memory again at once, others when the stream has reached
+/// the free.
 pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
     if graph_memory::freed(address, Some(&stream))? || host_pool::free(address, stream.clone())? {
         return Ok(());
