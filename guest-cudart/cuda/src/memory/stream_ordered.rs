@@ -97,7 +97,8 @@ fn wait_for_freed(driver: &'static Driver, device: &Device, waited: &mut BTreeSe
     for (_, mark) in waits.iter().filter(|(other, _)| Arc::ptr_eq(other, stream)) {
         context::wait_until_freed(stream, *mark, Some(device.server));
     }
-    collect(driver, device.server);
+    // The server would take the memory back only when no stream of the device is held.
+    collect_where(driver, device, has_freed(device), |_, _| u64::MAX);
     true
 }
 
@@ -180,18 +181,28 @@ pub(crate) fn free(driver: &'static Driver, device: &Device, memory: &mut Memory
     if !memory.is_in_slab(address) {
         device.server.session.append(&MemFree { address })?;
     }
-    memory.free_and_keep(address, |before| pool::kept(device.ordinal, false, before), device);
-    give_back(driver, device, memory)
+    memory.free_and_keep(address, |before| kept(device)(false, before), device);
+    give_back(driver, device, memory, kept(device))
+}
+
+/// How many bytes without allocations a device's memory keeps, as [`pool::kept`].
+fn kept(device: &Device) -> impl Fn(bool, u64) -> u64 {
+    move |is_pools, before| pool::kept(device.ordinal, is_pools, before)
 }
 
 /// Gives back the memory that streams have freed and of which nothing is in use.
-fn give_back(driver: &'static Driver, device: &Device, memory: &mut Memory) -> Result {
+fn give_back(
+    driver: &'static Driver,
+    device: &Device,
+    memory: &mut Memory,
+    keep: impl Fn(bool, u64) -> u64,
+) -> Result {
     while let Some((address, is_pools)) = memory.to_give_back() {
         if is_managed(address) {
             managed::give_back(driver, device, memory, address)?;
         } else {
             device.server.session.append(&MemFree { address })?;
-            memory.give_back(address, |before| pool::kept(device.ordinal, is_pools, before), device);
+            memory.give_back(address, |before| keep(is_pools, before), device);
         }
     }
     Ok(())
@@ -236,12 +247,17 @@ fn has_freed(device: &Device) -> impl Fn(&Freeing, Seq) -> bool {
 pub(crate) fn collect(driver: &'static Driver, server: &Server) {
     pool_export::collect(driver, server);
     for device in driver.devices.iter().filter(|device| std::ptr::eq(device.server, server)) {
-        collect_where(driver, device, has_freed(device));
+        collect_where(driver, device, has_freed(device), kept(device));
     }
 }
 
 /// Completes the frees of a device's memory that are over.
-fn collect_where(driver: &'static Driver, device: &Device, is_over: impl Fn(&Freeing, Seq) -> bool) {
+fn collect_where(
+    driver: &'static Driver,
+    device: &Device,
+    is_over: impl Fn(&Freeing, Seq) -> bool,
+    keep: impl Fn(bool, u64) -> u64,
+) {
     for (part, freed) in device.parts() {
         if !freed.load(Ordering::Acquire) {
             continue;
@@ -249,7 +265,7 @@ fn collect_where(driver: &'static Driver, device: &Device, is_over: impl Fn(&Fre
         let mut memory = lock(part);
         memory.pass(&is_over);
         // What cannot be given back now goes with the session.
-        let _ = give_back(driver, device, &mut memory);
+        let _ = give_back(driver, device, &mut memory, &keep);
         freed.store(memory.has_freed(), Ordering::Release);
     }
 }
@@ -282,9 +298,8 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     let is_lost = context.session().check().is_err();
     for device in &driver.devices {
         let is_over = has_freed(device);
-        collect_where(driver, device, |by, mark| {
-            std::ptr::eq(by.stream.context, context) && (!is_lost || is_over(by, mark))
-        });
+        let is_its = |by: &Freeing| std::ptr::eq(by.stream.context, context);
+        collect_where(driver, device, |by, mark| is_its(by) && (!is_lost || is_over(by, mark)), kept(device));
     }
     managed::forget(driver, context, pool::gone);
     pool_export::forget(driver, context);
@@ -509,6 +524,20 @@ mod tests {
         pooled.streams[1].is_synced(pooled.streams[1].mark().unwrap());
         let again = [pooled.alloc(0, MIB), pooled.alloc(0, MIB)];
         assert!(again.contains(&both[0]) || again.contains(&both[1]));
+    }
+
+    #[test]
+    fn memory_that_was_waited_for_stays_for_the_allocation_that_needs_it() {
+        let pooled = Pooled::new();
+        let address = pooled.alloc(0, 1 << 30);
+        pooled.free(0, address);
+        pooled.streams[0].is_synced(pooled.streams[0].mark().unwrap());
+        let device = &pooled.driver.devices[0];
+        let mut waited = BTreeSet::new();
+        assert!(wait_for_freed(pooled.driver, device, &mut waited));
+        assert!(!wait_for_freed(pooled.driver, device, &mut waited), "nothing is pending");
+        assert_eq!(lock(&device.memory).chunks().len(), 1);
+        assert_eq!(pooled.alloc(1, 1 << 30), address);
     }
 
     #[test]
