@@ -3,7 +3,9 @@
 #define PROGRAM "refused_launches"
 #include "common.h"
 
+#include <atomic>
 #include <cuda.h>
+#include <thread>
 #include <vector>
 
 #define OK(call)                                                                          \
@@ -62,6 +64,23 @@ template <class Copy> static void copies(const char *name, unsigned *to, size_t 
     for (size_t i = 0; i < words; i++) REQUIRE(to[i] == value, "%s: word %zu is %u instead of %u", name, i, to[i], value);
 }
 
+static std::atomic<bool> go, reached;
+
+// Calls `release` when a launch behind a held stream has been refused, and again. The first call releases the memory, even if it is what says that the launch was refused.
+template <class Release> static void releases(const char *name, Release release) {
+    go = reached = false;
+    OK(cuLaunchHostFunc(nullptr, [](void *) { while (!go) std::this_thread::yield(); }, nullptr));
+    CUresult launched = launch(32, 0);
+    OK(cuLaunchHostFunc(nullptr, [](void *) { reached = true; }, nullptr));
+    go = true;
+    while (!reached) std::this_thread::yield();
+    CUresult released = release();
+    REQUIRE((launched == CUDA_SUCCESS) != (released == CUDA_SUCCESS), "%s: the launch returned %d, and the call %d", name, (int)launched, (int)released);
+    CUresult again = release();
+    REQUIRE(again != CUDA_SUCCESS, "%s: nothing was released: %d", name, (int)again);
+    OK(cuCtxSynchronize());
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     CUmodule module;
@@ -90,8 +109,15 @@ int main(int argc, char **argv) {
         CUresult status = cuMemcpyDtoHAsync(pinned, memory, COUNT * sizeof(unsigned), nullptr);
         return status == CUDA_SUCCESS ? cuStreamSynchronize(nullptr) : status;
     });
-    OK(cuMemFreeHost(pinned));
+    releases("cuMemFreeHost", [&] { return cuMemFreeHost(pinned); });
+    CUdeviceptr device;
+    OK(cuMemAlloc(&device, 1 << 20));
+    releases("cuMemFree", [&] { return cuMemFree(device); });
+    OK(cuMemAllocAsync(&device, 1 << 20, nullptr));
+    releases("cuMemFreeAsync", [&] { return cuMemFreeAsync(device, nullptr); });
+    OK(cuMemHostRegister(pageable.data(), pageable.size() * sizeof(unsigned), 0));
+    releases("cuMemHostUnregister", [&] { return cuMemHostUnregister(pageable.data()); });
     OK(cuMemFree(memory));
     OK(cuModuleUnload(module));
-    return pass("no copy hides a refused launch");
+    return pass("no copy hides a refused launch, and no free fails because of one");
 }

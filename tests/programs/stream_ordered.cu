@@ -2,6 +2,8 @@
 // program's own, trimmed, and refused when it is too much.
 #define PROGRAM "stream_ordered"
 #include "cases.h"
+#include <atomic>
+#include <thread>
 #include <vector>
 
 __global__ void fill(int *p, int n, int value) {
@@ -150,6 +152,37 @@ static void pools(cudaStream_t stream) {
     RETURNS(cudaErrorInvalidValue, cudaMemPoolDestroy(standard));
 }
 
+// A stream has what it has freed again at once, in other sizes too: one after the other, these are more than the device has. The program holds the stream meanwhile, so nothing of
+// it is done before all have been made.
+static void again(cudaStream_t stream) {
+    constexpr int ROUNDS = 40;
+    static std::atomic<bool> go;
+    size_t free, total;
+    int *seen;
+    RETURNS(cudaSuccess, cudaMemGetInfo(&free, &total));
+    RETURNS(cudaSuccess, cudaMallocHost(&seen, 2 * ROUNDS * sizeof *seen));
+    RETURNS(cudaSuccess, cudaLaunchHostFunc(stream, [](void *) { while (!go) std::this_thread::yield(); }, nullptr));
+    for (int i = 0; i < ROUNDS; i++) {
+        const size_t words = free / 8 / 64 * (64 - i % 13) / sizeof(int);
+        int *large, *small;
+        RETURNS(cudaSuccess, cudaMallocAsync(&large, words * sizeof(int), stream));
+        RETURNS(cudaSuccess, cudaMallocAsync(&small, 1000 + 512 * i, stream));
+        set<<<1, 1, 0, stream>>>(large, i);
+        set<<<1, 1, 0, stream>>>(large + words - 1, i + 1);
+        set<<<1, 1, 0, stream>>>(small, i + 2);
+        RETURNS(cudaSuccess, cudaMemcpyAsync(seen + 2 * i, large, sizeof(int), cudaMemcpyDeviceToHost, stream));
+        RETURNS(cudaSuccess, cudaMemcpyAsync(seen + 2 * i + 1, large + words - 1, sizeof(int), cudaMemcpyDeviceToHost, stream));
+        RETURNS(cudaSuccess, cudaFreeAsync(large, stream));
+        RETURNS(cudaSuccess, cudaFreeAsync(small, stream));
+    }
+    go = true;
+    RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
+    int wrong = 0;
+    for (int i = 0; i < ROUNDS; i++) wrong += seen[2 * i] != i || seen[2 * i + 1] != i + 1;
+    IS(0, wrong);
+    RETURNS(cudaSuccess, cudaFreeHost(seen));
+}
+
 static void errors(cudaStream_t stream) {
     int *p;
     RETURNS(cudaErrorInvalidValue, cudaMallocAsync((void **)nullptr, 16, stream));
@@ -199,6 +232,7 @@ int main(int argc, char **argv) {
     behind_the_default_stream(two, one);
     behind_the_default_stream(cudaStreamPerThread, one);
     pools(one);
+    again(one);
     errors(two);
     RETURNS(cudaSuccess, cudaStreamDestroy(one));
     RETURNS(cudaSuccess, cudaStreamDestroy(two));

@@ -12,6 +12,7 @@
 //! - [`arena`]: the channel's staging memory
 //! - [`staging`]: fast copies between program memory and the arena
 //! - [`memory`]: device memory: address windows, backed chunks, and the allocations in them
+//! - `ordered`: what streams free and use again
 //! - [`pages`]: memory whose page faults another thread resolves, for managed memory
 //! - [`regions`]: pinned program memory
 //! - [`handles`]: handles for C programs
@@ -30,6 +31,7 @@ pub mod container;
 pub mod counters;
 pub mod handles;
 pub mod memory;
+mod ordered;
 pub mod pages;
 mod polling;
 pub mod port;

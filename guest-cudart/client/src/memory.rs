@@ -15,10 +15,15 @@
 //! at first, and one more each time that the program has to wait for a chunk. The more memory the program
 //! has, the larger these chunks are. Sizes above [`MAX_AHEAD`] are requested early only while the program
 //! needs the same size again and again, as for the layers of a model.
+//!
+//! Allocations that streams make and free in their own order are in [slabs](crate::ordered), which are
+//! allocations to the server.
 
 use std::collections::{BTreeMap, VecDeque};
 
+use crate::ordered::Ordered;
 use crate::ranges::FreeRanges;
+use crate::seq::Seq;
 use protocol::Status;
 use protocol::ops::memory::{DEVICE_PART, WINDOW_SIZE, window};
 
@@ -39,6 +44,8 @@ const MAX_REPEATED: u64 = 1 << 30;
 /// A chunk that is requested early has at least this fraction of the program's memory, up to [`MAX_AHEAD`].
 /// All larger ones together have at most this fraction.
 const AHEAD_PART: u64 = 8;
+/// The smallest slab in bytes, if the device has that much.
+const MIN_SLAB: u64 = 2 << 20;
 
 /// The answer to a `MemGrow` or a `MemShrink`, which was not awaited yet.
 pub trait Answer: Send + std::fmt::Debug {
@@ -72,13 +79,24 @@ pub struct Allocation<T> {
     pub size: u64,
     /// Size in bytes, as reserved.
     reserved: u64,
+    /// Whether it is in a slab.
+    in_slab: bool,
     /// The owner's data.
     pub tag: T,
 }
 
-/// One device's memory.
+/// Memory that was allocated in a stream's order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InOrder {
+    /// Its address.
+    pub address: u64,
+    /// The slab that was made for it, of which the server is to be told: first address and size in bytes.
+    pub slab: Option<(u64, u64)>,
+}
+
+/// One device's memory. `T` is what its owner knows of an allocation, and `S` in whose order one was freed.
 #[derive(Debug)]
-pub struct DeviceMemory<T> {
+pub struct DeviceMemory<T, S> {
     device: u32,
     granule: u64,
     /// The window's first address and its size.
@@ -107,6 +125,7 @@ pub struct DeviceMemory<T> {
     /// Set when the server had no more memory: nothing is requested early until memory is given back.
     full: bool,
     allocations: BTreeMap<u64, Allocation<T>>,
+    ordered: Ordered<S>,
 }
 
 /// A chunk that was requested early, or is being given back.
@@ -147,7 +166,7 @@ struct Piece {
     used: u64,
 }
 
-impl<T> DeviceMemory<T> {
+impl<T, S: Ord> DeviceMemory<T, S> {
     /// Memory on device `ordinal` only, with nothing backed yet, in the window with this number. `granule` is
     /// in bytes and a power of two.
     pub fn new(device: u32, number: u32, granule: u64) -> Self {
@@ -182,6 +201,7 @@ impl<T> DeviceMemory<T> {
             last: 0,
             full: false,
             allocations: BTreeMap::new(),
+            ordered: Ordered::new(),
         }
     }
 
@@ -199,15 +219,76 @@ impl<T> DeviceMemory<T> {
     pub fn free_bytes(&mut self) -> u64 {
         self.take_answered();
         self.take_answers();
-        self.free.total() + self.leaving.iter().map(|leaving| leaving.size).sum::<u64>()
+        let leaving: u64 = self.leaving.iter().map(|leaving| leaving.size).sum();
+        self.free.total() + self.ordered.free_bytes() + leaving
     }
 
     /// Allocates `size` bytes (not 0), backing more of the window if needed.
     pub fn alloc(&mut self, size: u64, tag: T, backing: &dyn Backing) -> Result<u64, Status> {
-        let reserved = size
-            .checked_next_multiple_of(self.align)
-            .filter(|r| *r < self.window.1)
-            .ok_or(Status::OUT_OF_MEMORY)?;
+        let reserved = self.aligned(size)?;
+        let address = self.reserve(reserved, backing)?;
+        self.allocations.insert(address, Allocation { size, reserved, in_slab: false, tag });
+        Ok(address)
+    }
+
+    /// Allocates `size` bytes (not 0) in the order of `by`: from what it has freed itself or what no stream
+    /// uses, or in a new slab.
+    ///
+    /// What `by` has freed may be too small, as when arrays grow with each step. Then the slab has room for
+    /// more: as much again as that, but at most half of the allocation.
+    pub fn alloc_in_order(
+        &mut self,
+        by: &S,
+        size: u64,
+        tag: T,
+        backing: &dyn Backing,
+    ) -> Result<InOrder, Status> {
+        let reserved = self.aligned(size)?;
+        let mut slab = None;
+        let address = match self.ordered.take(by, reserved) {
+            Some(address) => address,
+            None => {
+                let more = self.ordered.pending_bytes(by).min(reserved / 2);
+                let wanted = self.aligned(reserved + more)?.max(MIN_SLAB);
+                let made = match self.reserve(wanted, backing) {
+                    Err(Status::OUT_OF_MEMORY) if wanted > reserved => {
+                        (self.reserve(reserved, backing)?, reserved)
+                    }
+                    made => (made?, wanted),
+                };
+                slab = Some(made);
+                self.ordered.add(made.0, made.1);
+                self.ordered.take(by, reserved).ok_or(Status::OUT_OF_MEMORY)?
+            }
+        };
+        self.allocations.insert(address, Allocation { size, reserved, in_slab: true, tag });
+        Ok(InOrder { address, slab })
+    }
+
+    /// The same, if nothing more has to be reserved.
+    pub fn alloc_again(&mut self, by: &S, size: u64, tag: T) -> Option<u64> {
+        let reserved = self.aligned(size).ok()?;
+        let address = self.ordered.take(by, reserved)?;
+        self.allocations.insert(address, Allocation { size, reserved, in_slab: true, tag });
+        Some(address)
+    }
+
+    /// Allocates again what was allocated outside slabs with the same size, and which `by` has freed.
+    pub fn alloc_whole_again(&mut self, by: &S, size: u64, tag: T) -> Option<u64> {
+        let reserved = self.aligned(size).ok()?;
+        let address = self.ordered.take_whole(by, reserved)?;
+        self.allocations.insert(address, Allocation { size, reserved, in_slab: false, tag });
+        Some(address)
+    }
+
+    /// A size in bytes, as reserved.
+    fn aligned(&self, size: u64) -> Result<u64, Status> {
+        let reserved = size.checked_next_multiple_of(self.align);
+        reserved.filter(|reserved| *reserved < self.window.1).ok_or(Status::OUT_OF_MEMORY)
+    }
+
+    /// Takes a range of a chunk, backing more of the window if needed.
+    fn reserve(&mut self, reserved: u64, backing: &dyn Backing) -> Result<u64, Status> {
         let address = match self.free.take_best(reserved) {
             Some(address) => address,
             None => {
@@ -223,7 +304,6 @@ impl<T> DeviceMemory<T> {
         }
         self.used += reserved;
         self.used_high = self.used_high.max(self.used);
-        self.allocations.insert(address, Allocation { size, reserved, tag });
         Ok(address)
     }
 
@@ -408,33 +488,87 @@ impl<T> DeviceMemory<T> {
 
     /// Frees an allocation; `None` if there is none at this address. No pending work may use it.
     pub fn free(&mut self, address: u64, backing: &dyn Backing) -> Option<Allocation<T>> {
-        self.free_and_keep(address, |_, _| 0, backing)
+        self.free_and_keep(address, |_| 0, backing)
     }
 
     /// Like [`free`](Self::free), for memory of which the program keeps more for later allocations. `keep`
-    /// says how many bytes more, from the owner's data and the number before this. It is not always called.
-    /// There are never more than make the program's memory as large as it once was.
+    /// says how many bytes more, from the number before this. It is not always called. There are never more
+    /// than make the program's memory as large as it once was.
     pub fn free_and_keep(
         &mut self,
         address: u64,
-        keep: impl FnOnce(&T, u64) -> u64,
+        keep: impl FnOnce(u64) -> u64,
         backing: &dyn Backing,
     ) -> Option<Allocation<T>> {
-        let before = self.empty.saturating_sub(MAX_EMPTY);
         let allocation = self.allocations.remove(&address)?;
-        self.free.insert(address, allocation.reserved);
-        self.used -= allocation.reserved;
+        if allocation.in_slab {
+            self.ordered.give(address, allocation.reserved);
+        } else {
+            self.unreserve(address, allocation.reserved, keep, backing);
+        }
+        Some(allocation)
+    }
+
+    /// Frees an allocation in the order of `by`, whose stream frees it when it passes the mark; `None` if
+    /// there is none at this address.
+    pub fn free_in_order(&mut self, address: u64, by: S, mark: Seq) -> Option<Allocation<T>> {
+        let allocation = self.allocations.remove(&address)?;
+        if allocation.in_slab {
+            self.ordered.give_in_order(by, mark, address, allocation.reserved);
+        } else {
+            self.ordered.give_whole_in_order(by, mark, address, allocation.reserved);
+        }
+        Some(allocation)
+    }
+
+    /// Notes which frees were passed. Of each stream, it asks for marks in their order, and only until one
+    /// was not passed.
+    pub fn pass(&mut self, passed: impl Fn(&S, Seq) -> bool) {
+        self.ordered.pass(passed);
+    }
+
+    /// Whether a stream has not passed a free, or there is something to [`give_back`](Self::give_back).
+    pub fn has_freed(&self) -> bool {
+        self.ordered.has_freed()
+    }
+
+    /// All that have freed what was not passed, each with the last mark.
+    pub fn waits(&self) -> impl Iterator<Item = (&S, Seq)> {
+        self.ordered.waits()
+    }
+
+    /// A slab or an allocation outside slabs that can be given back: its address, and whether it is a slab.
+    pub fn to_give_back(&self) -> Option<(u64, bool)> {
+        self.ordered.empty().map(|(address, whole)| (address, !whole))
+    }
+
+    /// Gives that back; the server knows. `keep` as in [`free_and_keep`](Self::free_and_keep).
+    pub fn give_back(&mut self, address: u64, keep: impl FnOnce(u64) -> u64, backing: &dyn Backing) {
+        if let Some(reserved) = self.ordered.remove_empty(address) {
+            self.unreserve(address, reserved, keep, backing);
+        }
+    }
+
+    fn unreserve(
+        &mut self,
+        address: u64,
+        reserved: u64,
+        keep: impl FnOnce(u64) -> u64,
+        backing: &dyn Backing,
+    ) {
+        let before = self.empty.saturating_sub(MAX_EMPTY);
+        self.free.insert(address, reserved);
+        self.used -= reserved;
         if let Some((_, chunk)) = self.chunks.range_mut(..=address).next_back() {
-            chunk.used -= allocation.reserved;
+            chunk.used -= reserved;
             if chunk.used == 0 {
                 self.empty += chunk.size;
             }
         }
         if self.empty > MAX_EMPTY {
-            let more = keep(&allocation.tag, before);
+            let more = keep(before);
             self.keep_only(more, backing);
         }
-        Some(allocation)
     }
 
     /// Gives chunks without allocations back as [`free_and_keep`](Self::free_and_keep) does.
@@ -446,6 +580,11 @@ impl<T> DeviceMemory<T> {
     pub fn find(&self, address: u64) -> Option<(u64, &Allocation<T>)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         (address - base < allocation.size).then_some((*base, allocation))
+    }
+
+    /// Whether the allocation at `base` is in a slab, so that the server does not know it.
+    pub fn is_in_slab(&self, base: u64) -> bool {
+        self.allocations.get(&base).is_some_and(|allocation| allocation.in_slab)
     }
 
     /// The owner's data of the allocation at `base`.
@@ -466,6 +605,8 @@ mod tests {
     use std::cell::{Cell, RefCell};
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    type Memory = DeviceMemory<(), char>;
 
     /// A device with `limit` bytes of memory that checks requests.
     struct Fake {
@@ -576,7 +717,7 @@ mod tests {
     #[test]
     fn small_allocations_grow_the_window_once() {
         let fake = Fake::new(1 << 30);
-        let mut memory = DeviceMemory::new(1, 1, 2 << 20);
+        let mut memory = Memory::new(1, 1, 2 << 20);
         for _ in 0..100 {
             memory.alloc(1000, (), &fake).unwrap();
         }
@@ -586,11 +727,11 @@ mod tests {
     #[test]
     fn memory_shared_with_the_host_is_separate_and_page_aligned() {
         let fake = Fake::new(1 << 30);
-        let mut both = DeviceMemory::both(1, 1, 2 << 20, 4096);
+        let mut both = Memory::both(1, 1, 2 << 20, 4096);
         for _ in 0..10 {
             let address = both.alloc(5000, (), &fake).unwrap();
             assert!(address.is_multiple_of(4096) && both.holds(address));
-            assert!(!DeviceMemory::<()>::new(1, 1, 2 << 20).holds(address));
+            assert!(!Memory::new(1, 1, 2 << 20).holds(address));
         }
         assert_eq!(both.chunks().len(), 1);
     }
@@ -598,7 +739,7 @@ mod tests {
     #[test]
     fn a_full_device_retries_with_the_exact_size() {
         let fake = Fake::new(4 << 20);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         memory.alloc(3 << 20, (), &fake).unwrap();
         assert_eq!(memory.alloc(3 << 20, (), &fake), Err(Status::OUT_OF_MEMORY));
     }
@@ -606,7 +747,7 @@ mod tests {
     #[test]
     fn an_empty_chunk_is_given_back_when_its_memory_is_needed() {
         let fake = Fake::new(64 << 20);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         let first = memory.alloc(40 << 20, (), &fake).unwrap();
         memory.free(first, &fake).unwrap();
         assert!(memory.alloc(60 << 20, (), &fake).is_ok());
@@ -616,7 +757,7 @@ mod tests {
     fn memory_is_given_back_without_waiting_and_its_addresses_are_used_when_it_is() {
         const SIZE: u64 = 300 << 20;
         let fake = Fake::new(700 << 20);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         let first = memory.alloc(SIZE, (), &fake).unwrap();
         fake.hold(true);
         memory.free(first, &fake).unwrap();
@@ -639,13 +780,13 @@ mod tests {
     fn a_program_keeps_as_much_as_it_asks_for() {
         const SIZE: u64 = 300 << 20;
         let fake = Fake::new(4 << 30);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         let [first, second, third] = [(); 3].map(|()| memory.alloc(SIZE, (), &fake).unwrap());
-        memory.free_and_keep(first, |(), before| SIZE + before, &fake).unwrap();
+        memory.free_and_keep(first, |before| SIZE + before, &fake).unwrap();
         assert_eq!((fake.backed(), memory.alloc(SIZE, (), &fake)), (3 * SIZE, Ok(first)));
-        memory.free_and_keep(first, |(), _| SIZE, &fake).unwrap();
+        memory.free_and_keep(first, |_| SIZE, &fake).unwrap();
         // What asks for nothing takes nothing from the others.
-        memory.free_and_keep(second, |(), before| before, &fake).unwrap();
+        memory.free_and_keep(second, |before| before, &fake).unwrap();
         assert_eq!(fake.backed(), 2 * SIZE);
         memory.free(third, &fake).unwrap();
         assert_eq!((fake.backed(), memory.free_bytes()), (0, 0));
@@ -654,19 +795,64 @@ mod tests {
     #[test]
     fn a_program_keeps_no_more_than_it_once_had() {
         let fake = Fake::new(16 << 30);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         // None fits into the memory of those before it.
         for mib in 300..330 {
             let address = memory.alloc(mib << 20, (), &fake).unwrap();
-            memory.free_and_keep(address, |(), _| u64::MAX, &fake).unwrap();
+            memory.free_and_keep(address, |_| u64::MAX, &fake).unwrap();
             assert!(fake.backed() <= MAX_EMPTY + (mib << 20), "{} bytes", fake.backed());
         }
     }
 
     #[test]
+    fn arrays_that_grow_while_no_free_is_passed_need_few_slabs() {
+        let fake = Fake::new(64 << 30);
+        let mut memory = Memory::new(0, 0, 2 << 20);
+        let mut slabs = 0;
+        for step in 0..100 {
+            let made = memory.alloc_in_order(&'a', (256 + step) << 20, (), &fake).unwrap();
+            slabs += usize::from(made.slab.is_some());
+            memory.free_in_order(made.address, 'a', Seq::for_tests(0, step + 1)).unwrap();
+        }
+        assert!(slabs == 2 && fake.backed() <= 2 * (356 << 20), "{slabs} slabs, {} bytes", fake.backed());
+        memory.pass(|_, _| true);
+        while let Some((address, true)) = memory.to_give_back() {
+            memory.give_back(address, |_| 0, &fake);
+        }
+        assert!(!memory.has_freed() && memory.free_bytes() == fake.backed());
+        memory.trim(0, &fake);
+        assert_eq!(fake.backed(), 0);
+    }
+
+    #[test]
+    fn a_slab_is_no_larger_than_a_full_device_allows() {
+        let fake = Fake::new(4 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
+        let mut alloc = |size| memory.alloc_in_order(&'a', size, (), &fake).map(|made| made.slab.unwrap().1);
+        assert_eq!(
+            [alloc(3 << 20), alloc(100), alloc(2 << 20)],
+            [Ok(3 << 20), Ok(512), Err(Status::OUT_OF_MEMORY)]
+        );
+    }
+
+    #[test]
+    fn an_allocation_outside_slabs_that_a_stream_has_freed_is_used_again_only_as_it_was() {
+        let fake = Fake::new(1 << 30);
+        let mut memory = Memory::new(0, 0, 2 << 20);
+        let address = memory.alloc(5000, (), &fake).unwrap();
+        memory.free_in_order(address, 'a', Seq::for_tests(0, 1)).unwrap();
+        assert!(memory.find(address).is_none());
+        let others = [memory.alloc_again(&'a', 5000, ()), memory.alloc_whole_again(&'b', 5000, ())];
+        assert_eq!((others, memory.alloc_whole_again(&'a', 5100, ())), ([None; 2], Some(address)));
+        memory.free_in_order(address, 'a', Seq::for_tests(0, 2)).unwrap();
+        memory.pass(|_, mark| mark == Seq::for_tests(0, 2));
+        assert_eq!(memory.to_give_back(), Some((address, false)));
+    }
+
+    #[test]
     fn a_chunk_that_is_given_back_does_not_wait_for_an_earlier_one() {
         let fake = Fake::new(1 << 30);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         let both = [300_u64 << 20, 350 << 20].map(|size| memory.alloc(size, (), &fake).unwrap());
         fake.hold(true);
         for address in both {
@@ -680,7 +866,7 @@ mod tests {
     #[test]
     fn a_far_server_is_waited_for_once() {
         let fake = Fake::far(4 << 30);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         for _ in 0..30 {
             memory.alloc(20 << 20, (), &fake).unwrap();
         }
@@ -696,7 +882,7 @@ mod tests {
     #[test]
     fn large_sizes_are_requested_early_only_while_they_repeat() {
         let fake = Fake::far(64 << 30);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         let mut waits = Vec::new();
         for _ in 0..20 {
             memory.alloc(256 << 20, (), &fake).unwrap();
@@ -767,7 +953,7 @@ mod tests {
     fn a_program_that_allocates_faster_than_answers_come_soon_waits_no_more() {
         let clock = Arc::new(Clock::default());
         let far = Far(clock.clone());
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         let waits: Vec<u64> = (0..200)
             .map(|_| {
                 memory.alloc(20 << 20, (), &far).unwrap();
@@ -783,7 +969,7 @@ mod tests {
     #[test]
     fn chunks_requested_early_are_given_back_when_memory_is_needed() {
         let fake = Fake::far(128 << 20);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         let first = memory.alloc(32 << 20, (), &fake).unwrap();
         assert_eq!(fake.backed(), 64 << 20);
         memory.alloc(96 << 20, (), &fake).unwrap();
@@ -796,7 +982,7 @@ mod tests {
     #[test]
     fn huge_sizes_are_out_of_memory() {
         let fake = Fake::new(1 << 30);
-        let mut memory = DeviceMemory::new(0, 0, 2 << 20);
+        let mut memory = Memory::new(0, 0, 2 << 20);
         for size in [u64::MAX, 1 << 60, WINDOW_SIZE, u64::MAX - 511] {
             assert_eq!(memory.alloc(size, (), &fake), Err(Status::OUT_OF_MEMORY));
         }
@@ -806,7 +992,7 @@ mod tests {
         #[test]
         fn allocations_are_backed_and_do_not_overlap(far in any::<bool>(), steps in proptest::collection::vec((1u64..(9 << 20), any::<u16>()), 1..120)) {
             let fake = Fake { far, ..Fake::new(160 << 20) };
-            let mut memory = DeviceMemory::new(2, 2, 2 << 20);
+            let mut memory = Memory::new(2, 2, 2 << 20);
             let mut held: Vec<(u64, u64)> = Vec::new();
             for (size, choice) in steps {
                 if choice % 5 < 2 && !held.is_empty() {

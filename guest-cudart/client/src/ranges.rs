@@ -2,8 +2,9 @@
 //! memory, windows and the arena.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
-/// A set of free ranges, of which no two are adjacent.
+/// A set of free ranges. No two are adjacent, except at [bounds](FreeRanges::insert_within).
 #[derive(Debug, Default)]
 pub struct FreeRanges {
     by_start: BTreeMap<u64, u64>,
@@ -35,27 +36,51 @@ impl FreeRanges {
     }
 
     /// Adds a range, which must not overlap a free one, and merges it with its neighbors.
-    pub fn insert(&mut self, mut start: u64, mut len: u64) {
+    pub fn insert(&mut self, start: u64, len: u64) {
+        self.insert_within(start, len, 0..u64::MAX);
+    }
+
+    /// The same, but merges it only with neighbors in `bounds`, which contain it. No range crosses them.
+    pub fn insert_within(&mut self, mut start: u64, mut len: u64, bounds: Range<u64>) {
         if len == 0 {
             return;
         }
-        if let Some((&before, &before_len)) = self.by_start.range(..start).next_back()
-            && before + before_len == start
+        if let Some((before, before_len)) = self.ending_at(start)
+            && before >= bounds.start
         {
             self.take(before, before_len);
             start = before;
             len += before_len;
         }
-        if let Some(&after_len) = self.by_start.get(&(start + len)) {
+        if start + len < bounds.end
+            && let Some(&after_len) = self.by_start.get(&(start + len))
+        {
             self.take(start + len, after_len);
             len += after_len;
         }
         self.put(start, len);
     }
 
+    /// The shortest range that is long enough for `len` bytes: start and length.
+    pub fn best(&self, len: u64) -> Option<(u64, u64)> {
+        self.by_len.range((len, 0)..).next().map(|(len, start)| (*start, *len))
+    }
+
+    /// The range that contains an address: start and length.
+    pub fn containing(&self, address: u64) -> Option<(u64, u64)> {
+        let (start, len) = self.by_start.range(..=address).next_back()?;
+        (address - start < *len).then_some((*start, *len))
+    }
+
+    /// The range that ends at an address: start and length.
+    pub fn ending_at(&self, address: u64) -> Option<(u64, u64)> {
+        let (start, len) = self.by_start.range(..address).next_back()?;
+        (start + len == address).then_some((*start, *len))
+    }
+
     /// Takes `len` bytes from the start of the shortest range that is long enough.
     pub fn take_best(&mut self, len: u64) -> Option<u64> {
-        let &(found, start) = self.by_len.range((len, 0)..).next()?;
+        let (start, found) = self.best(len)?;
         self.take(start, found);
         if found > len {
             self.put(start + len, found - len);
@@ -65,7 +90,7 @@ impl FreeRanges {
 
     /// Removes a range that is entirely free. Returns false if it is not.
     pub fn remove(&mut self, start: u64, len: u64) -> bool {
-        let Some((&found, &found_len)) = self.by_start.range(..=start).next_back() else { return false };
+        let Some((found, found_len)) = self.containing(start) else { return false };
         let (end, found_end) = (start + len, found + found_len);
         if end > found_end {
             return false;
@@ -128,5 +153,19 @@ mod tests {
         assert_eq!(free.iter().collect::<Vec<_>>(), [(10, 5), (20, 10)]);
         assert!(!free.remove(12, 10));
         assert_eq!(free.total(), 15);
+    }
+
+    #[test]
+    fn ranges_are_not_merged_across_bounds() {
+        let mut free = FreeRanges::new();
+        for start in [0, 20, 10, 30] {
+            free.insert_within(start, 10, start / 20 * 20..start / 20 * 20 + 20);
+        }
+        assert_eq!(free.iter().collect::<Vec<_>>(), [(0, 20), (20, 20)]);
+        assert_eq!(
+            (free.containing(19), free.ending_at(20), free.ending_at(39)),
+            (Some((0, 20)), Some((0, 20)), None)
+        );
+        assert_eq!((free.best(20), free.best(21), free.containing(40)), (Some((0, 20)), None, None));
     }
 }

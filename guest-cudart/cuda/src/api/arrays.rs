@@ -76,13 +76,14 @@ api! {
         driver()?;
         let array = array::of(handle)?;
         capture::unsafe_call()?;
-        stream_ordered::synchronize(array.context)?;
+        let waited = stream_ordered::settle_work(array.context)?;
         // For a level, only this handle is dropped: the program may request the level again.
         if let Some(whole) = array.level_of.as_ref().and_then(Weak::upgrade) {
             lock(&whole.told).retain(|(_, told)| *told != handle);
         }
         ARRAYS.remove(handle).ok_or(Status::INVALID_HANDLE)?;
-        array.context.session().append(&ArrayDestroy { array: array.id }).map(|_| ())
+        array.context.session().append(&ArrayDestroy { array: array.id })?;
+        waited
     }
 
     fn cuArrayGetDescriptor_v2(desc: Out<ArrayDescriptor>, array: usize) {
@@ -138,12 +139,13 @@ api! {
         driver()?;
         let array = array::mipmapped(handle)?;
         capture::unsafe_call()?;
-        stream_ordered::synchronize(array.context)?;
+        let waited = stream_ordered::settle_work(array.context)?;
         MIPMAPPED.remove(handle).ok_or(Status::INVALID_HANDLE)?;
         for (_, level) in lock(&array.told).drain(..) {
             ARRAYS.remove(level);
         }
-        array.context.session().append(&ArrayDestroy { array: array.id }).map(|_| ())
+        array.context.session().append(&ArrayDestroy { array: array.id })?;
+        waited
     }
 
     fn cuMipmappedArrayGetMemoryRequirements(to: Out<Requirements>, array: usize, device: i32) {

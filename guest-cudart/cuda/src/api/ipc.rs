@@ -96,7 +96,8 @@ fn open(driver: &'static Driver, context: &'static Context, name: Name) -> Resul
     Ok(address)
 }
 
-fn close(driver: &Driver, context: &'static Context, address: u64) -> Result {
+/// Closes memory. Waits for all work that may use it, and returns that work's error.
+fn close(driver: &Driver, context: &'static Context, address: u64) -> Result<Result> {
     let (name, opened) = {
         let all = lock(&OPENED);
         let (name, _) = *all.by_address.get(&address).ok_or(Status::INVALID_VALUE)?;
@@ -109,7 +110,7 @@ fn close(driver: &Driver, context: &'static Context, address: u64) -> Result {
     closed
 }
 
-fn close_opened(driver: &Driver, context: &'static Context, opened: &Opened, address: u64) -> Result {
+fn close_opened(driver: &Driver, context: &'static Context, opened: &Opened, address: u64) -> Result<Result> {
     let mut at = lock(&opened.at);
     // Another thread may have closed it meanwhile.
     let Some((_, users)) = at.as_mut().filter(|(found, _)| *found == address) else {
@@ -118,9 +119,9 @@ fn close_opened(driver: &Driver, context: &'static Context, opened: &Opened, add
     if users.len() > 1 {
         let own = users.iter().position(|user| std::ptr::eq(*user, context));
         users.remove(own.unwrap_or(0));
-        return Ok(());
+        return Ok(Ok(()));
     }
-    stream_ordered::settle(virtual_memory::users_of_opened(driver, address)?, context)?;
+    let waited = stream_ordered::settle(virtual_memory::users_of_opened(driver, address)?, context)?;
     // Before its address may be another's.
     let known = lock(&OPENED).by_address.remove(&address);
     if let Err(status) = virtual_memory::close(driver, address) {
@@ -128,7 +129,7 @@ fn close_opened(driver: &Driver, context: &'static Context, opened: &Opened, add
         return Err(status);
     }
     *at = None;
-    Ok(())
+    Ok(waited)
 }
 
 /// Closes what only this context has open. It is being emptied or destroyed, and its work is done.
@@ -223,8 +224,10 @@ api! {
     alias cuIpcOpenMemHandle = cuIpcOpenMemHandle_v2(dptr: Out<u64>, handle: IpcHandle, flags: u32);
 
     fn cuIpcCloseMemHandle(dptr: u64) {
-        let (driver, context) = context::ready()?;
-        close(driver, context, dptr)
+        let (driver, context, deferred) = context::ready_to_end()?;
+        let closed = close(driver, context, dptr);
+        deferred?;
+        closed?
     }
 }
 
@@ -285,7 +288,7 @@ mod tests {
         let (name, address) = (Name { token: [9; 16], offset: 0, size: 4096 }, 0x5eed_2000);
         opened(name, address, &[first, second, second]);
         for left in [vec![first.id, second.id], vec![first.id]] {
-            assert_eq!(close(driver, second, address), Ok(()));
+            assert_eq!(close(driver, second, address), Ok(Ok(())));
             assert_eq!(users(name), Some(left));
         }
         let mut all = lock(&OPENED);

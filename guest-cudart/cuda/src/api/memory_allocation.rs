@@ -8,32 +8,67 @@ use crate::memory::{
 };
 use crate::process::capture;
 use crate::process::context::{self, Context};
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{Driver, Tag, driver};
 use crate::streams::stream_table::{self, Lent};
-use client::ops::memory::{MemFree, MemGetInfo};
+use client::memory::Allocation;
+use client::ops::memory::MemGetInfo;
 use client::{Status, lock};
 
 /// Row alignment in bytes. Like CUDA's, a multiple of the texture pitch alignment that suits every access.
 pub(crate) const PITCH: usize = 512;
 
-/// `cuMemFree` for memory of a pinned memory pool. Waits for all work that may use it.
-fn free_to_pool(context: &'static Context, address: u64) -> Result {
-    capture::unsafe_call()?;
-    stream_ordered::settle_all()?;
-    let stream = stream_table::any(context, 0, false)?;
-    if host_pool::free(address, stream)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
-}
-
-/// As [`context::ready`], for freeing memory. In a thread without a current context, the memory's own one is
-/// current until the guard is dropped.
-fn ready_to_free(address: u64) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
-    match context::ready() {
+/// As [`context::ready_to_end`], for freeing memory. In a thread without a current context, the memory's own
+/// one is current until the guard is dropped.
+fn ready_to_free(address: u64) -> Result<(&'static Driver, &'static Context, Result, Option<Lent>)> {
+    match context::ready_to_end() {
         Err(Status::INVALID_CONTEXT) if context::current_handle() == 0 => {
             let found = address::find(driver()?, address).ok_or(Status::INVALID_CONTEXT)?;
-            stream_table::lend(found.context)
+            stream_table::lend_to_end(found.context)
         }
-        other => other.map(|(driver, context)| (driver, context, None)),
+        other => other.map(|(driver, context, deferred)| (driver, context, deferred, None)),
     }
+}
+
+/// Frees the allocation at an address. Waits for all work that may use it, and returns that work's error.
+fn free(driver: &'static Driver, context: &'static Context, dptr: u64) -> Result<Result> {
+    if host_pool::is_here(dptr) {
+        capture::unsafe_call()?;
+        let waited = stream_ordered::settle_all()?;
+        let stream = stream_table::any(context, 0, false)?;
+        return if host_pool::free(dptr, stream)? { Ok(waited) } else { Err(Status::INVALID_VALUE) };
+    }
+    if let Some(found) = graph_memory::at(dptr, 1) {
+        capture::unsafe_call()?;
+        let waited = stream_ordered::settle_users(found.users().collect())?;
+        return if graph_memory::freed(dptr, None)? { Ok(waited) } else { Err(Status::INVALID_VALUE) };
+    }
+    if virtual_memory::is_here(dptr) {
+        capture::unsafe_call()?;
+        let waited = stream_ordered::settle_users(pool_export::users(driver, dptr)?)?;
+        return pool_export::free(driver, dptr).map(|()| waited);
+    }
+    let device = device_memory::device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;
+    let found =
+        address::find(driver, dptr).filter(|found| found.base == dptr).ok_or(Status::INVALID_VALUE)?;
+    capture::unsafe_call()?;
+    // If two threads free the same address, only the removal itself decides which one succeeds.
+    let waited = if found.context.is_alive() { stream_ordered::settle_work(found.context)? } else { Ok(()) };
+    if found.managed {
+        if !managed::free(driver, device, dptr)? {
+            return Err(Status::INVALID_VALUE);
+        }
+    } else {
+        let mut memory = lock(&device.memory);
+        let is_it = |(base, at): (u64, &Allocation<Tag>)| base == dptr && at.tag.buffer == found.buffer;
+        if !memory.find(dptr).is_some_and(is_it) {
+            return Err(Status::INVALID_VALUE);
+        }
+        stream_ordered::free(driver, device, &mut memory, dptr)?;
+        drop(memory);
+        device_memory::wait_for_returned(device);
+    }
+    pool::gone(found.pool, found.size);
+    Ok(waited)
 }
 
 api! {
@@ -75,47 +110,13 @@ api! {
     }
 
     fn cuMemFree_v2(dptr: u64) {
-        let (driver, context, _lent) = ready_to_free(dptr)?;
+        let (driver, context, deferred, _lent) = ready_to_free(dptr)?;
         if dptr == 0 {
-            return Ok(());
+            return deferred;
         }
-        if host_pool::is_here(dptr) {
-            return free_to_pool(context, dptr);
-        }
-        if let Some(found) = graph_memory::at(dptr, 1) {
-            capture::unsafe_call()?;
-            stream_ordered::settle_users(found.users().collect())?;
-            return graph_memory::freed(dptr, None)?.then_some(()).ok_or(Status::INVALID_VALUE);
-        }
-        if virtual_memory::is_here(dptr) {
-            capture::unsafe_call()?;
-            stream_ordered::settle_users(pool_export::users(driver, dptr)?)?;
-            return pool_export::free(driver, dptr);
-        }
-        let device = device_memory::device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;
-        let found = address::find(driver, dptr).filter(|found| found.base == dptr).ok_or(Status::INVALID_VALUE)?;
-        capture::unsafe_call()?;
-        // If two threads free the same address, only the removal itself decides which one succeeds.
-        if found.context.is_alive() {
-            stream_ordered::synchronize(found.context)?;
-        }
-        if found.managed {
-            if !managed::free(driver, device, dptr)? {
-                return Err(Status::INVALID_VALUE);
-            }
-            pool::gone(found.pool, found.size);
-            return Ok(());
-        }
-        let mut memory = lock(&device.memory);
-        if memory.find(dptr).is_none_or(|(base, a)| base != dptr || a.tag.freed || a.tag.buffer != found.buffer) {
-            return Err(Status::INVALID_VALUE);
-        }
-        device.server.session.append(&MemFree { address: dptr })?;
-        stream_ordered::free(device, &mut memory, dptr);
-        drop(memory);
-        device_memory::wait_for_returned(device);
-        pool::gone(found.pool, found.size);
-        Ok(())
+        let freed = free(driver, context, dptr);
+        deferred?;
+        freed?
     }
 
     fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, dptr: u64) {

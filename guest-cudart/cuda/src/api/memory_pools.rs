@@ -40,12 +40,6 @@ pub(crate) fn alloc(
     if size == 0 {
         return dptr.put(0);
     }
-    stream_ordered::collect(driver, stream.context.server);
-    if let Some(device) = driver.devices.get(pool.device as usize)
-        && !std::ptr::eq(device.server, stream.context.server)
-    {
-        stream_ordered::collect(driver, device.server);
-    }
     if let Some(capture) = stream.capture() {
         if pool.managed.is_some() || pool.host.is_some() {
             return refuse_form!("an allocation of a pool that is not in device memory in a graph");
@@ -60,12 +54,8 @@ pub(crate) fn alloc(
             .inspect_err(|_| pool.give_back(size as u64))?;
         return dptr.put(address);
     }
-    let address =
-        match stream_ordered::reuse(driver, &stream, pool.home(stream.context), size as u64, pool_handle) {
-            Some(address) => address,
-            None => stream_ordered::alloc_for_pool(driver, stream.context, size as u64, pool_handle, &pool)
-                .inspect_err(|_| pool.give_back(size as u64))?,
-        };
+    let address = stream_ordered::alloc_for_pool(driver, &stream, size as u64, (pool_handle, &pool))
+        .inspect_err(|_| pool.give_back(size as u64))?;
     dptr.put(address)
 }
 
@@ -130,15 +120,16 @@ api! {
     }
 
     fn cuMemFreeAsync / cuMemFreeAsync_ptsz(dptr: u64, stream: usize) |pt| {
-        let (driver, context, _lent) = stream_table::ready_on(stream)?;
+        let (driver, context, deferred, _lent) = stream_table::ready_to_end_on(stream)?;
         let stream = stream_table::any(context, stream, pt)?;
         if dptr == 0 {
-            return Ok(());
+            return deferred;
         }
-        if let Some(capture) = stream.capture() {
-            return recording::free(&capture, &stream, dptr);
-        }
-        stream_ordered::free_in_order(driver, dptr, stream)
+        let freed = match stream.capture() {
+            Some(capture) => recording::free(&capture, &stream, dptr),
+            None => stream_ordered::free_in_order(driver, dptr, stream),
+        };
+        deferred.and(freed)
     }
 
     fn cuDeviceGetDefaultMemPool(pool: Out<usize>, dev: i32) {

@@ -43,9 +43,9 @@ api! {
     }
 
     fn cuMemFreeHost(p: *mut c_void) {
-        let (driver, _) = context::ready()?;
+        let (driver, _, deferred) = context::ready_to_end()?;
         if p.is_null() {
-            return Ok(());
+            return deferred;
         }
         // A pool's memory is freed like device memory; mapped memory is unmapped.
         let is_others = host_pool::find(p as u64).is_some() || host_mappings::is_here(p as u64);
@@ -53,9 +53,10 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         capture::unsafe_call()?;
-        stream_ordered::settle_all()?;
+        let waited = stream_ordered::settle_all()?;
         pinned::unmap(driver, p as usize, false);
-        REGIONS.remove(p as usize, true).map(|_| ()).ok_or(Status::INVALID_VALUE)
+        REGIONS.remove(p as usize, true).ok_or(Status::INVALID_VALUE)?;
+        deferred.and(waited)
     }
 
     fn cuMemHostRegister_v2(p: *mut c_void, size: usize, flags: u32) {
@@ -85,7 +86,7 @@ api! {
     alias cuMemHostRegister = cuMemHostRegister_v2(p: *mut c_void, size: usize, flags: u32);
 
     fn cuMemHostUnregister(p: *mut c_void) {
-        let (driver, _) = context::ready()?;
+        let (driver, _, deferred) = context::ready_to_end()?;
         if p.is_null() {
             return Err(Status::INVALID_VALUE);
         }
@@ -95,9 +96,10 @@ api! {
             return Err(if known { Status::INVALID_VALUE } else { code::HOST_MEMORY_NOT_REGISTERED });
         }
         capture::unsafe_call()?;
-        stream_ordered::settle_all()?;
+        let waited = stream_ordered::settle_all()?;
         pinned::unmap(driver, p as usize, true);
-        REGIONS.remove(p as usize, false).map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)
+        REGIONS.remove(p as usize, false).ok_or(code::HOST_MEMORY_NOT_REGISTERED)?;
+        deferred.and(waited)
     }
 
     fn cuMemHostGetFlags(flags: Out<u32>, p: *mut c_void) {

@@ -94,8 +94,9 @@ api! {
         let users = virtual_memory::read().users(driver, ptr, size)?;
         // Work that uses it must finish first, as in the driver: the memory must not disappear under it.
         // Other threads' calls go on meanwhile; the work may wait for what they do.
-        stream_ordered::settle_users(users)?;
-        virtual_memory::unmap(ptr, size)
+        let waited = stream_ordered::settle_users(users)?;
+        virtual_memory::unmap(ptr, size)?;
+        waited
     }
 
     fn cuMemSetAccess(ptr: u64, size: usize, descs: Array<AccessDesc>, count: Count) {

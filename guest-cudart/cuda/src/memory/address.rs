@@ -66,7 +66,7 @@ pub(crate) fn find_near(driver: &Driver, near: &'static Server, address: u64) ->
         let memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address)?;
         let tag = allocation.tag;
-        return (!tag.freed).then_some(Found {
+        return Some(Found {
             base,
             size: allocation.size,
             context: tag.context,

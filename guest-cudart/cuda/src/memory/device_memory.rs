@@ -4,9 +4,8 @@ use std::sync::Mutex;
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
-use crate::process::driver::{Device, Driver, Tag};
+use crate::process::driver::{Device, Driver};
 use client::channel::MAX_DEVICES;
-use client::memory::{Backing, DeviceMemory};
 use client::ops::memory::{WINDOW_SIZE, window};
 use client::{Status, lock};
 
@@ -73,19 +72,4 @@ pub(crate) fn wait_for_returned(device: &Device) -> bool {
     }
     drop(alone);
     any
-}
-
-/// Places an allocation in one part of a device's memory. Does not wait for frees that are pending on
-/// streams: see `stream_ordered::with_room`.
-pub(crate) fn place(
-    device: &Device,
-    part: &Mutex<DeviceMemory<Tag>>,
-    size: u64,
-    tag: Tag,
-    backing: &dyn Backing,
-) -> Result<u64> {
-    if size > device.info.total_memory {
-        return Err(Status::OUT_OF_MEMORY);
-    }
-    lock(part).alloc(size, tag, backing)
 }

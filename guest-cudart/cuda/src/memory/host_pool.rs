@@ -5,7 +5,7 @@
 //! reached the free. Memory beyond the release threshold and beyond [`KEPT`] is returned to the system. So is
 //! all of it when the pool is destroyed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
@@ -34,9 +34,35 @@ struct Free {
 /// The free memory of a pool.
 #[derive(Default)]
 struct Idle {
-    pieces: Vec<Free>,
+    /// By number, the oldest first.
+    pieces: BTreeMap<u64, Free>,
+    /// The numbers of those that have the same size and that the same stream has freed.
+    alike: BTreeMap<(u64, u64), VecDeque<u64>>,
+    /// Number of pieces so far.
+    count: u64,
     /// Size of the pieces together, in bytes.
     bytes: u64,
+}
+
+impl Idle {
+    fn put(&mut self, piece: Free) {
+        self.count += 1;
+        self.bytes += piece.room;
+        self.alike.entry((piece.room, piece.stream.unique())).or_default().push_back(self.count);
+        self.pieces.insert(self.count, piece);
+    }
+
+    /// Takes the oldest of these pieces that are alike.
+    fn take(&mut self, alike: (u64, u64)) -> Option<Free> {
+        let numbers = self.alike.get_mut(&alike)?;
+        let number = numbers.pop_front();
+        if numbers.is_empty() {
+            self.alike.remove(&alike);
+        }
+        let piece = self.pieces.remove(&number?)?;
+        self.bytes -= piece.room;
+        Some(piece)
+    }
 }
 
 /// The state of a pool besides its allocations.
@@ -68,28 +94,34 @@ impl HostPool {
 
     /// Keeps a free piece.
     fn put(&self, piece: Free) {
-        let mut idle = lock(&self.0);
-        idle.bytes += piece.room;
-        idle.pieces.push(piece);
+        lock(&self.0).put(piece);
     }
 
-    /// A piece of this size that a stream may use now.
+    /// A piece of this size that a stream may use now. Of each stream only the oldest is looked at.
     fn again(&self, stream: &Arc<Stream>, room: u64) -> Option<usize> {
         let mut idle = lock(&self.0);
-        let is_over = |f: &Free| context::has_freed(&f.stream, f.mark, None);
-        let fits = |f: &Free| f.room == room && (Arc::ptr_eq(&f.stream, stream) || is_over(f));
-        let at = idle.pieces.iter().position(fits)?;
-        idle.bytes -= room;
-        Some(idle.pieces.swap_remove(at).address)
+        if let Some(own) = idle.take((room, stream.unique())) {
+            return Some(own.address);
+        }
+        // A stream reaches its frees in their order.
+        let is_over = |numbers: &VecDeque<u64>| {
+            let first = numbers.front().and_then(|number| idle.pieces.get(number));
+            first.is_some_and(|first| context::has_freed(&first.stream, first.mark, None))
+        };
+        let mut others = idle.alike.range((room, 0)..=(room, u64::MAX));
+        let others = others.find(|(_, numbers)| is_over(numbers)).map(|(alike, _)| *alike);
+        idle.take(others?).map(|piece| piece.address)
     }
 
     /// Returns free pieces to the system until at most `keep` bytes are left, the oldest first.
     pub fn trim(&self, keep: u64) {
         let mut gone = Vec::new();
         let mut idle = lock(&self.0);
-        while idle.bytes > keep && !idle.pieces.is_empty() {
-            let piece = idle.pieces.remove(0);
-            idle.bytes -= piece.room;
+        while idle.bytes > keep
+            && let Some((_, oldest)) = idle.pieces.first_key_value()
+        {
+            let alike = (oldest.room, oldest.stream.unique());
+            let Some(piece) = idle.take(alike) else { break };
             gone.push((piece.address, piece.stream, piece.mark));
         }
         drop(idle);
@@ -162,6 +194,27 @@ mod tests {
     use super::*;
     use crate::process::driver::Server;
     use client::handle::ContextId;
+
+    #[test]
+    fn a_stream_gets_its_own_pieces_or_what_others_have_reached_of_the_same_size() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let id = |n| client::handle::StreamId(client::channel::MAX_CONTEXTS + n);
+        let [own, other] = [1, 2].map(|n| Arc::new(Stream::new(id(n), context, 1, 0, false)));
+        let pool = HostPool::default();
+        let put = |address, room, stream: &Arc<Stream>, mark| {
+            let mark = Seq::for_tests(0, mark);
+            pool.put(Free { address, room, stream: stream.clone(), mark });
+        };
+        put(1, STEP, &other, 10);
+        put(2, STEP, &other, 20);
+        put(3, 2 * STEP, &own, 30);
+        put(4, STEP, &own, 40);
+        assert_eq!([(); 2].map(|()| pool.again(&own, STEP)), [Some(4), None]);
+        other.is_synced(Seq::for_tests(0, 15));
+        assert_eq!([(); 2].map(|()| pool.again(&own, STEP)), [Some(1), None]);
+        assert_eq!(pool.again(&other, STEP), Some(2));
+        assert_eq!((pool.idle(), pool.again(&own, 2 * STEP), pool.idle()), (2 * STEP, Some(3), 0));
+    }
 
     #[test]
     fn what_is_free_is_counted_while_threads_free_allocate_and_trim() {

@@ -1,8 +1,9 @@
 //! Stream-ordered allocation and memory pools.
 //!
 //! An allocation is placed immediately, in memory that no stream uses any more (or that the same stream has
-//! freed before). A free takes effect when its stream reaches it. A pool is a handle, a device and
-//! attributes. All pools of a device share its window, and [keep](kept) what is freed there together.
+//! freed before, in whatever sizes). A free takes effect when its stream reaches it. A pool is a handle, a
+//! device and attributes. All pools of a device share its window, and [keep](kept) what is freed there
+//! together.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
@@ -174,17 +175,17 @@ pub(crate) fn gone(pool: usize, size: u64) {
     }
 }
 
-/// How many bytes without allocations a device's memory keeps for all its pools when an allocation of `pool`
-/// is freed, or one of no pool (0): then it keeps no more than `before`.
-pub(crate) fn kept(device: u32, pool: usize, before: u64) -> u64 {
+/// How many bytes without allocations a device's memory keeps for all its pools when memory of pools is given
+/// back, or other memory: then it keeps no more than `before`.
+pub(crate) fn kept(device: u32, is_pools: bool, before: u64) -> u64 {
     let most = POOLS.all().iter().fold(0_u64, |all, pool| all.saturating_add(pool.keeps(device)));
-    if pool == 0 { most.min(before) } else { most }
+    if is_pools { most } else { most.min(before) }
 }
 
 /// A pool of a device keeps less than before, or is gone.
 pub(crate) fn keeps_less(driver: &Driver, pool: &Pool) {
     if let Some(device) = driver.devices.get(pool.device as usize) {
-        lock(&device.memory).keep_only(kept(device.ordinal, 0, u64::MAX), device);
+        lock(&device.memory).keep_only(kept(device.ordinal, false, u64::MAX), device);
     }
 }
 

@@ -1,37 +1,26 @@
-//! Stream-ordered allocation. Freed memory is reused when its stream has reached the free.
+//! Stream-ordered allocation. Freed memory is used again when its stream has reached the free, or at once by
+//! the same stream.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use crate::abi::result::Result;
 use crate::memory::managed::shared_blocks;
 use crate::memory::pool::{self, Pool};
 use crate::memory::{
-    address, device_memory, graph_chunks, graph_memory, host_pool, managed, managed_advice, pool_export,
-    texture, virtual_memory,
+    address, device_memory, graph_chunks, graph_memory, host_pool, managed, managed_advice, pending_writes,
+    pool_export, texture, virtual_memory,
 };
 use crate::process::context::{self, Context};
-use crate::process::driver::{Device, Driver, Server, Tag, driver};
+use crate::process::driver::{Device, Driver, Freeing, Memory, Server, Tag, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
-use client::memory::DeviceMemory;
+use client::memory::InOrder;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::seq::Seq;
 use client::{Status, lock};
-
-/// An allocation that was freed in stream order. It can be reused when the stream has passed the mark.
-pub(crate) struct Leaving {
-    address: u64,
-    /// Distinguishes it from a later allocation at its address.
-    buffer: u64,
-    size: u64,
-    device: u32,
-    pool: usize,
-    stream: Arc<Stream>,
-    mark: Seq,
-}
-
-pub(crate) static LEAVING: Mutex<Vec<Leaving>> = Mutex::new(Vec::new());
 
 /// Waits for all work of a context, and completes its stream-ordered frees.
 pub(crate) fn synchronize(context: &'static Context) -> Result {
@@ -63,24 +52,54 @@ pub(crate) fn alloc(
     pool: usize,
 ) -> Result<u64> {
     let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
-    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
-    let place = || device_memory::place(device, &device.memory, size, tag, device);
-    let address = with_room(driver, device.ordinal, place)?;
+    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false };
+    let address = with_room(driver, device.ordinal, size, || lock(&device.memory).alloc(size, tag, device))?;
     device.server.session.append(&MemAlloc { address, size })?;
     Ok(address)
 }
 
-/// Allocates. If there is no room, completes what is being given back, pending frees of streams, and frees
-/// what graphs keep, and tries again after each.
-fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
+/// Allocates. If there is no room for `size` bytes, completes what is being given back, frees what graphs
+/// keep, and then waits for pending frees of one stream after the other, and tries again after each.
+fn with_room<T>(
+    driver: &'static Driver,
+    device: u32,
+    size: u64,
+    allocate: impl Fn() -> Result<T>,
+) -> Result<T> {
     let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
-    let allocated = device_memory::or_returned(device, &allocate);
-    if allocated == Err(Status::OUT_OF_MEMORY)
-        && wait_for_leaving(driver, device.ordinal) | graph_chunks::trim(driver, device.ordinal)
-    {
-        return device_memory::or_returned(device, allocate);
+    if size > device.info.total_memory {
+        return Err(Status::OUT_OF_MEMORY);
+    }
+    let no_room = |allocated: &Result<T>| matches!(allocated, Err(Status::OUT_OF_MEMORY));
+    let mut allocated = device_memory::or_returned(device, &allocate);
+    if no_room(&allocated) && graph_chunks::trim(driver, device.ordinal) {
+        allocated = device_memory::or_returned(device, &allocate);
+    }
+    let mut waited = BTreeSet::new();
+    while no_room(&allocated) && wait_for_freed(driver, device, &mut waited) {
+        allocated = device_memory::or_returned(device, &allocate);
     }
     allocated
+}
+
+/// Waits for a stream that has frees pending on a device, unless they were waited for: one that does not wait
+/// for this process, if there is one. Returns false if there is none.
+fn wait_for_freed(driver: &'static Driver, device: &Device, waited: &mut BTreeSet<u64>) -> bool {
+    let mut waits: Vec<(Arc<Stream>, Seq)> = Vec::new();
+    for (part, _) in device.parts() {
+        let memory = lock(part);
+        let open = memory.waits().filter(|(by, _)| !waited.contains(&by.stream.unique()));
+        waits.extend(open.map(|(by, mark)| (by.stream.clone(), mark)));
+    }
+    let free = waits.iter().position(|(stream, _)| !pending_writes::is_behind_calls(stream));
+    let Some((stream, _)) = waits.get(free.unwrap_or(0)) else { return false };
+    waited.insert(stream.unique());
+    for (_, mark) in waits.iter().filter(|(other, _)| Arc::ptr_eq(other, stream)) {
+        context::wait_until_freed(stream, *mark, Some(device.server));
+    }
+    // The server would take the memory back only when no stream of the device is held.
+    collect_where(driver, device, has_freed(device), |_, _| u64::MAX);
+    true
 }
 
 /// Allocates managed memory on a context's device, from a pool or none (0).
@@ -90,24 +109,55 @@ pub(crate) fn alloc_managed(
     size: u64,
     pool: usize,
 ) -> Result<u64> {
-    with_room(driver, context.device, || managed::alloc(driver, context, size, pool))
+    with_room(driver, context.device, size, || managed::alloc(driver, context, size, pool))
 }
 
-/// Allocates for a pool memory that no stream has used. The memory belongs to the pool's device, which need
-/// not be that of the stream and its context.
+/// Allocates from a pool (its handle, and itself) for a stream: memory that the stream has freed there, or
+/// that no stream uses. It belongs to the pool's device, which need not be that of the stream and its
+/// context.
 pub(crate) fn alloc_for_pool(
     driver: &'static Driver,
-    context: &'static Context,
+    stream: &Arc<Stream>,
     size: u64,
-    handle: usize,
-    pool: &Pool,
+    (handle, pool): (usize, &Pool),
 ) -> Result<u64> {
-    let home = pool.home(context);
+    let home = pool.home(stream.context);
     let device = driver.devices.get(home as usize).ok_or(Status::INVALID_DEVICE)?;
-    let context = if context.device == home { context } else { device.primary };
-    let Some(place) = pool.managed else { return alloc(driver, context, home, size, handle) };
+    let context = if stream.context.device == home { stream.context } else { device.primary };
+    let by = Freeing { stream: stream.clone(), pool: handle };
+    let tag = Tag { context, buffer: unique_id(), pool: handle, sync_memops: false };
+    let Some(place) = pool.managed else { return alloc_in_order(driver, device, &by, size, tag) };
+    if let Some(address) = lock(&device.managed).alloc_whole_again(&by, size, tag) {
+        managed::used_again(address, context);
+        return Ok(address);
+    }
+    collect(driver, device.server);
     let address = alloc_managed(driver, context, size, handle)?;
     managed_advice::prefer(address, size, place).map(|()| address)
+}
+
+fn alloc_in_order(
+    driver: &'static Driver,
+    device: &'static Device,
+    by: &Freeing,
+    size: u64,
+    tag: Tag,
+) -> Result<u64> {
+    let again = {
+        let mut memory = lock(&device.memory);
+        memory.pass(has_freed(device));
+        memory.alloc_again(by, size, tag)
+    };
+    if let Some(address) = again {
+        return Ok(address);
+    }
+    collect(driver, device.server);
+    let place = || lock(&device.memory).alloc_in_order(by, size, tag, device);
+    let InOrder { address, slab } = with_room(driver, device.ordinal, size, place)?;
+    if let Some((address, size)) = slab {
+        device.server.session.append(&MemAlloc { address, size })?;
+    }
+    Ok(address)
 }
 
 /// Frees an allocation immediately, unless its context has taken it along. No work may use it.
@@ -116,25 +166,50 @@ pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64, bu
     if memory.find(address).is_none_or(|(base, found)| base != address || found.tag.buffer != buffer) {
         return;
     }
+    // What cannot be freed now goes with the session.
     if is_managed(address) {
         drop(memory);
-        // What cannot be freed now goes with the session.
         let _ = managed::free(driver, device, address);
-        return;
-    }
-    // In this order, so that the address is reused only after the server knows that it is free.
-    if device.server.session.append(&MemFree { address }).is_ok() {
-        free(device, &mut memory, address);
+    } else {
+        let _ = free(driver, device, &mut memory, address);
     }
 }
 
 /// Frees an allocation of a device that no work uses, and keeps as much memory as its pools ask for.
-pub(crate) fn free(device: &Device, memory: &mut DeviceMemory<Tag>, address: u64) {
-    let keep = |tag: &Tag, before| pool::kept(device.ordinal, tag.pool, before);
-    memory.free_and_keep(address, keep, device);
+pub(crate) fn free(driver: &'static Driver, device: &Device, memory: &mut Memory, address: u64) -> Result {
+    // In this order, so that the address is reused only after the server knows that it is free.
+    if !memory.is_in_slab(address) {
+        device.server.session.append(&MemFree { address })?;
+    }
+    memory.free_and_keep(address, |before| kept(device)(false, before), device);
+    give_back(driver, device, memory, kept(device))
 }
 
-/// Frees in stream order. The memory can be reused when the stream has reached the free.
+/// How many bytes without allocations a device's memory keeps, as [`pool::kept`].
+fn kept(device: &Device) -> impl Fn(bool, u64) -> u64 {
+    move |is_pools, before| pool::kept(device.ordinal, is_pools, before)
+}
+
+/// Gives back the memory that streams have freed and of which nothing is in use.
+fn give_back(
+    driver: &'static Driver,
+    device: &Device,
+    memory: &mut Memory,
+    keep: impl Fn(bool, u64) -> u64,
+) -> Result {
+    while let Some((address, is_pools)) = memory.to_give_back() {
+        if is_managed(address) {
+            managed::give_back(driver, device, memory, address)?;
+        } else {
+            device.server.session.append(&MemFree { address })?;
+            memory.give_back(address, |before| keep(is_pools, before), device);
+        }
+    }
+    Ok(())
+}
+
+/// Frees in stream order. The stream can have the memory again at once, others when the stream has reached
+/// the free.
 pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
     if graph_memory::freed(address, Some(&stream))? || host_pool::free(address, stream.clone())? {
         return Ok(());
@@ -145,82 +220,54 @@ pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<S
     let device = device_memory::device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
     // If the stream's server is lost, nothing is freed.
     let mark = stream.mark_as_operation()?;
-    let (size, pool, buffer) = {
+    let freed = {
         let mut memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address).ok_or(Status::INVALID_VALUE)?;
+        let pool = allocation.tag.pool;
         // Managed memory can be freed in stream order only if it belongs to a pool.
-        let is_pools = !is_managed(address) || allocation.tag.pool != 0;
-        if base != address || allocation.tag.freed || !is_pools {
+        if base != address || is_managed(address) && pool == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let (size, Tag { pool, buffer, .. }) = (allocation.size, allocation.tag);
-        if let Some(tag) = memory.tag_mut(base) {
-            tag.freed = true;
-        }
-        (size, pool, buffer)
+        let freed = memory.free_in_order(address, Freeing { stream, pool }, mark);
+        device.freed[usize::from(is_managed(address))].store(true, Ordering::Release);
+        freed.ok_or(Status::INVALID_VALUE)?
     };
-    pool::gone(pool, size);
-    lock(&LEAVING).push(Leaving { address, buffer, size, device: device.ordinal, pool, stream, mark });
+    pool::gone(freed.tag.pool, freed.size);
     collect(driver, device.server);
     Ok(())
 }
 
-/// An allocation of the same size and pool that was freed earlier in the same stream, so that earlier work on
-/// it comes before all later work.
-pub(crate) fn reuse(
-    driver: &Driver,
-    stream: &Arc<Stream>,
-    device: u32,
-    size: u64,
-    pool: usize,
-) -> Option<u64> {
-    let mut leaving = lock(&LEAVING);
-    let at = leaving.iter().position(|l| {
-        l.size == size && l.device == device && l.pool == pool && Arc::ptr_eq(&l.stream, stream)
-    })?;
-    let found = leaving.swap_remove(at);
-    drop(leaving);
-    let mut memory = lock(driver.devices.get(device as usize)?.memory_of(found.address));
-    let tag = memory.tag_mut(found.address)?;
-    tag.freed = false;
-    tag.buffer = unique_id();
-    Some(found.address)
+/// Whether a free of a device's memory is over.
+fn has_freed(device: &Device) -> impl Fn(&Freeing, Seq) -> bool {
+    move |by, mark| context::has_freed(&by.stream, mark, Some(device.server))
 }
 
 /// Completes the frees of a server's memory that streams have passed. Another server may not answer, so its
 /// own calls complete those of its memory.
 pub(crate) fn collect(driver: &'static Driver, server: &Server) {
     pool_export::collect(driver, server);
-    let is_its = |l: &Leaving| {
-        driver.devices.get(l.device as usize).is_some_and(|device| std::ptr::eq(device.server, server))
-    };
-    release_where(driver, |l| is_its(l) && context::has_freed(&l.stream, l.mark, Some(server)));
+    for device in driver.devices.iter().filter(|device| std::ptr::eq(device.server, server)) {
+        collect_where(driver, device, has_freed(device), kept(device));
+    }
 }
 
-/// Completes the frees that are over.
-fn release_where(driver: &'static Driver, is_over: impl Fn(&Leaving) -> bool) {
-    for l in take_where(is_over) {
-        if let Some(device) = driver.devices.get(l.device as usize) {
-            release(driver, device, l.address, l.buffer);
+/// Completes the frees of a device's memory that are over.
+fn collect_where(
+    driver: &'static Driver,
+    device: &Device,
+    is_over: impl Fn(&Freeing, Seq) -> bool,
+    keep: impl Fn(bool, u64) -> u64,
+) {
+    for (part, freed) in device.parts() {
+        if !freed.load(Ordering::Acquire) {
+            continue;
         }
+        let mut memory = lock(part);
+        memory.pass(&is_over);
+        // What cannot be given back now goes with the session.
+        let _ = give_back(driver, device, &mut memory, &keep);
+        freed.store(memory.has_freed(), Ordering::Release);
     }
-}
-
-/// Takes the frees that are over off the list.
-fn take_where(is_over: impl Fn(&Leaving) -> bool) -> Vec<Leaving> {
-    lock(&LEAVING).extract_if(.., |l| is_over(l)).collect()
-}
-
-/// Waits for the streams that have frees pending on a device. Returns false if there are none.
-pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
-    let Some(home) = driver.devices.get(device as usize).map(|device| device.server) else { return false };
-    let waiting: Vec<(Arc<Stream>, Seq)> =
-        lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
-    for (stream, mark) in &waiting {
-        context::wait_until_freed(stream, *mark, Some(home));
-    }
-    collect(driver, home);
-    !waiting.is_empty()
 }
 
 /// Drops all memory of a device that the server resets, and closes what its primary context has imported.
@@ -228,7 +275,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     for memory in [&device.memory, &device.managed] {
         let memory = lock(memory);
         // What was freed in stream order is no longer counted.
-        for address in memory.addresses_where(|tag| tag.pool != 0 && !tag.freed) {
+        for address in memory.addresses_where(|tag| tag.pool != 0) {
             if let Some((_, allocation)) = memory.find(address) {
                 pool::gone(allocation.tag.pool, allocation.size);
             }
@@ -238,7 +285,6 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     pool_export::forget(driver, device.primary);
     graph_chunks::forget(driver, device.primary);
     graph_chunks::trim(driver, device.ordinal);
-    lock(&LEAVING).retain(|l| l.device != device.ordinal);
     lock(&device.memory).reset();
     let mut globals = device.server.globals.write().unwrap_or_else(PoisonError::into_inner);
     globals.retain(|_, (_, owner)| owner.device != device.ordinal);
@@ -250,17 +296,17 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     // Its own streams are done, also with memory of others. What a lost server's streams would have waited
     // for may not be.
     let is_lost = context.session().check().is_err();
-    let home = |l: &Leaving| driver.devices.get(l.device as usize).map(|device| device.server);
-    release_where(driver, |l| {
-        let is_its = std::ptr::eq(l.stream.context, context);
-        is_its && (!is_lost || context::has_freed(&l.stream, l.mark, home(l)))
-    });
+    for device in &driver.devices {
+        let is_over = has_freed(device);
+        let is_its = |by: &Freeing| std::ptr::eq(by.stream.context, context);
+        collect_where(driver, device, |by, mark| is_its(by) && (!is_lost || is_over(by, mark)), kept(device));
+    }
     managed::forget(driver, context, pool::gone);
     pool_export::forget(driver, context);
     graph_chunks::forget(driver, context);
     // A device of another server, which may not answer, has none of its memory.
     for device in driver.devices.iter().filter(|device| std::ptr::eq(device.server, context.server)) {
-        let is_its = |tag: &Tag| std::ptr::eq(tag.context, context) && !tag.freed;
+        let is_its = |tag: &Tag| std::ptr::eq(tag.context, context);
         let addresses = lock(&device.memory).addresses_where(is_its);
         for address in addresses {
             let Some(found) = address::find(driver, address) else { continue };
@@ -272,27 +318,41 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
+/// Waits for all work of a context, before something of it is freed or destroyed. Returns the error that the
+/// caller returns when it has done that: see [`Context::deferred_to_end`].
+///
+/// # Errors
+/// If the work cannot be known to be done, or has left an error that lasts.
+pub(crate) fn settle_work(context: &'static Context) -> Result<Result> {
+    let waited = synchronize(context);
+    if waited.is_err() && (context.has_failed() || context.is_busy() && !wait(context, Context::quiesce)?) {
+        return waited.map(Ok);
+    }
+    Ok(waited)
+}
+
 /// Waits for all work of all devices, as freeing pinned memory does, because any device may be using it.
-pub(crate) fn settle_all() -> Result {
+/// Returns an error as [`settle_work`] does.
+pub(crate) fn settle_all() -> Result<Result> {
     settle(context::busy(), context::current()?)
 }
 
-/// Waits for all work of contexts and of the current one. Only errors of the current one are returned. Those
-/// of others are left to the calls that concern them.
+/// Waits for all work of contexts and of the current one. Only errors of the current one are returned, as
+/// [`settle_work`] does. Those of others are left to the calls that concern them.
 pub(crate) fn settle(
     contexts: impl IntoIterator<Item = &'static Context>,
     current: &'static Context,
-) -> Result {
+) -> Result<Result> {
     quiesce(contexts.into_iter().filter(|context| !std::ptr::eq(*context, current)))?;
-    if current.is_busy() { synchronize(current) } else { Ok(()) }
+    if current.is_busy() { settle_work(current) } else { Ok(Ok(())) }
 }
 
-/// Waits for all work of contexts that use some memory. Only errors of the current one are returned, if it is
-/// among them: work of others must not keep the memory from being freed.
-pub(crate) fn settle_users(users: Vec<&'static Context>) -> Result {
+/// Waits for all work of contexts that use some memory. Only errors of the current one are returned, as
+/// [`settle_work`] does, if it is among them: work of others must not keep the memory from being freed.
+pub(crate) fn settle_users(users: Vec<&'static Context>) -> Result<Result> {
     match context::current().ok().filter(|current| users.iter().any(|user| std::ptr::eq(*user, *current))) {
         Some(current) => settle(users, current),
-        None => quiesce(users),
+        None => quiesce(users).map(Ok),
     }
 }
 
@@ -331,7 +391,6 @@ mod tests {
         driver: &'static Driver,
         contexts: [&'static Context; 2],
         stream: Arc<Stream>,
-        address: u64,
     }
 
     impl Freed {
@@ -341,18 +400,17 @@ mod tests {
             let contexts = [0, 1].map(|n| Context::new(ContextId(n), servers[n as usize], n, 0, false));
             let id = StreamId(client::channel::MAX_CONTEXTS + 1);
             let stream = Arc::new(Stream::new(id, contexts[1], 1, 0, false));
-            let tag =
-                Tag { context: contexts[0], buffer: unique_id(), pool: 0, sync_memops: false, freed: false };
+            let tag = Tag { context: contexts[0], buffer: unique_id(), pool: 0, sync_memops: false };
             let address = lock(&driver.devices[0].memory).alloc(4096, tag, &Full).unwrap();
             stream.work(&client::ops::stream::StreamMark { stream: stream.id }).unwrap();
             free_in_order(driver, address, stream.clone()).unwrap();
-            let freed = Freed { driver, contexts, stream, address };
+            let freed = Freed { driver, contexts, stream };
             assert!(freed.is_there());
             freed
         }
 
         fn is_there(&self) -> bool {
-            lock(&self.driver.devices[0].memory).find(self.address).is_some()
+            lock(&self.driver.devices[0].memory).has_freed()
         }
     }
 
@@ -383,17 +441,17 @@ mod tests {
         let context = Context::new(ContextId(0), server, 0, 0, false);
         let device = &driver.devices[0];
         let pool = pool::insert(Pool { threshold: u64::MAX.into(), ..Pool::new(0) }).unwrap();
-        let address = |pool| {
-            let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
-            lock(&device.memory).alloc(SIZE, tag, &Full).unwrap()
-        };
-        let [pools, other] = [address(pool), address(0)];
-        free(device, &mut lock(&device.memory), pools);
+        let tag = |pool| Tag { context, buffer: unique_id(), pool, sync_memops: false };
+        let by = Freeing { stream: context.legacy().clone(), pool };
+        let of_pool = || lock(&device.memory).alloc_in_order(&by, SIZE, tag(pool), &Full).unwrap().address;
+        let free = |address| free(driver, device, &mut lock(&device.memory), address).unwrap();
+        let [pools, other] = [of_pool(), lock(&device.memory).alloc(SIZE, tag(0), &Full).unwrap()];
+        free(pools);
         assert_eq!(lock(&device.memory).chunks().len(), 2);
-        free(device, &mut lock(&device.memory), other);
+        free(other);
         assert_eq!(lock(&device.memory).chunks().len(), 1);
-        assert_eq!(address(pool), pools);
-        free(device, &mut lock(&device.memory), pools);
+        assert_eq!(of_pool(), pools);
+        free(pools);
         let gone = pool::POOLS.remove(pool).unwrap();
         pool::keeps_less(driver, &gone);
         assert!(lock(&device.memory).chunks().is_empty());
@@ -413,16 +471,85 @@ mod tests {
         assert!(!lock(&pool_export::IMPORTED).contains_key(&address));
     }
 
-    #[test]
-    fn a_free_does_not_take_what_is_at_its_address_by_then() {
-        let freed = Freed::new();
-        let device = &freed.driver.devices[0];
-        if let Some(tag) = lock(&device.memory).tag_mut(freed.address) {
-            *tag = Tag { buffer: unique_id(), freed: false, ..*tag };
+    /// Two streams, and allocations of a pool for them.
+    struct Pooled {
+        driver: &'static Driver,
+        pool: usize,
+        streams: [Arc<Stream>; 2],
+    }
+
+    impl Pooled {
+        fn new() -> Pooled {
+            let server = Server::unused();
+            let driver = Driver::for_tests(&[server]);
+            let context = Context::new(ContextId(0), server, 0, 0, false);
+            let first = client::channel::MAX_CONTEXTS + 1;
+            let stream = |n| Arc::new(Stream::new(StreamId(first + n), context, 1, 0, false));
+            Pooled { driver, pool: pool::insert(Pool::new(0)).unwrap(), streams: [0, 1].map(stream) }
         }
-        freed.stream.is_synced(freed.stream.mark().unwrap());
-        collect(freed.driver, device.server);
-        assert!(freed.is_there());
+
+        fn alloc(&self, stream: usize, size: u64) -> u64 {
+            let device = &self.driver.devices[0];
+            let stream = &self.streams[stream];
+            let by = Freeing { stream: stream.clone(), pool: self.pool };
+            let tag =
+                Tag { context: stream.context, buffer: unique_id(), pool: self.pool, sync_memops: false };
+            let mut memory = lock(&device.memory);
+            memory.pass(has_freed(device));
+            memory.alloc_in_order(&by, size, tag, &Full).unwrap().address
+        }
+
+        /// Frees behind work of the stream.
+        fn free(&self, stream: usize, address: u64) {
+            let stream = &self.streams[stream];
+            stream.work(&client::ops::stream::StreamMark { stream: stream.id }).unwrap();
+            free_in_order(self.driver, address, stream.clone()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_stream_has_what_it_has_freed_again_in_any_size_and_others_when_it_has_passed_that() {
+        const MIB: u64 = 1 << 20;
+        let pooled = Pooled::new();
+        let both = [pooled.alloc(0, MIB), pooled.alloc(1, MIB)];
+        // It is the second stream that frees what the first one has allocated.
+        for address in both {
+            pooled.free(1, address);
+        }
+        let others = pooled.alloc(0, MIB);
+        assert!(!both.contains(&others), "its work may still use that");
+        assert_eq!(pooled.alloc(1, 2 * MIB), both[0]);
+        pooled.free(1, both[0]);
+        assert_ne!(pooled.alloc(0, 2 * MIB), both[0]);
+        pooled.streams[1].is_synced(pooled.streams[1].mark().unwrap());
+        let again = [pooled.alloc(0, MIB), pooled.alloc(0, MIB)];
+        assert!(again.contains(&both[0]) || again.contains(&both[1]));
+    }
+
+    #[test]
+    fn memory_that_was_waited_for_stays_for_the_allocation_that_needs_it() {
+        let pooled = Pooled::new();
+        let address = pooled.alloc(0, 1 << 30);
+        pooled.free(0, address);
+        pooled.streams[0].is_synced(pooled.streams[0].mark().unwrap());
+        let device = &pooled.driver.devices[0];
+        let mut waited = BTreeSet::new();
+        assert!(wait_for_freed(pooled.driver, device, &mut waited));
+        assert!(!wait_for_freed(pooled.driver, device, &mut waited), "nothing is pending");
+        assert_eq!(lock(&device.memory).chunks().len(), 1);
+        assert_eq!(pooled.alloc(1, 1 << 30), address);
+    }
+
+    #[test]
+    fn what_a_destroyed_stream_was_to_free_is_used_until_it_is_done() {
+        let pooled = Pooled::new();
+        let address = pooled.alloc(0, 2 << 20);
+        pooled.free(0, address);
+        let [stream, _] = &pooled.streams;
+        stream_table::end(stream.clone());
+        assert_ne!(pooled.alloc(1, 2 << 20), address);
+        stream.is_synced(stream.mark().unwrap());
+        assert_eq!(pooled.alloc(1, 2 << 20), address);
     }
 
     #[test]

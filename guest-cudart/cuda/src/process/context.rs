@@ -410,6 +410,22 @@ impl Context {
         }
     }
 
+    /// The same for a call that frees or destroys something, which nobody does twice. An error that does not
+    /// last does not keep it from that: the call returns it in the end.
+    ///
+    /// # Errors
+    /// The error of earlier work, if it lasts.
+    pub fn deferred_to_end(&self) -> Result<Result> {
+        let deferred = self.deferred();
+        if self.has_failed() { Err(deferred.err().unwrap_or(Status::UNKNOWN)) } else { Ok(deferred) }
+    }
+
+    /// Whether earlier work has left an error that lasts.
+    pub fn has_failed(&self) -> bool {
+        let error = self.session().progress().error(self.id).and_then(|word| word.get());
+        error.is_some_and(|(_, sticky, _)| sticky)
+    }
+
     /// Notes that work of this context has failed in this process, such as a copy from another server. The
     /// next call that reports errors returns it, once.
     pub fn fail(&self, status: Status) {
@@ -678,11 +694,25 @@ pub(crate) fn current_green() -> Option<Arc<Green>> {
 /// error: what nearly every call needs.
 #[inline]
 pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
+    let (driver, context) = usable()?;
+    context.deferred()?;
+    Ok((driver, context))
+}
+
+/// The same for a call that frees or destroys something, with the error that it
+/// [returns in the end](Context::deferred_to_end).
+pub(crate) fn ready_to_end() -> Result<(&'static Driver, &'static Context, Result)> {
+    let (driver, context) = usable()?;
+    Ok((driver, context, context.deferred_to_end()?))
+}
+
+/// The driver and the current context, after checking that the session is alive.
+#[inline]
+fn usable() -> Result<(&'static Driver, &'static Context)> {
     let driver = driver()?;
     host_calls::forbid()?;
     let context = current()?;
     context.session().check()?;
-    context.deferred()?;
     Ok((driver, context))
 }
 

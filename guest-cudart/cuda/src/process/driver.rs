@@ -3,12 +3,13 @@
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, Once, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, Once, OnceLock, RwLock};
 
 use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::device_attributes::attr;
 use crate::process::fences::Fences;
+use crate::process::stream::Stream;
 use crate::process::visible_devices;
 use client::channel::MAX_DEVICES;
 use client::container::pid_namespace;
@@ -71,9 +72,11 @@ pub(crate) struct Device {
     pub info: DeviceInfoReply,
     /// By `CUdevice_attribute` number. `None`: unknown to the server's driver.
     pub attributes: Vec<Option<i32>>,
-    pub memory: Mutex<DeviceMemory<Tag>>,
+    pub memory: Mutex<Memory>,
     /// The host's counterpart at the same addresses: see [`crate::memory::managed`].
-    pub managed: Mutex<DeviceMemory<Tag>>,
+    pub managed: Mutex<Memory>,
+    /// Whether each of these has memory that was freed in stream order. Changed while that one is locked.
+    pub freed: [AtomicBool; 2],
     pub primary: &'static Context,
     /// Kernels access pinned memory in place, because the server shares it.
     pub shares_host_memory: bool,
@@ -386,12 +389,29 @@ impl Device {
         let page = client::pages::PAGE as u64;
         let managed = Mutex::new(DeviceMemory::both(ordinal, window, info.granule, page));
         let primary = Context::new(ContextId(number), server, ordinal, 0, true);
-        Device { ordinal, number, server, info, attributes, memory, managed, primary, shares_host_memory }
+        Device {
+            ordinal,
+            number,
+            server,
+            info,
+            attributes,
+            memory,
+            managed,
+            freed: Default::default(),
+            primary,
+            shares_host_memory,
+        }
     }
 
     /// The part of the device's memory that contains an address.
-    pub fn memory_of(&self, address: u64) -> &Mutex<DeviceMemory<Tag>> {
+    pub fn memory_of(&self, address: u64) -> &Mutex<Memory> {
         if is_managed(address) { &self.managed } else { &self.memory }
+    }
+
+    /// The parts of the device's memory, and whether each has memory that was freed in stream order.
+    pub fn parts(&self) -> [(&Mutex<Memory>, &AtomicBool); 2] {
+        let [device, managed] = &self.freed;
+        [(&self.memory, device), (&self.managed, managed)]
     }
 
     /// An attribute's value, or 0 if the device doesn't know it.
@@ -499,8 +519,44 @@ pub(crate) struct Tag {
     /// Handle of the pool it came from, or 0 for `cuMemAlloc`.
     pub pool: usize,
     pub sync_memops: bool,
-    /// Freed in stream order: the program no longer owns it.
-    pub freed: bool,
+}
+
+/// One part of a device's memory.
+pub(crate) type Memory = DeviceMemory<Tag, Freeing>;
+
+/// Who has freed memory in stream order. Until the stream has passed the free, only the same pool has it
+/// again, for the same stream.
+#[derive(Clone)]
+pub(crate) struct Freeing {
+    pub stream: Arc<Stream>,
+    /// The handle of the memory's pool, or 0 for `cuMemAlloc`.
+    pub pool: usize,
+}
+
+impl Freeing {
+    fn key(&self) -> (u64, usize) {
+        (self.stream.unique(), self.pool)
+    }
+}
+
+impl PartialEq for Freeing {
+    fn eq(&self, other: &Freeing) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl Eq for Freeing {}
+
+impl PartialOrd for Freeing {
+    fn partial_cmp(&self, other: &Freeing) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Freeing {
+    fn cmp(&self, other: &Freeing) -> std::cmp::Ordering {
+        self.key().cmp(&other.key())
+    }
 }
 
 /// A session without a connection, for tests that need only this process.

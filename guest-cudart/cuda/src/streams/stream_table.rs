@@ -41,6 +41,16 @@ pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Conte
     }
 }
 
+/// The same for a call that frees something: as [`context::ready_to_end`].
+pub(crate) fn ready_to_end_on(
+    stream: usize,
+) -> Result<(&'static Driver, &'static Context, Result, Option<Lent>)> {
+    match context::ready_to_end() {
+        Err(Status::INVALID_CONTEXT) => lend_to_end(lender(stream)?),
+        other => other.map(|(driver, context, deferred)| (driver, context, deferred, None)),
+    }
+}
+
 /// Makes a context current in a thread without one, until this is dropped.
 pub(crate) struct Lent(());
 
@@ -52,19 +62,29 @@ impl Drop for Lent {
 
 #[cold]
 pub(crate) fn lent_by(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
-    if context::current_handle() != 0 || stream <= stream::PER_THREAD {
-        return Err(Status::INVALID_CONTEXT);
-    }
-    let (_, stream) = ask(stream, false)?;
-    lend(stream.context)
-}
-
-/// Makes a context current until the guard is dropped.
-pub(crate) fn lend(context: &'static Context) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
-    context::push(context)?;
+    context::push(lender(stream)?)?;
     let lent = Lent(());
     let (driver, context) = context::ready()?;
     Ok((driver, context, Some(lent)))
+}
+
+/// The context of a stream that a thread without a current context names.
+fn lender(stream: usize) -> Result<&'static Context> {
+    if context::current_handle() != 0 || stream <= stream::PER_THREAD {
+        return Err(Status::INVALID_CONTEXT);
+    }
+    ask(stream, false).map(|(_, stream)| stream.context)
+}
+
+/// Makes a context current until the guard is dropped, for a call that frees something: as
+/// [`context::ready_to_end`].
+pub(crate) fn lend_to_end(
+    context: &'static Context,
+) -> Result<(&'static Driver, &'static Context, Result, Option<Lent>)> {
+    context::push(context)?;
+    let lent = Lent(());
+    let (driver, context, deferred) = context::ready_to_end()?;
+    Ok((driver, context, deferred, Some(lent)))
 }
 
 pub(crate) static STREAMS: Slab<Stream> = Slab::new(2);

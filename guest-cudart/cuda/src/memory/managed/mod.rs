@@ -48,7 +48,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use crate::abi::result::Result;
-use crate::memory::device_memory;
 use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{BLOCK, Blocks, Run};
 use crate::memory::managed::compared_words::Compared;
@@ -59,7 +58,7 @@ use crate::memory::managed::watch::Watch;
 use crate::memory::managed::write_turns::Publishing;
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
-use crate::process::driver::{Device, Driver, Tag, driver};
+use crate::process::driver::{Device, Driver, Memory, Tag, driver};
 use crate::process::fences;
 use crate::process::host_calls;
 use crate::process::ids::unique_id;
@@ -460,8 +459,8 @@ pub(crate) fn alloc(
 ) -> Result<u64> {
     pages(driver)?;
     let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
-    let address = device_memory::place(device, &device.managed, size, tag, &Both(driver, device))?;
+    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false };
+    let address = lock(&device.managed).alloc(size, tag, &Both(driver, device))?;
     let reserved = size.next_multiple_of(PAGE as u64);
     prepare(driver, context, address, reserved).inspect_err(|_| {
         lock(&device.managed).free(address, &Both(driver, device));
@@ -500,11 +499,35 @@ pub(crate) fn free(driver: &'static Driver, device: &Device, address: u64) -> Re
     if memory.find(address).is_none_or(|(base, _)| base != address) {
         return Ok(false);
     }
+    close(driver, address)?;
+    Ok(memory.free(address, &Both(driver, device)).is_some())
+}
+
+/// Gives back an allocation that was freed in the order of a stream, which has passed the free.
+pub(crate) fn give_back(
+    driver: &'static Driver,
+    device: &Device,
+    memory: &mut Memory,
+    address: u64,
+) -> Result {
+    close(driver, address)?;
+    memory.give_back(address, |_| 0, &Both(driver, device));
+    Ok(())
+}
+
+fn close(driver: &'static Driver, address: u64) -> Result {
     let pages = pages(driver)?;
     if let Some((size, _)) = lock(&STATE).remove(address) {
         pages.close_range(address as usize, size as usize);
     }
-    Ok(memory.free(address, &Both(driver, device)).is_some())
+    Ok(())
+}
+
+/// Notes that an allocation is used again, in another context maybe.
+pub(crate) fn used_again(address: u64, context: &'static Context) {
+    if let Some((_, piece)) = lock(&STATE).pieces.get_mut(&address) {
+        piece.context = context;
+    }
 }
 
 /// Drops the managed memory of a device that the server resets.
@@ -540,11 +563,11 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: impl Fn(usize, u64)) {
     // A device of another server, which may not answer, has none of its memory.
     for device in driver.devices.iter().filter(|device| std::ptr::eq(device.server, context.server)) {
-        let is_its = |tag: &Tag| std::ptr::eq(tag.context, context) && !tag.freed;
+        let is_its = |tag: &Tag| std::ptr::eq(tag.context, context);
         let addresses = lock(&device.managed).addresses_where(is_its);
         for address in addresses {
             let found = lock(&device.managed).find(address).map(|(_, found)| (found.tag, found.size));
-            if let Some((tag, size)) = found.filter(|(tag, _)| !tag.freed) {
+            if let Some((tag, size)) = found {
                 gone(tag.pool, size);
             }
             // What cannot be freed now goes with the session.
