@@ -237,6 +237,26 @@ struct Graph {
     }
 };
 
+// A large graph of which each step changes one kernel: by its parameters, as GROMACS does, or by an update from a graph
+// that was changed, as llama.cpp does.
+static void updated_graph(CUstream stream, int step) {
+    static Graph large(400);
+    auto p = large.params(128 << step % 3);
+    CUgraphNode changed = large.nodes[step * 7 % large.nodes.size()];
+    if (step % 2) {
+        OK(cuGraphExecKernelNodeSetParams(large.exec, changed, &p));
+    } else {
+        OK(cuGraphKernelNodeSetParams(changed, &p));
+        CUgraphExecUpdateResultInfo result;
+        OK(cuGraphExecUpdate(large.exec, large.graph, &result));
+    }
+    large.launch(stream);
+    float value = 0;
+    OK(cuMemcpyDtoHAsync(&value, data, sizeof value, stream));
+    OK(cuStreamSynchronize(stream));
+    check(value);
+}
+
 // The input goes into the graph's memory, the graph runs, and its result is looked at.
 static void graph(CUstream stream, int) {
     static Graph inference(12);
@@ -761,7 +781,7 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"sums", sums}, {"collective", collective}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"updated_graph", updated_graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"sums", sums}, {"collective", collective}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -173,6 +173,44 @@ static void by_driver(const std::string &code) {
     IS(CUDA_SUCCESS, cuMemFree(p));
 }
 
+static long resident_pages() {
+    long all = 0, resident = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    REQUIRE(file && fscanf(file, "%ld %ld", &all, &resident) == 2, "cannot read statm");
+    fclose(file);
+    return resident;
+}
+
+// An image that stays where it is, as the program promises, is not copied; any other is. Either serves for a second context.
+static void preserved(const std::string &code) {
+    const size_t size = 16 << 20;
+    std::string image = code + "//";
+    image.resize(size, 'x');
+    CUlibraryOption option = CU_LIBRARY_BINARY_IS_PRESERVED;
+    void *yes = (void *)1, *no = nullptr;
+    CUlibrary libraries[4], copied = nullptr;
+    CUkernel kernels[2];
+    long before = 0;
+    for (CUlibrary &library : libraries) {
+        IS(CUDA_SUCCESS, cuLibraryLoadData(&library, image.c_str(), nullptr, nullptr, 0, &option, &yes, 1));
+        if (library == libraries[0]) before = resident_pages();
+    }
+    const long grown = (resident_pages() - before) * sysconf(_SC_PAGESIZE);
+    REQUIRE(grown < (long)size * 3 / 2, "three libraries of %zu bytes that stay in place took %ld", size, grown);
+    std::string passing = code;
+    IS(CUDA_SUCCESS, cuLibraryLoadData(&copied, passing.c_str(), nullptr, nullptr, 0, &option, &no, 1));
+    passing.assign(passing.size(), '?');
+    IS(CUDA_SUCCESS, cuLibraryGetKernel(&kernels[0], libraries[3], "nothing"));
+    IS(CUDA_SUCCESS, cuLibraryGetKernel(&kernels[1], copied, "nothing"));
+    CUcontext other;
+    IS(CUDA_SUCCESS, cuCtxCreate(&other, nullptr, 0, 0));
+    for (CUkernel kernel : kernels) IS(CUDA_SUCCESS, cuLaunchKernel((CUfunction)kernel, 1, 1, 1, 1, 1, 1, 0, nullptr, nullptr, nullptr));
+    IS(CUDA_SUCCESS, cuCtxSynchronize());
+    IS(CUDA_SUCCESS, cuCtxDestroy(other));
+    IS(CUDA_SUCCESS, cuLibraryUnload(copied));
+    for (CUlibrary library : libraries) IS(CUDA_SUCCESS, cuLibraryUnload(library));
+}
+
 // Modules, as they were before libraries.
 static void by_module(const std::string &code) {
     CUmodule module = nullptr;
@@ -230,6 +268,7 @@ int main(int argc, char **argv) {
     RETURNS(cudaSuccess, cudaFree(nullptr));
     by_runtime(code);
     by_driver(code);
+    preserved(code);
     by_module(code);
     return verdict();
 }

@@ -160,6 +160,22 @@ fn inference_as_a_graph_waits_once() -> Result<()> {
     waits_of_a_step("graph", 1)
 }
 
+/// Only what has changed is sent, and nothing waits for it. A description of the whole graph would not fit
+/// into a record.
+#[test]
+fn a_large_graph_that_changes_waits_for_its_result_only() -> Result<()> {
+    waits_of_a_step("updated_graph", 1)?;
+    for transport in ["local", "tcp"] {
+        let copied = |steps: &str| -> Result<u64> {
+            let lines = stats_of(transport, "framework_steps", &["updated_graph", steps])?;
+            counter_of(lines.first().context("no counters")?, "copied_bytes")
+        };
+        let bytes = copied("60")? - copied("20")?;
+        assert!(bytes < 40 * 1024, "over {transport}, 40 steps have copied {bytes} bytes");
+    }
+    Ok(())
+}
+
 /// Its inputs are copied on a stream that is waited for after each of them.
 #[test]
 fn a_token_of_llama_cpp_waits_once() -> Result<()> {

@@ -17,15 +17,19 @@ use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES, MAX_PAYLOAD, MAX_RECORD, NO_SLOT, Record};
 use protocol::data::{HostIn, HostRange, Place};
 use protocol::fuzzing::Steps;
-use protocol::handle::{ContextId, EventId, FunctionId, ModuleId, StreamId};
+use protocol::handle::{ContextId, EventId, FunctionId, GraphId, ModuleId, StreamId};
 use protocol::link::{ProgressUpdate, progress};
-use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD};
+use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD, Memset};
 use protocol::ops::event::EventCreate;
+use protocol::ops::graph::{
+    ChangedNode, GraphChangeNodes, GraphInstantiate, GraphLaunch, GraphNode, GraphNodes,
+};
 use protocol::ops::launch::Launch;
 use protocol::ops::memory::{DEVICE_PART, MemAlloc, MemGrow, SPACE, window};
 use protocol::ops::module::{FunctionBind, ModuleLoadByName, Param};
 use protocol::ops::stream::{StreamCreate, StreamSynchronize};
 use protocol::ops::{self, Class, Op};
+use protocol::wire::{Bytes, Wire, Writer};
 
 use super::residence::{Orders, Residence};
 use super::turns::{Link, Turns};
@@ -214,9 +218,36 @@ impl Program<'_> {
                 self.say(&MemcpyDtoHInline { stream, src: window(0), len });
             }
             7 => self.say(&StreamSynchronize { stream }),
+            8 => self.graph(stream),
             _ => self.any(),
         }
         self.ahead.reverse();
+    }
+
+    /// A graph of fills, changes of its nodes, and a launch.
+    fn graph(&mut self, stream: StreamId) {
+        let graph = GraphId(u32::from(self.steps.byte() % 4));
+        let mut fill = || {
+            let dst = window(0) + u64::from(self.steps.u16());
+            let mut body = Vec::new();
+            let fill = Memset { stream, dst, pitch: 0, value: 5, element: 4, width: 1, height: 1 };
+            ops::encode(&fill, &mut body);
+            Bytes(body)
+        };
+        let opcode = Memset::INFO.opcode;
+        let nodes = (0..3).map(|_| GraphNode { opcode, dependencies: vec![], body: fill() }).collect();
+        let changed = ChangedNode { place: 0, opcode, body: fill() };
+        let mut bytes = Vec::new();
+        GraphNodes { nodes }.put(&mut Writer(&mut bytes));
+        let nodes = HostIn::Inline(&bytes);
+        self.say(&GraphInstantiate { context: ContextId(0), graph, flags: 0, nodes });
+        let last = self.steps.byte() & 1 != 0;
+        let place = u32::from(self.steps.byte() % 5);
+        let other = self.steps.u16();
+        let opcode = self.steps.pick(&[opcode, 0, Launch::INFO.opcode, other]);
+        let any = ChangedNode { place, opcode, body: Bytes(self.steps.bytes().to_vec()) };
+        self.say(&GraphChangeNodes { graph, last, nodes: vec![changed, any] });
+        self.say(&GraphLaunch { graph, stream });
     }
 
     /// Any operation, with any values.

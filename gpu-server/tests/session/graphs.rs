@@ -86,6 +86,75 @@ fn a_graphs_nodes_are_checked_when_it_is_instantiated() {
     on_each_transport!(Server::start(&[]), body);
 }
 
+#[test]
+fn nodes_of_a_graph_are_changed_one_by_one() {
+    fn body<S: Session>(s: &mut S) {
+        fn change<S: Session>(s: &mut S, last: bool, nodes: &[(u32, GraphNode)]) {
+            let changed = |(place, node): &(u32, GraphNode)| ChangedNode {
+                place: *place,
+                opcode: node.opcode,
+                body: node.body.clone(),
+            };
+            s.push(&GraphChangeNodes { graph: GraphId(1), last, nodes: nodes.iter().map(changed).collect() });
+        }
+        /// Fills memory with zeros, launches the graph, and returns the words that its nodes fill.
+        fn launched<S: Session>(s: &mut S) -> [u32; 3] {
+            let stream = StreamId(0);
+            s.push(&Memset { stream, dst: BASE, pitch: 0, value: 0, element: 4, width: 3, height: 1 });
+            s.push(&GraphLaunch { graph: GraphId(1), stream });
+            [0, 4, 8].map(|at| word_at(s, BASE + at))
+        }
+        grow(s, 4096);
+        load(s);
+        let fill = |word: u64, value| fill_node(BASE + word * 4, value, &[]);
+        let context = ContextId(0);
+        let chain = |node: GraphNode, from: &[u32]| GraphNode { dependencies: from.to_vec(), ..node };
+        let nodes = vec![fill(0, 1), chain(fill(1, 2), &[0]), chain(fill(2, 3), &[1])];
+        let nodes = encoded(&GraphNodes { nodes });
+        s.call(&GraphInstantiate { context, graph: GraphId(1), flags: 0, nodes: HostIn::Inline(&nodes) })
+            .unwrap();
+        assert_eq!(launched(s), [1, 2, 3]);
+        change(s, true, &[(1, fill(1, 20))]);
+        assert_eq!(launched(s), [1, 20, 3]);
+        // A change in two parts. A launch between them does nothing of it.
+        change(s, false, &[(0, fill(0, 10))]);
+        assert_eq!(launched(s), [1, 20, 3]);
+        change(s, true, &[(2, fill(2, 30))]);
+        assert_eq!(launched(s), [10, 20, 30]);
+        // Another operation, which comes after the fill of its word; and none.
+        change(s, true, &[(1, launch_node(0, 1, &params(BASE, 3, 1), &[])), (2, node_of_nothing())]);
+        assert_eq!(launched(s), [30, 0, 0]);
+        // Nodes that the server refuses. Launches report that until the nodes are other ones.
+        for bad in [fill(4096, 5), launch_node(9, 1, &[], &[]), launch_node(0, 1, &[], &[])] {
+            change(s, true, &[(0, fill(0, 3)), (1, bad.clone())]);
+            assert_eq!(launched(s), [0, 0, 0], "{bad:?}");
+            assert!(s.error(0).is_some_and(|(_, sticky)| !sticky), "{bad:?}");
+            change(s, true, &[(2, fill(2, 7))]);
+            assert_eq!(launched(s), [0, 0, 0], "{bad:?}");
+            change(s, true, &[(1, fill(1, 6))]);
+            assert_eq!(launched(s), [3, 6, 7], "{bad:?}");
+        }
+        // After what no client of ours sends, only a whole list helps.
+        for bad in [
+            (3, fill(0, 1)),
+            (u32::MAX, fill(0, 1)),
+            (0, GraphNode { opcode: 0x0a01, ..fill(0, 1) }),
+            (0, GraphNode { opcode: 0, ..fill(0, 1) }),
+            (0, GraphNode { body: Bytes(vec![1, 2, 3]), ..fill(0, 1) }),
+        ] {
+            change(s, false, std::slice::from_ref(&bad));
+            change(s, true, &[(0, fill(0, 1))]);
+            assert_eq!(launched(s), [0, 0, 0], "{bad:?}");
+            s.push(&GraphChange { graph: GraphId(1), nodes: &nodes });
+            assert_eq!(launched(s), [1, 2, 3], "{bad:?}");
+        }
+    }
+    fn node_of_nothing() -> GraphNode {
+        GraphNode { opcode: 0, dependencies: vec![], body: Bytes(vec![]) }
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
 /// Otherwise it would belong to a context that is reset, and its ID to another one.
 #[test]
 fn devices_are_not_selected_once_there_is_a_graph() {

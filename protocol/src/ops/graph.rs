@@ -31,6 +31,18 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
+    /// What a node of an instance does from now on. It depends on the same nodes as before.
+    pub struct ChangedNode {
+        /// Its place in the list of nodes.
+        place: u32,
+        /// As in [`GraphNode`]. It may be another operation than before.
+        opcode: u16,
+        /// As in [`GraphNode`].
+        body: Bytes,
+    }
+}
+
+crate::wire_struct! {
     /// The contents of a draft.
     pub struct GraphPart {
         /// The draft's id.
@@ -127,6 +139,22 @@ ops! {
         graph: GraphId,
         /// The wire form of [`GraphNodes`].
         nodes: &'a [u8],
+    }
+
+    /// Changes some nodes of an instance, whose list the last [`GraphInstantiate`], [`GraphUpdate`] or
+    /// [`GraphChange`] gave. A change of many nodes comes in several of these, of which the last one applies
+    /// all. If it fails, later launches of the graph fail with its status until nodes have been changed
+    /// successfully; the list has the refused nodes, too. If a node has no such place, or a body is
+    /// malformed, there is no list any more until the next [`GraphUpdate`] or [`GraphChange`].
+    async 0x0a0c graph_change_nodes: GraphChangeNodes
+        [order Object, may_block Context, lane Main, since 8]
+    {
+        /// The graph.
+        graph: GraphId,
+        /// Whether no more nodes follow that belong to this change.
+        last: bool,
+        /// The nodes.
+        nodes: Vec<ChangedNode>,
     }
 
     /// `cuGraphExecDestroy`. Launches in progress complete.

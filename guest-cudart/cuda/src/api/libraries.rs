@@ -14,26 +14,46 @@ use crate::process::context;
 use crate::process::driver::driver;
 use client::Status;
 
+/// `CU_LIBRARY_BINARY_IS_PRESERVED`: "code can be accessed at any point until cuLibraryUnload()"
+/// (`CUlibraryOption`). The other option, the universal function table, belongs to nvcc and has no meaning for
+/// a remote device.
+const BINARY_IS_PRESERVED: u32 = 1;
+
+/// Whether a program promises that a library's image stays as long as the library.
+///
+/// # Safety
+/// Both arrays have `count` entries.
+unsafe fn is_preserved(options: *const u32, values: *const *mut c_void, count: u32) -> bool {
+    if options.is_null() || values.is_null() {
+        return false;
+    }
+    // SAFETY: guaranteed by the caller. An option's value is in the entry itself.
+    (0..count as usize)
+        .any(|i| unsafe { *options.add(i) == BINARY_IS_PRESERVED && !(*values.add(i)).is_null() })
+}
+
 api! {
     unsafe fn cuLibraryLoadData(
         to: Out<usize>, code: *const c_void, options: *const u32, values: *const *mut c_void, count: u32,
         library_options: *const u32, library_values: *const *mut c_void, library_count: u32
     ) {
-        // Both library options are promises of the program about its image, which is copied here. The
-        // universal function table belongs to nvcc and has no meaning for a remote device.
-        let _ = (library_options, library_values, library_count);
         to.required()?;
         driver()?.check()?;
         // SAFETY: the program passes `count` options, by CUDA's manual.
         let jit = unsafe { Jit::parse(count, options, values) }?;
-        // SAFETY: the program passes a complete image.
-        to.put(library::new_library(&unsafe { image::bytes(code) }?, jit)?)
+        // SAFETY: the program passes `library_count` options, by CUDA's manual.
+        let stays = unsafe { is_preserved(library_options, library_values, library_count) };
+        // SAFETY: the program passes a complete image. It is used after this call only if it stays until the
+        // library is unloaded, and `Library::unload` waits for whoever reads it then.
+        let image = unsafe { image::bytes(code) }?;
+        to.put(library::new_library(if stays { image } else { image.into_owned().into() }, jit)?)
     }
 
     unsafe fn cuLibraryLoadFromFile(
         to: Out<usize>, name: Text, options: *const u32, values: *const *mut c_void, count: u32,
         library_options: *const u32, library_values: *const *mut c_void, library_count: u32
     ) {
+        // The image is read from the file here and now.
         let _ = (library_options, library_values, library_count);
         to.required()?;
         name.required()?;
@@ -42,7 +62,8 @@ api! {
         let jit = unsafe { Jit::parse(count, options, values) }?;
         let bytes = read_file(name.get()?)?;
         // SAFETY: a whole file, with a NUL after it in case it is text.
-        to.put(library::new_library(&unsafe { image::bytes(bytes.as_ptr().cast()) }?, jit)?)
+        let image = unsafe { image::bytes(bytes.as_ptr().cast()) }?.into_owned();
+        to.put(library::new_library(image.into(), jit)?)
     }
 
     fn cuLibraryUnload(handle: usize) {

@@ -1,5 +1,6 @@
 //! Libraries and kernels: code that is loaded into a context when it is first used there.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
@@ -51,8 +52,9 @@ pub(crate) fn name_of(handle: usize) -> Option<*const c_char> {
 /// A library.
 pub(crate) struct Library {
     pub handle: usize,
-    /// Its own copy of the image, because the program may free its copy.
-    image: Vec<u8>,
+    /// The program's image, or a copy of it if the program may free its own. The program's may be gone once
+    /// [`unload`](Self::unload) has returned.
+    image: Cow<'static, [u8]>,
     jit: Jit,
     pub instances: Mutex<Instances>,
     /// Notified when a context is no longer [`Instances::loading`].
@@ -166,6 +168,10 @@ impl Library {
             let mut instances = lock(&self.instances);
             // A thread that is loading it unloads it again.
             instances.unloaded = true;
+            if let Cow::Borrowed(_) = self.image {
+                let waited = self.loaded.wait_while(instances, |instances| !instances.loading.is_empty());
+                instances = waited.unwrap_or_else(PoisonError::into_inner);
+            }
             std::mem::take(&mut instances.all)
         };
         let mut unloaded = Ok(());
@@ -423,13 +429,13 @@ pub(crate) fn kernel(handle: usize) -> Result<(&'static Driver, Arc<Kernel>)> {
 }
 
 /// Creates a library from an image. Returns its handle.
-pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
+pub(crate) fn new_library(image: Cow<'static, [u8]>, jit: Jit) -> Result<usize> {
     let driver = driver()?;
     let mut made = None;
     let handle = LIBRARIES.insert_with(|handle| {
         let library = Arc::new(Library {
             handle,
-            image: image.to_vec(),
+            image,
             jit: jit.without_buffers(),
             instances: Mutex::default(),
             loaded: Condvar::new(),
@@ -457,15 +463,19 @@ mod tests {
     use client::handle::{ContextId, ModuleId};
     use client::ops::module::FunctionInfo;
 
-    fn unlisted() -> Arc<Library> {
+    fn unlisted_of(image: Cow<'static, [u8]>) -> Arc<Library> {
         Arc::new(Library {
             handle: 0,
-            image: b"no image".to_vec(),
+            image,
             jit: Jit::default(),
             instances: Mutex::default(),
             loaded: Condvar::new(),
             kernels: Mutex::default(),
         })
+    }
+
+    fn unlisted() -> Arc<Library> {
+        unlisted_of(Cow::Owned(b"no image".to_vec()))
     }
 
     #[test]
@@ -483,6 +493,29 @@ mod tests {
         drop(instances);
         // It is not loaded again: the server never answers.
         assert_eq!(library.in_context(context).map(drop), Err(Status::INVALID_HANDLE));
+    }
+
+    #[test]
+    fn a_programs_own_image_is_not_read_once_its_library_was_unloaded() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let library = unlisted_of(Cow::Borrowed(b"no image"));
+        let before = context.session().last_seq();
+        let loading = library.clone();
+        let loads = std::thread::spawn(move || loading.in_context(context).map(drop));
+        while context.session().last_seq() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (says, said) = mpsc::channel();
+        let unloading = library.clone();
+        std::thread::spawn(move || says.send(unloading.unload()).unwrap());
+        while !lock(&library.instances).unloaded {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(lock(&library.instances).is_loading(context));
+        assert_eq!(said.try_recv(), Err(mpsc::TryRecvError::Empty));
+        context.server.lose();
+        assert!(loads.join().unwrap().is_err());
+        said.recv_timeout(Duration::from_secs(60)).expect("the library is not loaded any more").unwrap();
     }
 
     #[test]

@@ -31,11 +31,11 @@ use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use crate::work::{copy_boxes, fill};
 use client::data::HostIn;
-use client::handle::GraphId;
+use client::handle::{GraphId, StreamId};
 use client::handles::Slab;
 use client::ops::graph::{
-    GraphChange, GraphDestroy, GraphInstantiate, GraphInstantiateDraft, GraphLaunch, GraphNode, GraphNodes,
-    GraphPart, GraphParts, GraphUpdate, GraphUpload,
+    ChangedNode, GraphChange, GraphChangeNodes, GraphDestroy, GraphInstantiate, GraphInstantiateDraft,
+    GraphLaunch, GraphNode, GraphNodes, GraphPart, GraphParts, GraphUpdate, GraphUpload,
 };
 use client::session::Session;
 use client::wire::{Bytes, Wire, Writer};
@@ -80,6 +80,8 @@ pub(crate) struct Flat {
     bounce: Option<Arc<Bounce>>,
     /// The context of the instance's graphs on the server. `None` in the graph of a conditional node.
     home: Option<&'static Context>,
+    /// Its [`share`](Self::share) when the steps were made. `None`: it is in no step.
+    planned: Option<(bool, bool)>,
 }
 
 /// A step of a launch.
@@ -150,6 +152,7 @@ pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) 
             enabled: true,
             bounce: None,
             home: None,
+            planned: None,
         };
         if let Work::Child(child) = &work {
             let begins = out.len();
@@ -194,6 +197,12 @@ impl Flat {
     /// Whether it waits for words that an independent node may write.
     fn waits(&self) -> bool {
         self.enabled && matches!(&self.work, Work::Words(words) if words.wait())
+    }
+
+    /// What the steps depend on besides the nodes' dependencies: whether the server does its work, and whether
+    /// it waits for words.
+    fn share(&self) -> (bool, bool) {
+        (self.is_servers(), self.waits())
     }
 
     /// The node's handle in the program.
@@ -325,6 +334,21 @@ impl State {
         Ok(some.then_some(bytes))
     }
 
+    /// The wire form of the changed nodes of a graph on the server, which has the nodes at `places`.
+    fn describe_changed(
+        &self,
+        driver: &Driver,
+        context: &'static Context,
+        places: &[usize],
+    ) -> Result<Vec<ChangedNode>> {
+        let changed = (0..).zip(places).filter(|(_, at)| self.changed.contains(at));
+        let described = changed.map(|(place, at)| {
+            let (opcode, body) = operation(&self.nodes[*at], driver, context)?;
+            Ok(ChangedNode { place, opcode, body: Bytes(body) })
+        });
+        described.collect()
+    }
+
     /// Whether all kernels are in one graph on the server, or there is no conditional node. A condition
     /// belongs to one graph, and so must the kernels that set it.
     fn is_together(&self, plan: &[(bool, Vec<usize>)]) -> bool {
@@ -368,7 +392,42 @@ impl State {
         }
         destroy(context, &self.steps);
         self.steps = steps;
+        self.note_planned();
         Ok(())
+    }
+
+    /// Notes what the steps were made for.
+    fn note_planned(&mut self) {
+        self.nodes.iter_mut().for_each(|node| node.planned = None);
+        for step in &self.steps {
+            let places = match step {
+                Step::Server(_, places) => places.as_slice(),
+                Step::Alone(place) => std::slice::from_ref(place),
+            };
+            for place in places {
+                let node = &mut self.nodes[*place];
+                node.planned = Some(node.share());
+            }
+        }
+    }
+
+    /// Whether the changed nodes leave the steps as they are.
+    fn steps_stay(&mut self) -> bool {
+        let stays = |node: &Flat| node.planned == Some(node.share());
+        if self.changed.iter().all(|place| stays(&self.nodes[*place])) {
+            return true;
+        }
+        let mut fresh = plan(&self.nodes).into_iter();
+        let same = self.steps.iter().all(|step| match (step, fresh.next()) {
+            (Step::Server(_, places), Some((true, now))) => *places == now,
+            (Step::Alone(place), Some((false, now))) => now == [*place],
+            _ => false,
+        });
+        let same = same && fresh.next().is_none();
+        if same {
+            self.note_planned();
+        }
+        same
     }
 
     /// Sends changes to the server's graphs.
@@ -380,17 +439,15 @@ impl State {
         if self.changed.is_empty() || self.waits {
             return Ok(());
         }
-        let mut fresh = plan(&self.nodes).into_iter();
-        let same = self.steps.iter().all(|step| match (step, fresh.next()) {
-            (Step::Server(_, places), Some((true, now))) => *places == now,
-            (Step::Alone(place), Some((false, now))) => now == [*place],
-            _ => false,
-        });
-        if !same || fresh.next().is_some() {
+        if !self.steps_stay() {
             self.instantiate(driver, context, flags)?;
         } else {
             for step in &self.steps {
                 let Step::Server(id, places) = step else { continue };
+                if context.session().knows::<GraphChangeNodes>() {
+                    change_nodes(context.session(), *id, self.describe_changed(driver, context, places)?)?;
+                    continue;
+                }
                 if !places.iter().any(|place| self.changed.contains(place)) {
                     continue;
                 }
@@ -499,24 +556,42 @@ pub(crate) fn describe(
     let mut described = Vec::with_capacity(places.len());
     for place in places {
         let node = &nodes[*place];
-        let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
-        let (opcode, body) = match way {
-            Way::Server(opcode, body) => (opcode, body),
-            Way::Alone if matches!(node.work, Work::Kernel(_)) && node.is_servers() => {
-                return refuse_form!("a graph of a conditional node with kernels of several contexts");
-            }
-            // Planned for the server, but its memory is on another server than the graph's kernels.
-            Way::Alone if node.is_servers() => return Err(Status::NOT_SUPPORTED),
-            Way::Nothing | Way::Alone => (0, Vec::new()),
-        };
+        let (opcode, body) = operation(node, driver, context)?;
         let dependencies = node.before.iter().filter_map(|from| local.get(from).copied()).collect();
         described.push(GraphNode { opcode, dependencies, body: Bytes(body) });
     }
     Ok(described)
 }
 
-/// Changes a graph of the server. A short description goes without waiting: its nodes were checked here, and
-/// if the server refuses it all the same, the launch fails.
+/// What a node does in a graph on the server: an operation's opcode and body.
+fn operation(node: &Flat, driver: &Driver, context: &'static Context) -> Result<(u16, Vec<u8>)> {
+    match if node.enabled { node.work.way(driver, context)? } else { Way::Nothing } {
+        Way::Server(opcode, body) => Ok((opcode, body)),
+        Way::Alone if matches!(node.work, Work::Kernel(_)) && node.is_servers() => {
+            refuse_form!("a graph of a conditional node with kernels of several contexts")
+        }
+        // Planned for the server, but its memory is on another server than the graph's kernels.
+        Way::Alone if node.is_servers() => Err(Status::NOT_SUPPORTED),
+        Way::Nothing | Way::Alone => Ok((0, Vec::new())),
+    }
+}
+
+/// Changes nodes of a graph of the server, without waiting. They were checked here, and if the server refuses
+/// one all the same, the launch fails.
+fn change_nodes(session: &'static Session, graph: GraphId, nodes: Vec<ChangedNode>) -> Result {
+    let mut left = nodes.into_iter().peekable();
+    while left.peek().is_some() {
+        let (mut nodes, mut size) = (Vec::new(), 0);
+        while let Some(node) = left.next_if(|node| nodes.is_empty() || size + node.body.0.len() <= INLINE) {
+            size += size_of::<ChangedNode>() + node.body.0.len();
+            nodes.push(node);
+        }
+        session.append(&GraphChangeNodes { graph, last: left.peek().is_none(), nodes })?;
+    }
+    Ok(())
+}
+
+/// The same on a server that takes only descriptions of the whole graph. A short one goes without waiting.
 fn change(session: &'static Session, graph: GraphId, bytes: &[u8]) -> Result {
     if bytes.len() <= INLINE && session.knows::<GraphChange<'_>>() {
         return session.append(&GraphChange { graph, nodes: bytes }).map(|_| ());
@@ -801,14 +876,23 @@ impl Exec {
         let held = references(&fresh, 0, graph);
         let replaced = std::mem::replace(&mut state.held, held);
         for (place, node) in fresh.into_iter().enumerate() {
+            if !is_same_launch(&state.nodes[place].work, &node.work) {
+                state.changed.insert(place);
+            }
             state.nodes[place].work = node.work;
-            state.changed.insert(place);
         }
         let last = state.last.clone();
         drop(state);
         release(driver, last, replaced);
         Ok(())
     }
+}
+
+/// Whether both are the same launch of the same kernel, so that the server need not hear of it. What a copy or
+/// fill does also depends on which memory its addresses name now.
+fn is_same_launch(now: &Work, new: &Work) -> bool {
+    let (Work::Kernel(now), Work::Kernel(new)) = (now, new) else { return false };
+    Arc::ptr_eq(&now.function, &new.function) && now.op(StreamId(0)) == new.op(StreamId(0))
 }
 
 /// The place of a node's first dependency that another node, which it is to replace, does not have at the
@@ -904,6 +988,7 @@ mod tests {
             enabled: true,
             bounce: None,
             home: None,
+            planned: None,
         }
     }
 

@@ -7,6 +7,8 @@
 mod drafts;
 mod nodes;
 
+use std::sync::Arc;
+
 use protocol::Status;
 use protocol::handle::{ContextId, GraphId};
 use protocol::ops::graph::*;
@@ -29,6 +31,8 @@ struct Instance<N> {
     context: ContextId,
     flags: u64,
     native: N,
+    /// Its nodes as they should be; the status of changes to some of them if they are not known.
+    nodes: Result<Arc<[GraphNode]>>,
     /// Why the last change without an answer failed. Then it cannot be launched.
     failed: Option<Status>,
 }
@@ -58,6 +62,21 @@ impl<G: GpuGraphs> Graphs<G> {
 
     fn get(&self, id: GraphId) -> Result<&Instance<G::Graph>> {
         self.instances.get(&id.0).ok_or(Status::INVALID_HANDLE)
+    }
+
+    fn get_mut(&mut self, id: GraphId) -> Result<&mut Instance<G::Graph>> {
+        self.instances.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
+    }
+
+    fn add(
+        &mut self,
+        id: GraphId,
+        context: ContextId,
+        flags: u64,
+        native: G::Graph,
+        nodes: Result<Arc<[GraphNode]>>,
+    ) {
+        self.instances.insert(id.0, Instance { context, flags, native, nodes, failed: None });
     }
 
     /// An instance of a context, for a launch.
@@ -133,13 +152,18 @@ impl<G: Gpu> Session<G> {
         Ok(())
     }
 
-    /// Changes what later launches of an instance do.
-    fn update(&mut self, cx: &mut Call, id: GraphId, bytes: &[u8]) -> Result {
-        let nodes = nodes::read(bytes)?;
-        let draft = self.draft(cx, cx.context, &nodes)?;
-        let graph = self.graphs.instances.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)?;
-        self.gpu.update_graph(graph.context, &mut graph.native, &draft, graph.flags)?;
-        graph.failed = None;
+    /// Makes later launches of an instance do what these nodes say.
+    fn update(&mut self, cx: &mut Call, id: GraphId, nodes: &[GraphNode]) -> Result {
+        let draft = self.draft(cx, cx.context, nodes)?;
+        let graph = self.graphs.get_mut(id)?;
+        self.gpu.update_graph(graph.context, &mut graph.native, &draft, graph.flags)
+    }
+
+    /// The same without an answer: launches fail as long as the nodes are not as they should be.
+    fn change(&mut self, cx: &mut Call, id: GraphId, nodes: Result<Arc<[GraphNode]>>) -> Result {
+        let failed = nodes.clone().and_then(|nodes| self.update(cx, id, &nodes)).err();
+        let graph = self.graphs.get_mut(id)?;
+        (graph.nodes, graph.failed) = (nodes, failed);
         Ok(())
     }
 
@@ -169,22 +193,33 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
         let nodes = nodes::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
         let draft = self.draft(cx, context, &nodes)?;
         let native = self.gpu.instantiate(context, &draft, op.flags)?;
-        self.graphs.instances.insert(op.graph.0, Instance { context, flags: op.flags, native, failed: None });
+        self.graphs.add(op.graph, context, op.flags, native, Ok(nodes.into()));
         now(GraphInstantiateReply {})
     }
 
     fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
         cx.context = self.graphs.get(op.graph)?.context;
-        let bytes = cx.input(op.nodes)?.collect(MAX_GRAPH)?;
-        self.update(cx, op.graph, &bytes)?;
+        let nodes = nodes::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
+        self.update(cx, op.graph, &nodes)?;
+        let graph = self.graphs.get_mut(op.graph)?;
+        (graph.nodes, graph.failed) = (Ok(nodes.into()), None);
         now(GraphUpdateReply {})
     }
 
     fn graph_change<'a>(&mut self, cx: &mut Call, op: GraphChange<'a>) -> Result {
         cx.context = self.graphs.get(op.graph)?.context;
-        let failed = self.update(cx, op.graph, op.nodes).err();
-        self.graphs.instances.get_mut(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.failed = failed;
-        Ok(())
+        self.change(cx, op.graph, nodes::read(op.nodes).map(Arc::from))
+    }
+
+    fn graph_change_nodes(&mut self, cx: &mut Call, op: GraphChangeNodes) -> Result {
+        let graph = self.graphs.get_mut(op.graph)?;
+        cx.context = graph.context;
+        let change = |nodes: &mut Arc<[GraphNode]>| nodes::change(Arc::make_mut(nodes), op.nodes);
+        if let Err(status) = graph.nodes.as_mut().map_err(|status| *status).and_then(change) {
+            graph.nodes = Err(status);
+        }
+        let nodes = graph.nodes.clone();
+        if op.last || nodes.is_err() { self.change(cx, op.graph, nodes) } else { Ok(()) }
     }
 
     fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
@@ -254,7 +289,7 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
         self.fill_parts(context, op.draft, bytes)?;
         let draft = &self.graphs.drafts.get(op.draft)?.native;
         let native = self.gpu.instantiate(context, draft, op.flags)?;
-        self.graphs.instances.insert(op.graph.0, Instance { context, flags: op.flags, native, failed: None });
+        self.graphs.add(op.graph, context, op.flags, native, Err(Status::NOT_SUPPORTED));
         now(GraphInstantiateDraftReply {})
     }
 

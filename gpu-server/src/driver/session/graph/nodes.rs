@@ -3,7 +3,7 @@
 use protocol::Status;
 use protocol::handle::GraphId;
 use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
-use protocol::ops::graph::{GraphConditional, GraphNode, GraphNodes, GraphParts};
+use protocol::ops::graph::{ChangedNode, GraphConditional, GraphNode, GraphNodes, GraphParts};
 use protocol::ops::launch::Launch;
 use protocol::ops::stream::StreamBatchMemOp;
 use protocol::ops::{Op, decode_reply};
@@ -34,6 +34,21 @@ pub(super) fn read(bytes: &[u8]) -> Result<Vec<GraphNode>, Status> {
     Ok(list.nodes)
 }
 
+/// Changes nodes of a list. After an error the list is not used any more.
+///
+/// # Errors
+/// As for [`read`], and `INVALID_VALUE` if the list has no such places or would be larger than a client may
+/// send it.
+pub(super) fn change(nodes: &mut [GraphNode], changed: Vec<ChangedNode>) -> Result<(), Status> {
+    for ChangedNode { place, opcode, body } in changed {
+        let node = nodes.get_mut(place as usize).ok_or(Status::INVALID_VALUE)?;
+        (node.opcode, node.body) = (opcode, body);
+        check_operation(node, false)?;
+    }
+    let size: u64 = nodes.iter().map(|node| node.body.0.len() as u64).sum();
+    if size > MAX_GRAPH { Err(Status::INVALID_VALUE) } else { Ok(()) }
+}
+
 /// Reads the parts of a draft. In each part, every node must come after those it depends on.
 ///
 /// # Errors
@@ -49,11 +64,16 @@ fn check(nodes: &[GraphNode], draft: bool) -> Result<(), Status> {
         if node.dependencies.iter().any(|from| *from as usize >= place) {
             return Err(Status::INVALID_VALUE);
         }
-        if matches!(operation(node)?, Operation::Conditional(_)) && !draft {
-            return Err(Status::NOT_SUPPORTED);
-        }
+        check_operation(node, draft)?;
     }
     Ok(())
+}
+
+fn check_operation(node: &GraphNode, draft: bool) -> Result<(), Status> {
+    match operation(node)? {
+        Operation::Conditional(_) if !draft => Err(Status::NOT_SUPPORTED),
+        _ => Ok(()),
+    }
 }
 
 fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Status> {
@@ -87,6 +107,7 @@ pub(super) fn operation(node: &GraphNode) -> Result<Operation<'_>, Status> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use protocol::handle::{FunctionId, StreamId};
     use protocol::wire::{Bytes, Writer};
 
     fn bytes(nodes: Vec<GraphNode>) -> Vec<u8> {
@@ -129,6 +150,41 @@ mod tests {
         let node = GraphNode { opcode, dependencies: vec![], body: Bytes(vec![7, 0, 0, 0]) };
         assert!(matches!(operation(&node), Ok(Operation::Conditional(GraphId(7)))));
         assert_eq!(read(&bytes(vec![node])).err(), Some(Status::NOT_SUPPORTED));
+    }
+
+    #[test]
+    fn a_changed_node_has_a_place_and_an_operation_that_can_be_a_node() {
+        let mut nodes = vec![empty(vec![]), empty(vec![0])];
+        let changed =
+            |place, opcode, body: &[u8]| vec![ChangedNode { place, opcode, body: Bytes(body.to_vec()) }];
+        let conditional = <GraphConditional as Op>::INFO.opcode;
+        assert_eq!(change(&mut nodes.clone(), changed(1, 0, &[])), Ok(()));
+        for (bad, status) in [
+            (changed(2, 0, &[]), Status::INVALID_VALUE),
+            (changed(u32::MAX, 0, &[]), Status::INVALID_VALUE),
+            (changed(0, 0, &[1]), Status::INVALID_VALUE),
+            (changed(0, <Memset as Op>::INFO.opcode, &[1, 2, 3]), Status::INVALID_VALUE),
+            (changed(0, conditional, &[7, 0, 0, 0]), Status::NOT_SUPPORTED),
+            (changed(0, 0x0a01, &[]), Status::NOT_SUPPORTED),
+        ] {
+            assert_eq!(change(&mut nodes.clone(), bad.clone()), Err(status), "{bad:?}");
+        }
+        // Two halves are too much, because an operation has more than its parameters.
+        let params = vec![0; MAX_GRAPH as usize / 2];
+        let launch = Launch {
+            function: FunctionId(0),
+            stream: StreamId(0),
+            grid: [1; 3],
+            block: [1; 3],
+            dynamic_shared: 0,
+            attributes: vec![],
+            params: &params,
+        };
+        let mut body = Vec::new();
+        launch.put(&mut Writer(&mut body));
+        let opcode = <Launch as Op>::INFO.opcode;
+        assert_eq!(change(&mut nodes, changed(0, opcode, &body)), Ok(()));
+        assert_eq!(change(&mut nodes, changed(1, opcode, &body)), Err(Status::INVALID_VALUE));
     }
 
     proptest! {
