@@ -183,6 +183,11 @@ pub fn read_status(path: &Path) -> Result<serde_json::Value> {
         .with_context(|| format!("the answer of the daemon at {} is not JSON", path.display()))
 }
 
+/// The kind of the system's error that is at the bottom of another one.
+pub fn cause(error: &anyhow::Error) -> ErrorKind {
+    error.root_cause().downcast_ref::<std::io::Error>().map_or(ErrorKind::Other, std::io::Error::kind)
+}
+
 /// Describes an exit status.
 pub fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {

@@ -31,7 +31,7 @@ use nix::unistd::{AccessFlags, access};
 use protocol::device::{Answer, Response};
 use zerocopy::FromBytes;
 
-use crate::daemon::read_status;
+use crate::daemon::{cause, read_status};
 use crate::enrollment::client_folder;
 
 /// Check this machine's setup and suggest fixes.
@@ -366,11 +366,6 @@ fn output(words: &[&str]) -> Result<String, String> {
     let why = [text(&output.stderr), text(&output.stdout)].into_iter().find(|said| !said.is_empty());
     let why = why.and_then(|said| said.lines().next().map(str::to_owned));
     Err(format!("{}: {}", words.join(" "), why.unwrap_or_else(|| output.status.to_string())))
-}
-
-/// The kind of the system's error that is at the bottom of another one.
-fn cause(error: &anyhow::Error) -> ErrorKind {
-    error.root_cause().downcast_ref::<std::io::Error>().map_or(ErrorKind::Other, std::io::Error::kind)
 }
 
 /// What the kernel says about the sandbox of a process that a daemon's status lists.
