@@ -454,14 +454,6 @@ pub struct Backing {
 }
 
 impl Backing {
-    /// The numbers of the devices that are shared; empty if only a worker knows them.
-    pub fn shared(&self) -> Vec<u32> {
-        match self.backend {
-            Backend::Software if self.devices.is_empty() => (0..self.software_devices).collect(),
-            _ => self.devices.clone(),
-        }
-    }
-
     /// What decides which devices there are besides the backend: `devices` and `software_devices`.
     pub fn chosen(&self) -> (Vec<u32>, u32) {
         (self.devices.clone(), self.software_devices)
@@ -675,10 +667,6 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         assert_eq!(error("", &["--devices=2,2"]), "--devices: device 2 is there twice");
-        // Rules can name no others.
-        let shared = |flags: &[&str]| Serve::from_flags(flags).worker.backing.shared();
-        assert_eq!(shared(&["--backend=software", "--software-devices=2"]), [0, 1]);
-        assert_eq!((shared(&["--devices=3,1"]), shared(&[])), (vec![3, 1], vec![]));
         // On the command line, a path may depend on the folder.
         assert!(read("devices = [7]\n[admin]\nsocket = \"s\"\n", &["--admin-socket=s"]).is_ok());
     }

@@ -260,6 +260,6 @@ pub(super) struct Illness {
 
 /// Reads the rules that the options name.
 pub(super) fn read_policy(options: &Serve) -> Result<Policy, options::Error> {
-    let read = |path: &std::path::PathBuf| Policy::read(path, &options.worker.backing.shared());
+    let read = |path: &std::path::PathBuf| Policy::read(path, &options.worker.backing.devices);
     options.clients.as_ref().map_or_else(|| Ok(Policy::default()), read)
 }
