@@ -14,7 +14,7 @@ use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
 use identity::servers::SERVER_FOLDER;
 use options::document::Part;
-use options::{File, Layer, manual, parse_size};
+use options::{File, Given, Layer, manual, parse_filter, parse_size};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::store::{self, Store};
@@ -144,8 +144,8 @@ pub struct Serve {
     /// Seconds for sessions to end by themselves after SIGTERM. rgpuctl drain can set another time
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub drain_seconds: u64,
-    /// What to log: a level (error, warn, info, debug, trace) or a filter as in RUST_LOG
-    #[arg(long, value_name = "FILTER", default_value = "info")]
+    /// What to log: a level (off, error, warn, info, debug, trace), and filters as in RUST_LOG
+    #[arg(long, value_name = "FILTER", default_value = "info", value_parser = parse_filter)]
     pub log: String,
     /// Let kernels of all sessions run on a device at the same time, by NVIDIA's Multi-Process Service, which
     /// has its sockets and logs in this folder. For clients that trust each other: a kernel that fails may
@@ -474,6 +474,29 @@ pub enum Backend {
 }
 
 impl Serve {
+    /// Checks what follows from the options alone.
+    fn check(&self, layer: &Layer<'_>) -> Result<(), options::Error> {
+        for (id, path) in [("status.socket", &self.status_socket), ("admin.socket", &self.admin_socket)] {
+            path.iter().try_for_each(|path| layer.check_absolute(id, path))?;
+        }
+        for address in &self.listen {
+            if let Address::Unix(path) = address {
+                layer.check_absolute("listen", path)?;
+            }
+        }
+        let wrong = |text| Err(layer.wrong("devices", text));
+        let Backing { backend, devices, software_devices, .. } = &self.worker.backing;
+        if let Some(twice) = (1..devices.len()).find(|at| devices[..*at].contains(&devices[*at])) {
+            return wrong(format!("device {} is there twice", devices[twice]));
+        }
+        match devices.iter().find(|number| *number >= software_devices) {
+            Some(number) if *backend == Backend::Software => {
+                wrong(format!("there is no device {number}: software.devices is {software_devices}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The options of the configuration file whose values have changed since it was read, and the file.
     pub fn changed(&self) -> Result<Option<(&Path, Vec<String>)>, options::Error> {
         let Some(before) = &self.file else { return Ok(None) };
@@ -488,14 +511,16 @@ impl Arguments {
     pub fn read(
         words: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     ) -> Result<Arguments, options::Error> {
-        let given = Arguments::command().get_matches_from(words);
-        let mut arguments = Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit());
-        if let Some(path) = &arguments.common.config {
-            let file = File::read(path, &[])?;
-            let section = file.sections("").next().map(|section| (&file, section));
-            arguments.serve = Layer { given: &given, section }.read()?;
-            arguments.serve.file = Some(Arc::new(file));
+        let given = Given::parse(Arguments::command(), words);
+        let mut arguments = Arguments::from_arg_matches(given.matches()).unwrap_or_else(|e| e.exit());
+        let file = arguments.common.config.as_ref().map(|path| File::read(path, &[])).transpose()?;
+        let section = file.as_ref().and_then(|file| Some((file, file.sections("").next()?)));
+        let layer = Layer { given: &given, section };
+        if section.is_some() {
+            arguments.serve = layer.read()?;
         }
+        arguments.serve.check(&layer)?;
+        arguments.serve.file = file.map(Arc::new);
         Ok(arguments)
     }
 }
@@ -613,5 +638,37 @@ mod tests {
         std::fs::write(&path, "workers = 5\ncolour = 1\n").unwrap();
         let error = Arguments::read(["rgpu-server", "--config", &path]).unwrap_err().to_string();
         assert!(error.ends_with("line 2: colour: there is no such option"), "{error}");
+    }
+
+    #[test]
+    fn a_wrong_value_is_named_with_line_and_key() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c.toml");
+        let read = |text: &str, flags: &[&str]| {
+            std::fs::write(&path, text).unwrap();
+            let words = ["rgpu-server", "--config"].map(OsString::from).into_iter();
+            Arguments::read(words.chain([path.clone().into()]).chain(flags.iter().map(OsString::from)))
+        };
+        let error = |text: &str, flags: &[&str]| read(text, flags).unwrap_err().to_string();
+        for (text, expected) in [
+            ("log = \"warning\"\n", "line 1: log: \"warning\" is not a level"),
+            ("\nlog = \"a=b=c\"\n", "line 2: log: \"a=b=c\" is not a filter"),
+            ("workers = \"two\"\n", "line 1: workers: must be a whole number of 0 or more"),
+            ("workers = -1\n", "line 1: workers: must be a whole number of 0 or more"),
+            ("[admin]\nsocket = \"s\"\n", "line 2: admin.socket: s is not an absolute path"),
+            ("[status]\nsocket = \"./s\"\n", "line 2: status.socket: ./s is not an absolute path"),
+            ("listen = [\"unix:s\"]\n", "line 1: listen: s is not an absolute path"),
+            ("devices = [0, 1, 0]\n", "line 1: devices: device 0 is there twice"),
+            (
+                "backend = \"software\"\ndevices = [0, 7]\n[software]\ndevices = 4\n",
+                "line 2: devices: there is no device 7: software.devices is 4",
+            ),
+        ] {
+            let error = error(text, &[]);
+            assert!(error.contains(expected), "{error}");
+        }
+        assert_eq!(error("", &["--devices=2,2"]), "--devices: device 2 is there twice");
+        // On the command line, a path may depend on the folder.
+        assert!(read("devices = [7]\n[admin]\nsocket = \"s\"\n", &["--admin-socket=s"]).is_ok());
     }
 }

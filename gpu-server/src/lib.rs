@@ -52,6 +52,7 @@ pub use worker::fuzzing::session_any;
 
 /// Runs what the command line asks for.
 pub fn main() -> ExitCode {
+    options::printing::end_if_it_fails("rgpu-server", 1);
     match run() {
         Ok(code) => code,
         Err(e) => {

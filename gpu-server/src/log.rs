@@ -34,16 +34,12 @@ fn limits() -> Vec<LogLimit> {
 }
 
 fn begin(filter: &str, limits: Vec<LogLimit>) {
-    let filter = EnvFilter::try_new(filter).unwrap_or_else(|e| {
-        eprintln!("rgpu-server: --log {filter:?}: {e}; logging at info");
-        EnvFilter::new("info")
-    });
     // The log gets a descriptor of its own, because a worker's standard error becomes its client's.
     let to = match io::stderr().as_fd().try_clone_to_owned() {
         Ok(own) => BoxMakeWriter::new(Arc::new(File::from(own))),
         Err(_) => BoxMakeWriter::new(io::stderr),
     };
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
+    let log = tracing_subscriber::fmt().with_env_filter(EnvFilter::new(filter)).with_target(false);
     let log = log.with_ansi(io::stderr().is_terminal()).with_writer(Output { to, limits });
     // In tests, which start several logs, the first one stays.
     let _ = log.try_init();

@@ -26,7 +26,7 @@ use clap::{Args, value_parser};
 use identity::authority::is_certified_name;
 use identity::principals::check_name;
 use options::document::Part;
-use options::{File, Layer, Section, parse_size};
+use options::{File, Given, Layer, Section, parse_size};
 
 use crate::config::{Share, Sharing};
 use crate::limits::Limits;
@@ -251,8 +251,7 @@ impl Policy {
     }
 
     fn of<'f>(file: &'f File, path: &Path, shared: &[u32]) -> Result<Policy, options::Error> {
-        // No flag overrides these keys.
-        let given = clap::Command::new("rules").get_matches_from(["rules"]);
+        let given = Given::nothing();
         let layer = |section| Layer { given: &given, section: Some((file, section)) };
         let check = |section: &'f Section, rule: &Rule| {
             let wrong = |text: String| Err(layer(section).wrong("devices", text));

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Maximum size of a request in bytes.
 const MAX_REQUEST: u64 = 64 << 10;
@@ -19,14 +19,21 @@ const WITHIN: Duration = Duration::from_secs(5);
 /// # Errors
 /// The answer to something that is not a `Request`.
 pub fn request<Request: DeserializeOwned>(stream: &UnixStream) -> Result<Request, String> {
-    let read = || -> io::Result<Request> {
+    let read = || -> io::Result<String> {
         stream.set_read_timeout(Some(WITHIN))?;
         stream.set_write_timeout(Some(WITHIN))?;
         let mut text = String::new();
         stream.take(MAX_REQUEST).read_to_string(&mut text)?;
-        Ok(serde_json::from_str(&text)?)
+        Ok(text)
     };
-    read().map_err(|e| format!("the request cannot be parsed: {e}"))
+    let text = read().map_err(|e| format!("the request cannot be read: {e}"))?;
+    serde_json::from_str(&text).map_err(|e| match serde_json::from_str::<Map<String, Value>>(&text) {
+        Ok(request) if e.to_string().starts_with("unknown variant") => {
+            let name = request.keys().next().map_or("", String::as_str);
+            format!("{name:?} is no request to this daemon: it is the other one, or of another version")
+        }
+        _ => format!("the request cannot be parsed: {e}"),
+    })
 }
 
 /// Sends one line of the answer. The operator may be gone by now, which is no error.
@@ -62,6 +69,23 @@ mod tests {
         drop(daemon);
         let answer: Value = serde_json::from_reader(&operator).unwrap();
         assert!(answer["error"].as_str().unwrap().starts_with("the request cannot be parsed: "), "{answer}");
+    }
+
+    #[test]
+    fn a_request_that_the_other_daemon_would_take_is_told_apart() {
+        #[derive(Debug, serde::Deserialize)]
+        #[serde(rename_all = "lowercase")]
+        enum Own {
+            Version {},
+        }
+        let (operator, daemon) = UnixStream::pair().unwrap();
+        (&operator).write_all(b"{\"clients\": {}}").unwrap();
+        operator.shutdown(Shutdown::Write).unwrap();
+        let refused = request::<Own>(&daemon).unwrap_err();
+        assert_eq!(
+            refused,
+            "\"clients\" is no request to this daemon: it is the other one, or of another version"
+        );
     }
 
     #[test]

@@ -17,7 +17,10 @@ const FIRST: RawFd = 3;
 
 /// Descriptors by name. Dropping this closes those that were not taken.
 #[derive(Debug, Default)]
-pub struct Inherited(BTreeMap<String, OwnedFd>);
+pub struct Inherited {
+    all: BTreeMap<String, OwnedFd>,
+    executed: bool,
+}
 
 impl Inherited {
     /// The descriptors from [`Store::exec`](crate::Store::exec) or from the service manager. Call this once,
@@ -46,7 +49,8 @@ impl Inherited {
             return Inherited::default();
         }
         let pairs = parts.filter_map(|part| part.rsplit_once('='));
-        Inherited::of(pairs.filter_map(|(name, number)| Some((name.to_owned(), number.parse().ok()?))))
+        let pairs = pairs.filter_map(|(name, number)| Some((name.to_owned(), number.parse().ok()?)));
+        Inherited { executed: true, ..Inherited::of(pairs) }
     }
 
     fn from_manager(pid: &str, count: &str, names: &str, first: RawFd) -> Inherited {
@@ -62,7 +66,13 @@ impl Inherited {
 
     /// An `Inherited` with these descriptors.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, OwnedFd)>) -> Inherited {
-        Inherited(pairs.into_iter().collect())
+        Inherited { all: pairs.into_iter().collect(), executed: false }
+    }
+
+    /// Whether a daemon has executed this program in its place. Otherwise the process was started, perhaps
+    /// after a daemon that had ended.
+    pub fn executed(&self) -> bool {
+        self.executed
     }
 
     fn of(pairs: impl IntoIterator<Item = (String, RawFd)>) -> Inherited {
@@ -92,17 +102,17 @@ impl Inherited {
                 }
             }
         }
-        Inherited(all)
+        Inherited::from_pairs(all)
     }
 
     /// Takes the descriptor with this name.
     pub fn remove(&mut self, name: &str) -> Option<OwnedFd> {
-        self.0.remove(name)
+        self.all.remove(name)
     }
 
     /// Names that begin with `prefix`, returned without it.
     pub fn names(&self, prefix: &str) -> Vec<String> {
-        self.0.keys().filter_map(|name| name.strip_prefix(prefix)).map(str::to_owned).collect()
+        self.all.keys().filter_map(|name| name.strip_prefix(prefix)).map(str::to_owned).collect()
     }
 }
 
@@ -127,14 +137,14 @@ mod tests {
     #[test]
     fn descriptors_come_under_their_names_and_those_of_another_process_do_not() {
         let (own, number) = (std::process::id(), open(700));
-        assert!(Inherited::from_kept(&format!("{}:a={number}", own + 1)).0.is_empty());
-        assert!(Inherited::from_manager("1", "1", "a", number).0.is_empty());
+        assert!(Inherited::from_kept(&format!("{}:a={number}", own + 1)).all.is_empty());
+        assert!(Inherited::from_manager("1", "1", "a", number).all.is_empty());
         let mut kept = Inherited::from_kept(&format!("{own}:worker-1-socket={number}:closed=999:0=0:=:x"));
-        assert_eq!(kept.names("worker-"), ["1-socket"]);
+        assert_eq!((kept.names("worker-"), kept.executed()), (vec!["1-socket".to_owned()], true));
         assert!(kept.remove("worker-1-socket").is_some() && kept.names("").is_empty());
         let number = open(800);
         let mut given = Inherited::from_manager(&own.to_string(), "1", "a:b", number);
-        assert_eq!(given.names(""), ["a"]);
+        assert_eq!((given.names(""), given.executed()), (vec!["a".to_owned()], false));
         assert_eq!(given.remove("a").unwrap().into_raw_fd(), number);
     }
 
@@ -142,10 +152,10 @@ mod tests {
     fn nonsense_in_the_environment_gives_nothing() {
         let own = std::process::id();
         for kept in ["", ":", "x", "-1", &format!("{own}"), &format!("{own}:a=-4:b=99999999999:=7777777:c")] {
-            assert!(Inherited::from_kept(kept).0.is_empty(), "{kept:?}");
+            assert!(Inherited::from_kept(kept).all.is_empty(), "{kept:?}");
         }
         for (count, names) in [("-5", ""), ("", ""), ("many", "a:b")] {
-            assert!(Inherited::from_manager(&own.to_string(), count, names, 5000).0.is_empty());
+            assert!(Inherited::from_manager(&own.to_string(), count, names, 5000).all.is_empty());
         }
     }
 }

@@ -51,6 +51,10 @@ impl FromStr for Server {
         let is_list = |list: &str| !list.is_empty() && list.chars().all(|c| c.is_ascii_digit() || c == ',');
         let (address, list) = match text.rsplit_once('/') {
             Some((address, list)) if is_list(list) => (address, list),
+            // The path of a Unix socket may go on, but not a host's name.
+            Some((host, _)) if matches!(host.parse(), Ok(Address::Tcp(..))) => {
+                return Err(ServerError::Devices(text.to_owned()));
+            }
             _ => return Ok(Server { address: text.parse()?, devices: Vec::new(), lease }),
         };
         let wrong = || ServerError::Devices(text.to_owned());
@@ -97,10 +101,14 @@ mod tests {
             Ok(("unix:/run/rgpu/server.sock".to_owned(), vec![]))
         );
         assert_eq!(parse("unix:/run/server.sock/1"), Ok(("unix:/run/server.sock/1".to_owned(), vec![1])));
-        for wrong in ["gpu1/0,0", "gpu1/255", "gpu1/0,", "gpu1/,", "gpu1/999"] {
+        for wrong in ["gpu1/0,0", "gpu1/255", "gpu1/0,", "gpu1/,", "gpu1/999", "gpu1/x", "gpu1/0,x", "gpu1/"]
+        {
             assert!(matches!(parse(wrong), Err(ServerError::Devices(_))), "{wrong}");
         }
-        assert!(matches!(parse("gpu1/x"), Err(ServerError::Address(_))));
+        for wrong in ["/run/rgpu/server.sock", "http://gpu1/0", "gpu1:port/0"] {
+            assert!(matches!(parse(wrong), Err(ServerError::Address(_))), "{wrong}");
+        }
+        assert_eq!(parse("unix:/run/rgpu"), Ok(("unix:/run/rgpu".to_owned(), vec![])));
         // A key is kept, and not shown.
         let leased: Server = format!("gpu1/2#{}", "0a".repeat(32)).parse().unwrap();
         assert_eq!((leased.to_string(), leased.lease.unwrap().0), ("tcp:gpu1:9700/2".to_owned(), [10; 32]));

@@ -2,6 +2,8 @@
 
 use std::error::Error as _;
 use std::ffi::OsString;
+use std::num::{IntErrorKind, ParseIntError};
+use std::path::Path;
 
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
@@ -10,11 +12,40 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command};
 use crate::file::{File, Section, Value};
 use crate::{Common, Error};
 
+/// A whole command line, as the daemon's own [`Command`] parsed it.
+pub struct Given {
+    command: Command,
+    matches: ArgMatches,
+}
+
+impl Given {
+    /// Parses a command line. An invalid one ends the process with clap's message.
+    pub fn parse(command: Command, words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Given {
+        let matches = command.clone().get_matches_from(words);
+        Given { command, matches }
+    }
+
+    /// No command line, for a file whose keys no flag overrides.
+    pub fn nothing() -> Given {
+        Given::parse(Command::new("nothing").no_binary_name(true), std::iter::empty::<OsString>())
+    }
+
+    /// What was parsed.
+    pub fn matches(&self) -> &ArgMatches {
+        &self.matches
+    }
+
+    /// The daemon's argument with this id. In a release build, `ArgMatches` does not say which ids there are.
+    fn argument(&self, id: &str) -> Option<&Arg> {
+        self.command.get_arguments().find(|arg| arg.get_id() == id)
+    }
+}
+
 /// Where the values of one structure of options come from.
 #[derive(Clone, Copy)]
 pub struct Layer<'a> {
-    /// The whole command line, as the daemon's own [`Command`] parsed it.
-    pub given: &'a ArgMatches,
+    /// The whole command line.
+    pub given: &'a Given,
     /// The section, with its file.
     pub section: Option<(&'a File, &'a Section)>,
 }
@@ -42,7 +73,7 @@ impl Layer<'_> {
         }
         for arg in command.get_arguments().filter(|arg| self.has_flag(arg.get_id().as_str())) {
             words.extend(
-                self.given.get_raw(arg.get_id().as_str()).into_iter().flatten().map(|w| flag(arg, w)),
+                self.given.matches.get_raw(arg.get_id().as_str()).into_iter().flatten().map(|w| flag(arg, w)),
             );
         }
         let failed = |e: clap::Error| Error::Flag { flag: String::new(), text: e.to_string() };
@@ -53,8 +84,8 @@ impl Layer<'_> {
     /// Whether the command line gives the option with this id.
     pub fn has_flag(&self, id: &str) -> bool {
         // If the daemon's command does not have the id, the option exists only in the file.
-        self.given.try_contains_id(id).is_ok()
-            && self.given.value_source(id) == Some(ValueSource::CommandLine)
+        self.given.argument(id).is_some()
+            && self.given.matches.value_source(id) == Some(ValueSource::CommandLine)
     }
 
     /// Where the file may have an option of this name, in words that follow an error: a line at the end of a
@@ -69,7 +100,7 @@ impl Layer<'_> {
         let flags = Common::augment_args(Command::new(""));
         if places.is_empty()
             && !section.name.is_empty()
-            && self.given.try_contains_id(&name).is_ok()
+            && self.given.argument(&name).is_some_and(|arg| !arg.is_hide_set())
             && !flags.get_arguments().any(|arg| arg.get_id() == name.as_str())
         {
             places.push(name);
@@ -80,6 +111,18 @@ impl Layer<'_> {
                 format!("; there is {place} outside any section: its line has to be above the first section")
             }
             places => format!("; there is {}", places.join(" and ")),
+        }
+    }
+
+    /// Checks that a path is absolute if it comes from the file, where a relative one would depend on the
+    /// folder in which the daemon was started. `id`: the option's.
+    pub fn check_absolute(&self, id: &str, path: &Path) -> Result<(), Error> {
+        match self.section {
+            Some((file, section)) if path.is_relative() && !self.has_flag(id) => {
+                let text = format!("{} is not an absolute path", path.display());
+                Err(in_file(file, section, without_section(id, &section.name), text))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -120,7 +163,10 @@ fn is_key(arg: &Arg, section: &str, key: &str) -> bool {
 
 /// The key of an argument in a section.
 fn key_of<'a>(arg: &'a Arg, section: &str) -> &'a str {
-    let id = arg.get_id().as_str();
+    without_section(arg.get_id().as_str(), section)
+}
+
+fn without_section<'a>(id: &'a str, section: &str) -> &'a str {
     id.strip_prefix(section).and_then(|rest| rest.strip_prefix('.')).unwrap_or(id)
 }
 
@@ -133,7 +179,11 @@ fn flag(arg: &Arg, value: &std::ffi::OsStr) -> OsString {
 /// What is wrong with a value, without the flag's name.
 fn explain(error: &clap::Error) -> String {
     if let Some(source) = error.source() {
-        return source.to_string();
+        return match source.downcast_ref::<ParseIntError>().map(ParseIntError::kind) {
+            Some(IntErrorKind::PosOverflow) => "the number is too large".to_owned(),
+            Some(_) => "must be a whole number of 0 or more".to_owned(),
+            None => source.to_string(),
+        };
     }
     let strings = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => vec![text.clone()],

@@ -15,6 +15,8 @@
 //!
 //! - [`file`]: reads a file into sections of keys and values with line numbers;
 //! - [`layer`]: combines a section with the command line into the structure;
+//! - [`log`]: reads what to log;
+//! - [`printing`]: ends a program that cannot print;
 //! - [`document`]: writes the commented example file and the table of options;
 //! - [`manual`]: writes man pages and shell completions, also for a program without a file;
 //! - [`reference`]: writes the command line as a page in Markdown.
@@ -22,7 +24,9 @@
 pub mod document;
 pub mod file;
 pub mod layer;
+pub mod log;
 pub mod manual;
+pub mod printing;
 pub mod reference;
 
 use std::path::PathBuf;
@@ -30,7 +34,8 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 pub use file::{File, Section};
-pub use layer::Layer;
+pub use layer::{Given, Layer};
+pub use log::parse_filter;
 
 /// What every daemon can be told on its command line, besides what is in its configuration file.
 #[derive(Debug, clap::Args)]

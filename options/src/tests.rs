@@ -3,7 +3,7 @@ use std::path::Path;
 use clap::{Args, CommandFactory, Parser};
 
 use super::document::{Part, example, table};
-use super::{Common, Error, File, Layer, parse_size};
+use super::{Common, Error, File, Given, Layer, parse_filter, parse_size};
 
 #[derive(Debug, Args, PartialEq)]
 struct Options {
@@ -27,7 +27,7 @@ struct Daemon {
 }
 
 fn read(file: Option<&str>, given: &[&str]) -> Result<Options, Error> {
-    let given = Daemon::command().get_matches_from(std::iter::once("daemon").chain(given.iter().copied()));
+    let given = Given::parse(Daemon::command(), std::iter::once("daemon").chain(given.iter().copied()));
     let file = file.map(|text| File::parse(Path::new("x.toml"), text, &["part"])).transpose()?;
     let section = file.as_ref().and_then(|file| Some((file, file.sections("").next()?)));
     Layer { given: &given, section }.read()
@@ -54,7 +54,12 @@ fn an_error_names_the_line_and_the_key() {
     assert_eq!(error("\ncolour = 1\n"), "x.toml: line 2: colour: there is no such option");
     assert_eq!(error("[net]\ncolour = 1\n"), "x.toml: line 2: net.colour: there is no such option");
     assert_eq!(error("most = 12\n"), "x.toml: line 1: most: 12 is not in 1..=9");
-    assert_eq!(error("most = \"many\"\n"), "x.toml: line 1: most: invalid digit found in string");
+    for text in ["many", "", "1.5"] {
+        let expected = "x.toml: line 1: most: must be a whole number of 0 or more";
+        assert_eq!(error(&format!("most = {text:?}\n")), expected);
+    }
+    let far = error("most = \"99999999999999999999\"\n");
+    assert_eq!(far, "x.toml: line 1: most: the number is too large");
     assert_eq!(error("way = \"left\"\n"), "x.toml: line 1: way: \"left\" is not one of up, down");
     assert_eq!(error("way = [\"up\", \"down\"]\n"), "x.toml: line 1: way: must be a single value");
     assert!(error("most = 1.5\n").starts_with("x.toml: line 1: most: must be a string"));
@@ -82,11 +87,29 @@ fn an_option_in_the_wrong_section_is_told_where_it_belongs() {
     assert_eq!(error("[net]\nsecret = \"a\"\n"), "x.toml: line 2: net.secret: there is no such option");
 
     // In a section of its own, the daemon's options are those of the command line.
-    let file = File::parse(Path::new("x.toml"), "[part]\nmost = 1\n", &["part"]).unwrap();
-    let given = Daemon::command().get_matches_from(["daemon"]);
-    let layer = Layer { given: &given, section: file.sections("part").next().map(|part| (&file, part)) };
-    let error = layer.read::<Common>().unwrap_err().to_string();
-    assert_eq!(error, format!("x.toml: line 2: {} {above}", no_such("part.most")));
+    let given = Given::parse(Daemon::command(), ["daemon"]);
+    let in_part = |key: &str| {
+        let file = File::parse(Path::new("x.toml"), &format!("[part]\n{key} = 1\n"), &["part"]).unwrap();
+        let layer = Layer { given: &given, section: file.sections("part").next().map(|part| (&file, part)) };
+        layer.read::<Common>().unwrap_err().to_string()
+    };
+    assert_eq!(in_part("most"), format!("x.toml: line 2: {} {above}", no_such("part.most")));
+    // Those that there are not, or that no file has, are nowhere.
+    for key in ["moost", "help", "secret", "version", "Options"] {
+        assert_eq!(in_part(key), format!("x.toml: line 2: part.{key}: there is no such option"));
+    }
+}
+
+#[test]
+fn a_word_that_is_no_level_is_no_filter_of_the_log() {
+    for right in ["info", "WARN", "off", "3", "warn,rgpu_server=debug", "rgpu_server::parent=trace", "[a]"] {
+        assert_eq!(parse_filter(right), Ok(right.to_owned()));
+    }
+    assert_eq!(parse_filter(" info, rgpu_server=debug "), Ok("info,rgpu_server=debug".to_owned()));
+    for wrong in ["warning", "verbose", "info,debugg", "rgpu_server", "rgpu_server=warning", "a=b=c"] {
+        assert!(parse_filter(wrong).is_err(), "{wrong}");
+    }
+    assert!(parse_filter("warning").unwrap_err().contains("off, error, warn, info, debug or trace"));
 }
 
 #[test]
@@ -95,7 +118,7 @@ fn sections_keep_their_order_and_their_lines() {
     let file = File::parse(Path::new("x.toml"), text, &["part"]).unwrap();
     let lines: Vec<_> = file.sections("part").map(|part| (part.line, part.line_of("most"))).collect();
     assert_eq!(lines, [(1, 2), (3, 4)]);
-    let given = Daemon::command().get_matches_from(["daemon"]);
+    let given = Given::parse(Daemon::command(), ["daemon"]);
     let options = |section| Layer { given: &given, section: Some((&file, section)) }.read::<Options>();
     let listen: Vec<_> = file.sections("part").map(|part| options(part).unwrap().listen).collect();
     assert_eq!(listen, [["here"], ["x"]]);

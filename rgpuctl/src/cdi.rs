@@ -85,7 +85,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         None => installation::libraries()?,
     };
     ensure!(
-        libraries.join("libcuda.so.1").exists(),
+        installation::has_libraries(&libraries),
         "there is no libcuda.so.1 in {}: install the package rgpu-libs, or say --libraries FOLDER",
         libraries.display()
     );

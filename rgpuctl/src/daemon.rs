@@ -29,6 +29,7 @@ pub struct Daemon {
     name: &'static str,
     child: Child,
     log: PathBuf,
+    status_socket: PathBuf,
 }
 
 impl Daemon {
@@ -48,15 +49,15 @@ impl Daemon {
         command.stdout(output.try_clone().context("cannot duplicate a file descriptor")?).stderr(output);
         end_with_parent(&mut command, Signal::SIGTERM);
         let child = command.spawn().with_context(|| format!("cannot start {}", binary.display()))?;
-        let mut daemon = Self { name, child, log: log.to_owned() };
-        daemon.wait_until_ready(status_socket)?;
+        let mut daemon = Self { name, child, log: log.to_owned(), status_socket: status_socket.to_owned() };
+        daemon.wait_until_ready()?;
         Ok(daemon)
     }
 
-    fn wait_until_ready(&mut self, status_socket: &Path) -> Result<()> {
+    fn wait_until_ready(&mut self) -> Result<()> {
         let deadline = Instant::now() + READY_WITHIN;
         loop {
-            if answers(status_socket) {
+            if read_status(&self.status_socket).is_ok() {
                 return Ok(());
             }
             if let Some(status) = self.ended() {
@@ -66,7 +67,7 @@ impl Daemon {
                 bail!(
                     "{} did not answer at {} within {} s{}",
                     self.name,
-                    status_socket.display(),
+                    self.status_socket.display(),
                     READY_WITHIN.as_secs(),
                     self.last_lines()
                 );
@@ -80,9 +81,27 @@ impl Daemon {
         self.child.try_wait().ok().flatten()
     }
 
-    /// A message for a daemon that ended too early: its name, exit status, and last log lines.
+    /// The same. Waits for a daemon that is about to end: nobody listens at its socket any more.
+    pub fn ended_or_ending(&mut self) -> Option<ExitStatus> {
+        match UnixStream::connect(&self.status_socket) {
+            Ok(_) => self.ended(),
+            Err(_) => self.ends_within(ANSWERS_WITHIN),
+        }
+    }
+
+    fn ends_within(&mut self, limit: Duration) -> Option<ExitStatus> {
+        let deadline = Instant::now() + limit;
+        loop {
+            match self.ended() {
+                None if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+                ended => return ended,
+            }
+        }
+    }
+
+    /// A message for a daemon that ended by itself: its name, exit status, and last log lines.
     pub fn describe_end(&self, status: ExitStatus) -> String {
-        format!("{} ended ({}){}", self.name, describe(status), self.last_lines())
+        format!("{} ended by itself ({}){}", self.name, describe(status), self.last_lines())
     }
 
     fn last_lines(&self) -> String {
@@ -97,12 +116,8 @@ impl Drop for Daemon {
         }
         // The child has not been waited for, so its process id is still its own.
         let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
-        let deadline = Instant::now() + END_WITHIN;
-        while Instant::now() < deadline {
-            if self.ended().is_some() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(2));
+        if self.ends_within(END_WITHIN).is_some() {
+            return;
         }
         say!(
             "rgpuctl: {} did not end within {} s of SIGTERM and was killed",
@@ -146,11 +161,6 @@ pub fn end_with_parent(command: &mut Command, signal: Signal) {
     unsafe { command.pre_exec(before_exec) };
 }
 
-/// Whether a daemon answers at its status socket.
-fn answers(status_socket: &Path) -> bool {
-    read_status(status_socket).is_ok()
-}
-
 /// Reads the JSON object that the status socket at `path` sends.
 pub fn read_status(path: &Path) -> Result<serde_json::Value> {
     let mut stream = UnixStream::connect(path).map_err(|error| {
@@ -171,6 +181,11 @@ pub fn read_status(path: &Path) -> Result<serde_json::Value> {
     })?;
     serde_json::from_str(&text)
         .with_context(|| format!("the answer of the daemon at {} is not JSON", path.display()))
+}
+
+/// The kind of the system's error that is at the bottom of another one.
+pub fn cause(error: &anyhow::Error) -> ErrorKind {
+    error.root_cause().downcast_ref::<std::io::Error>().map_or(ErrorKind::Other, std::io::Error::kind)
 }
 
 /// Describes an exit status.

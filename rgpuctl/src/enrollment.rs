@@ -121,13 +121,26 @@ fn reach(socket: &Path) -> std::io::Result<UnixStream> {
     }
 }
 
+/// Why no daemon takes requests at a socket, and what to do.
+fn unreached(socket: &Path, error: ErrorKind) -> String {
+    let shown = socket.display();
+    if error == ErrorKind::PermissionDenied {
+        return format!("run this as root: this user may not make requests at {shown}");
+    }
+    let step = "start rgpu-server (systemctl start rgpu-server), which has it with --admin-socket";
+    let other = socket.with_file_name("vhost-rgpu.admin");
+    let other = match other != socket && other.exists() {
+        true => format!(". This machine's vhost-rgpu takes upgrade: --socket {}", other.display()),
+        false => String::new(),
+    };
+    format!("no daemon takes requests at {shown}: {step}{other}")
+}
+
 /// Sends the daemon a request. Returns the connection, on which the answer comes.
 pub fn request(socket: &Path, request: &Value) -> Result<UnixStream> {
-    let mut stream = reach(socket).with_context(|| {
-        format!(
-            "no daemon takes requests at {}: start rgpu-server with --admin-socket, and run this command as its user or as root",
-            socket.display()
-        )
+    let mut stream = reach(socket).map_err(|e| {
+        let told = unreached(socket, e.kind());
+        anyhow::Error::new(e).context(told)
     })?;
     stream.write_all(request.to_string().as_bytes())?;
     stream.shutdown(Shutdown::Write)?;
@@ -148,6 +161,10 @@ pub fn request_answer(socket: &Path, what: &Value) -> Result<Value> {
     }
 }
 
+fn minutes(count: u64) -> String {
+    if count == 1 { "1 minute".to_owned() } else { format!("{count} minutes") }
+}
+
 /// Prints a token.
 pub fn enroll(arguments: &Enroll) -> Result<ExitCode> {
     let request = json!({ "enroll": {
@@ -155,7 +172,7 @@ pub fn enroll(arguments: &Enroll) -> Result<ExitCode> {
     } });
     let answer = request_answer(&arguments.admin.socket, &request)?;
     let token = answer["token"].as_str().context("rgpu-server gave no token")?;
-    say!("Run this on {}, as root, within {} minutes:\n", arguments.name, arguments.valid_minutes);
+    say!("Run this on {}, as root, within {}:\n", arguments.name, minutes(arguments.valid_minutes));
     println!("rgpuctl join {token}");
     Ok(ExitCode::SUCCESS)
 }
@@ -233,11 +250,12 @@ pub fn clients(arguments: &Clients) -> Result<ExitCode> {
     println!("this server's key  {}", text(&answer["server_key"]));
     for client in answer["clients"].as_array().into_iter().flatten() {
         let days = now.saturating_sub(client["since"].as_u64().unwrap_or(now)) / 86400;
-        println!("{}  key {}  joined {days} days ago", text(&client["name"]), text(&client["key"]));
+        let days = if days == 1 { "1 day".to_owned() } else { format!("{days} days") };
+        println!("{}  key {}  joined {days} ago", text(&client["name"]), text(&client["key"]));
     }
     for token in answer["tokens"].as_array().into_iter().flatten() {
-        let minutes = token["expires"].as_u64().unwrap_or(now).saturating_sub(now).div_ceil(60);
-        println!("{}  has not joined; its token expires in {minutes} minutes", text(&token["name"]));
+        let left = minutes(token["expires"].as_u64().unwrap_or(now).saturating_sub(now).div_ceil(60));
+        println!("{}  has not joined; its token expires in {left}", text(&token["name"]));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -250,4 +268,23 @@ pub fn revoke(arguments: &Revoke) -> Result<ExitCode> {
         arguments.name, answer["ended_sessions"]
     );
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_reaches_no_daemon_is_told_what_to_do() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let told = |error| unreached(&path("server.admin"), error);
+        assert!(told(ErrorKind::PermissionDenied).starts_with("run this as root: "));
+        assert!(told(ErrorKind::NotFound).contains("systemctl start rgpu-server"));
+        assert!(!told(ErrorKind::NotFound).contains("vhost-rgpu"));
+        std::fs::write(path("vhost-rgpu.admin"), "").unwrap();
+        let other = format!("--socket {}", path("vhost-rgpu.admin").display());
+        assert!(told(ErrorKind::ConnectionRefused).ends_with(&other));
+        assert!(!unreached(&path("vhost-rgpu.admin"), ErrorKind::NotFound).contains(&other));
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 /// Finds the daemon `name`: next to this executable, otherwise in `PATH`.
 pub fn find(name: &str) -> Result<PathBuf> {
@@ -15,7 +15,7 @@ pub fn find(name: &str) -> Result<PathBuf> {
         Some(path) => Ok(path),
         None => {
             bail!(
-                "cannot find {name} next to rgpuctl or in PATH: install rgpu, or run `cargo xtask build` in its source tree"
+                "cannot find {name} next to rgpuctl or in PATH: install the package {name}, or run `cargo xtask build` in rgpu's source tree"
             )
         }
     }
@@ -25,18 +25,26 @@ pub fn find(name: &str) -> Result<PathBuf> {
 /// source tree's.
 pub fn libraries() -> Result<PathBuf> {
     if let Some(folder) = std::env::var_os("RGPU_LIB_DIR").filter(|folder| !folder.is_empty()) {
-        return std::path::absolute(&folder).with_context(|| format!("RGPU_LIB_DIR={}", folder.display()));
+        let named = || format!("RGPU_LIB_DIR={}", folder.display());
+        let path = std::path::absolute(&folder).with_context(named)?;
+        ensure!(has_libraries(&path), "{}: there is no libcuda.so.1 of rgpu in this folder", named());
+        return Ok(path);
     }
     let own = own_folder().context("cannot find rgpuctl's own folder")?;
     let candidates = [own.join("../lib/rgpu"), own.join("../guest/lib")];
-    match candidates.iter().find(|folder| folder.join("libcuda.so.1").exists()) {
+    match candidates.iter().find(|folder| has_libraries(folder)) {
         Some(folder) => folder.canonicalize().with_context(|| format!("cannot open {}", folder.display())),
         None => bail!(
-            "cannot find libcuda.so.1 in {} or {}: set RGPU_LIB_DIR to the folder of rgpu's libraries, or run `cargo xtask build` in its source tree",
+            "cannot find libcuda.so.1 in {} or {}: install the package rgpu-libs, or set RGPU_LIB_DIR to the folder of rgpu's libraries, which `cargo xtask build` makes in its source tree",
             candidates[0].display(),
             candidates[1].display()
         ),
     }
+}
+
+/// Whether a folder has the libraries. Without them, a program would use those of this machine's driver.
+pub fn has_libraries(folder: &Path) -> bool {
+    folder.join("libcuda.so.1").exists()
 }
 
 fn own_folder() -> Option<PathBuf> {

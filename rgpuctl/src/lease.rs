@@ -193,15 +193,16 @@ fn given(leases: &[String]) -> Result<Vec<String>> {
     if !leases.is_empty() {
         return Ok(leases.iter().flat_map(|text| text.split_whitespace()).map(str::to_owned).collect());
     }
-    let found = in_environment();
+    let found = in_environment()?;
     ensure!(!found.is_empty(), "no lease was given, and RGPU_SERVERS has none");
     Ok(found)
 }
 
 /// The servers and leases in the environment; none if the variable is not set.
-pub fn in_environment() -> Vec<String> {
-    let text = std::env::var(SERVERS).unwrap_or_default();
-    text.split_whitespace().map(str::to_owned).collect()
+pub fn in_environment() -> Result<Vec<String>> {
+    let text = std::env::var_os(SERVERS).unwrap_or_default();
+    let text = text.to_str().with_context(|| format!("{SERVERS} is not UTF-8"))?;
+    Ok(text.split_whitespace().map(str::to_owned).collect())
 }
 
 /// The lease that a text names: its server, with its key.

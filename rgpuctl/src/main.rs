@@ -113,7 +113,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    prepare_signals();
+    // Whoever starts rgpuctl may ignore it, and then nobody hears that a program has ended.
+    // SAFETY: the default action runs no code of this process.
+    let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) };
+    options::printing::end_if_it_fails("rgpuctl", FAILED);
     let result = match Cli::parse().command {
         Command::Run(arguments) => run::run(arguments),
         Command::Trace(arguments) => trace::trace(&arguments),
@@ -144,27 +147,6 @@ fn main() -> ExitCode {
             ExitCode::from(FAILED)
         }
     }
-}
-
-/// Makes signals mean what they mean for programs in a shell.
-fn prepare_signals() {
-    // Whoever starts rgpuctl may ignore it, and then nobody hears that a program has ended.
-    // SAFETY: the default action runs no code of this process.
-    let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) };
-    // Where nobody reads the output any more (`rgpuctl doctor | head -1`), printing it panics.
-    let others = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        match panic.payload_as_str().and_then(|text| text.strip_prefix("failed printing to stdout: ")) {
-            Some(why) if why == std::io::Error::from(nix::Error::EPIPE).to_string() => {
-                run::end_by(Signal::SIGPIPE);
-            }
-            Some(why) => {
-                say!("rgpuctl: cannot print: {why}");
-                std::process::exit(FAILED.into());
-            }
-            None => others(panic),
-        }
-    }));
 }
 
 /// The exit status when rgpuctl itself fails, as with `env` and `timeout`.

@@ -21,7 +21,7 @@ use host_bridge::server::Server;
 use identity::{ClientFiles, Secret};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use options::{File, Layer, parse_size};
+use options::{File, Given, Layer, parse_size};
 use protocol::device::Answer as Refusal;
 
 use crate::run::end_by;
@@ -113,7 +113,7 @@ struct PoolFile {
 /// The servers that a pool's file lists.
 fn read(path: &Path) -> Result<Vec<Server>> {
     let file = File::read(path, &[])?;
-    let given = clap::Command::new("pool").get_matches_from(["pool"]);
+    let given = Given::nothing();
     let mut servers = Vec::new();
     for section in file.sections("") {
         let layer = Layer { given: &given, section: Some((&file, section)) };

@@ -59,21 +59,24 @@ pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitStatus> 
     // descriptor, so that none is lost between starting the program and waiting for it.
     let signals = Signals::block()?;
     let program = command.spawn().with_context(|| format!("cannot run {name}"))?;
+    // Nobody hears of one that has ended before.
+    session.report_ended(false);
     let status = wait(program, &signals, &mut session);
     drop(session);
     status
 }
 
-/// Waits for the program. Meanwhile forwards signals, and reports a daemon that ends before the program.
+/// Waits for the program. Meanwhile forwards signals, and reports a daemon that ends by itself.
 fn wait(mut program: Child, signals: &Signals, session: &mut Session) -> Result<ExitStatus> {
     let pid = Pid::from_raw(program.id().cast_signed());
     loop {
         match signals.next()? {
             Received::ChildChanged => {
-                if let Some(status) = program.try_wait().context("cannot wait for the program")? {
+                let status = program.try_wait().context("cannot wait for the program")?;
+                session.report_ended(status.is_some_and(|status| !status.success()));
+                if let Some(status) = status {
                     return Ok(status);
                 }
-                session.report_ended();
             }
             // The program has not been waited for, so the process id is still its own.
             Received::Forward { signal, of_terminal } => {

@@ -15,6 +15,7 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use host_bridge::server::Server;
 use nix::fcntl::{Flock, FlockArg};
+use nix::sys::socket::UnixAddr;
 use nix::unistd::{AccessFlags, eaccess};
 use serde_json::Value;
 
@@ -127,7 +128,7 @@ impl Session {
             Some(leases) => leases.servers().to_vec(),
             None if target.place.servers.is_empty() && target.backend.is_none() => {
                 let parsed =
-                    in_environment().iter().map(|text| text.parse()).collect::<Result<Vec<Server>, _>>();
+                    in_environment()?.iter().map(|text| text.parse()).collect::<Result<Vec<Server>, _>>();
                 parsed.context(SERVERS)?
             }
             None => target.place.servers.clone(),
@@ -185,11 +186,13 @@ impl Session {
         read_status(&bridge_status(&self.folder.path))
     }
 
-    /// Reports each daemon that has ended by itself, once.
-    pub fn report_ended(&mut self) {
-        self.daemons.retain_mut(|daemon| match daemon.ended() {
+    /// Reports each daemon that has ended by itself, once. `failed`: the program has failed, perhaps because
+    /// of a daemon that is about to end.
+    pub fn report_ended(&mut self, failed: bool) {
+        let ended = if failed { Daemon::ended_or_ending } else { Daemon::ended };
+        self.daemons.retain_mut(|daemon| match ended(daemon) {
             Some(status) => {
-                say!("rgpuctl: {} while the program was still running", daemon.describe_end(status));
+                say!("rgpuctl: {}", daemon.describe_end(status));
                 false
             }
             None => true,
@@ -307,12 +310,20 @@ impl RuntimeFolder {
         Self::create_in(&Self::parent(std::env::var_os("XDG_RUNTIME_DIR")))
     }
 
-    /// The folder that the environment names, unless it is another user's, as after `su`.
+    /// The folder that the environment names, unless it is another user's, as after `su`, or so long that a
+    /// socket in it would have no address.
     fn parent(named: Option<OsString>) -> PathBuf {
+        Self::first_usable([named.map(PathBuf::from), Some(std::env::temp_dir())])
+    }
+
+    fn first_usable(folders: [Option<PathBuf>; 2]) -> PathBuf {
         let usable = |path: &PathBuf| {
-            path.is_dir() && eaccess(path.as_path(), AccessFlags::W_OK | AccessFlags::X_OK).is_ok()
+            let socket = bridge_status(&path.join(format!("{}XXXXXX", Self::PREFIX)));
+            path.is_dir()
+                && eaccess(path.as_path(), AccessFlags::W_OK | AccessFlags::X_OK).is_ok()
+                && UnixAddr::new(&socket).is_ok()
         };
-        named.map(PathBuf::from).filter(usable).unwrap_or_else(std::env::temp_dir)
+        folders.into_iter().flatten().find(usable).unwrap_or_else(|| "/tmp".into())
     }
 
     fn create_in(parent: &Path) -> Result<Self> {
@@ -425,6 +436,22 @@ mod tests {
         // Root may write everywhere.
         let root = nix::unistd::geteuid().is_root();
         assert_eq!(named(own.path()) == own.path(), root);
+    }
+
+    #[test]
+    fn a_folder_in_which_a_socket_would_have_no_address_is_not_used() {
+        let own = tempfile::tempdir().unwrap();
+        let of_length = |length: usize| {
+            let name = "x".repeat(length - own.path().as_os_str().len() - 1);
+            let folder = own.path().join(name);
+            std::fs::create_dir(&folder).unwrap();
+            folder
+        };
+        let longest = 107 - "/rgpu-run-XXXXXX/vhost-rgpu.status".len();
+        let (fits, long) = (of_length(longest), of_length(longest + 1));
+        assert_eq!(RuntimeFolder::parent(Some(fits.clone().into())), fits);
+        assert_eq!(RuntimeFolder::parent(Some(long.clone().into())), std::env::temp_dir());
+        assert_eq!(RuntimeFolder::first_usable([None, Some(long)]), Path::new("/tmp"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `rgpuctl upgrade`: replaces a running `rgpu-server` or `vhost-rgpu` with the program that is installed
 //! now.
 
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -9,9 +9,10 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Value, json};
 
+use crate::daemon::cause;
 use crate::enrollment::{Admin, request};
 
-/// How long the daemon may take until it is replaced, and its successor until it answers.
+/// How long the daemon may take until it is replaced, and its successor until it answers and serves.
 const WITHIN: Duration = Duration::from_secs(120);
 /// How long to wait before asking a successor that has not answered again.
 const AGAIN: Duration = Duration::from_millis(50);
@@ -25,7 +26,8 @@ const AGAIN: Duration = Duration::from_millis(50);
 /// a worker connect again. vhost-rgpu (--socket /run/rgpu/vhost-rgpu.admin) replaces its device processes,
 /// too. That ends sessions with a server without a grace period, and over verbs with one older than 2.5.
 ///
-/// Exit status: 0 when the installed version serves, 125 when the old one continues or none answers.
+/// Exit status: 0 when the installed version serves, 125 when the old one continues, none answers, or the
+/// installed one cannot start workers for new sessions.
 #[derive(Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -59,16 +61,25 @@ fn ask(arguments: &Arguments) -> Result<String> {
     Ok(text)
 }
 
-/// The successor's answer. A request that comes right before the daemon is replaced is accepted and never
-/// answered.
+/// The successor's answer, once it knows whether it can serve new sessions. A request that comes right before
+/// the daemon is replaced is accepted and never answered.
 fn successor(mut ask: impl FnMut() -> Result<String>, deadline: Instant) -> Result<String> {
     loop {
         match ask() {
-            Ok(text) if !text.is_empty() => return Ok(text),
+            Ok(text) if !text.is_empty() && !is_starting(&text) => return Ok(text),
+            // The listening socket is gone only if the successor is.
+            Err(e) if [ErrorKind::NotFound, ErrorKind::ConnectionRefused].contains(&cause(&e)) => {
+                return Err(e);
+            }
             last if Instant::now() >= deadline => return last,
             _ => std::thread::sleep(AGAIN),
         }
     }
+}
+
+/// Whether the first worker of the rgpu-server that answers this is still to become ready.
+fn is_starting(text: &str) -> bool {
+    serde_json::from_str(text).is_ok_and(|said: Value| said["starting"] == true)
 }
 
 /// What the daemon reports right before it is replaced: its name and version, and the number of its sessions.
@@ -106,6 +117,18 @@ fn outcome(before: &str, sessions: u64, text: &str) -> Result<String> {
         bail!("the successor of {before} does not understand this command: {why}");
     }
     let after = name(&said);
+    let told = match said["failed"].as_str() {
+        Some(why) => format!("cannot start workers: {why}"),
+        None if said["starting"] == true => {
+            format!("has no worker after {} s: see its log", WITHIN.as_secs())
+        }
+        None => String::new(),
+    };
+    if !told.is_empty() {
+        bail!(
+            "{after} has replaced {before} and {told}. Sessions go on, but no new one begins. Correct the configuration, and repeat rgpuctl upgrade"
+        );
+    }
     let sessions = if sessions == 1 { "1 session".to_owned() } else { format!("{sessions} sessions") };
     Ok(format!("{after} serves in place of {before} and takes over {sessions}"))
 }
@@ -140,7 +163,18 @@ mod tests {
         let mut answers = vec![Ok("{}".to_owned()), Err(anyhow::anyhow!("reset")), Ok(String::new())];
         let far = Instant::now() + WITHIN;
         assert_eq!(successor(|| answers.pop().unwrap(), far).unwrap(), "{}");
-        assert!(successor(|| bail!("refused"), Instant::now()).is_err());
+        let mut answers = vec![r#"{"starting": false}"#.to_owned(), r#"{"starting": true}"#.to_owned()];
+        assert_eq!(successor(|| Ok(answers.pop().unwrap()), far).unwrap(), r#"{"starting": false}"#);
+        assert!(successor(|| bail!("reset"), Instant::now()).is_err());
+        let mut asked = 0;
+        let gone = successor(
+            || {
+                asked += 1;
+                Err(std::io::Error::from(ErrorKind::ConnectionRefused).into())
+            },
+            far,
+        );
+        assert!(gone.is_err() && asked == 1);
     }
 
     #[test]
@@ -152,6 +186,16 @@ mod tests {
             agreed(r#"{"upgrading": {"daemon": "vhost-rgpu", "sessions": 2, "version": "0.1.0"}}"#).unwrap();
         let text = outcome(&before, sessions, r#"{"daemon": "vhost-rgpu", "version": "0.2.0"}"#).unwrap();
         assert_eq!(text, "vhost-rgpu 0.2.0 serves in place of vhost-rgpu 0.1.0 and takes over 2 sessions");
+        for (said, told) in [
+            (
+                r#"{"version": "0.2.0", "starting": false, "failed": "no driver"}"#,
+                "cannot start workers: no driver.",
+            ),
+            (r#"{"version": "0.2.0", "starting": true, "failed": null}"#, "has no worker after 120 s"),
+        ] {
+            let text = outcome(&before, sessions, said).unwrap_err().to_string();
+            assert!(text.starts_with("rgpu-server 0.2.0 has replaced") && text.contains(told), "{text}");
+        }
         let refused = agreed(r#"{"error": "the server is shutting down"}"#).unwrap_err().to_string();
         assert_eq!(refused, "not upgraded: the server is shutting down");
         assert!(agreed("").is_err() && agreed("what?").is_err() && outcome("0.1.0", 0, "").is_err());

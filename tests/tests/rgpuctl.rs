@@ -2,13 +2,15 @@
 
 mod support;
 
-use std::ffi::CStr;
+use std::ffi::{CStr, OsStr};
 use std::fs::File;
 use std::io::Write;
 use std::net::TcpStream;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -505,6 +507,106 @@ fn output_that_nobody_reads_is_no_panic() -> Result<()> {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(said.is_empty() && output.status.signal() == Some(libc::SIGPIPE), "{}: {said}", output.status);
     Ok(())
+}
+
+/// The output fits into a pipe, so only /dev/full shows it.
+#[test]
+fn a_daemon_that_cannot_print_says_so_in_one_line() -> Result<()> {
+    for (daemon, words) in [
+        ("rgpu-server", &["--print-config"][..]),
+        ("rgpu-server", &["check", "--backend", "software"]),
+        ("rgpu-server", &["--backend", "software", "--check-config", "--listen", "tcp:127.0.0.1"]),
+        ("vhost-rgpu", &["--print-config"]),
+    ] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full")?;
+        let mut command = Command::new(tree::binaries().join(daemon));
+        let output = command.args(words).stdout(full).stderr(Stdio::piped()).spawn()?.wait_with_output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let told = said.starts_with(&format!("{daemon}: cannot print: ")) && said.lines().count() == 1;
+        ensure!(told && output.status.code() == Some(1), "{daemon} {words:?}: {}: {said}", output.status);
+    }
+    Ok(())
+}
+
+#[test]
+fn run_says_why_its_private_server_ended() -> Result<()> {
+    // A machine with NVIDIA's driver has one that serves.
+    if Path::new("/dev/nvidiactl").exists() {
+        eprintln!("proves nothing: this machine has an NVIDIA GPU");
+        return Ok(());
+    }
+    let program = built("vectorAdd")?.display().to_string();
+    // A program that was connected waits for its server, for a while.
+    for _ in 0..5 {
+        let outcome = rgpuctl(&["run", "--backend", "cuda", "--", &program])?;
+        ensure!(outcome.status != Some(0) && outcome.stderr.contains("libcuda.so.1"), "{outcome:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_folder_without_libraries_is_named() -> Result<()> {
+    let run_without = |folder: &Path| {
+        let mut command = Command::new(tree::binaries().join("rgpuctl"));
+        command.args(["run", "--backend", "software", "--", "true"]).env("RGPU_LIB_DIR", folder);
+        run(&mut command, LIMIT)
+    };
+    let folder = tempfile::tempdir()?;
+    let outcome = run_without(folder.path())?;
+    let named = format!("RGPU_LIB_DIR={}: there is no libcuda.so.1", folder.path().display());
+    ensure!(outcome.status == Some(125) && outcome.stderr.contains(&named), "{outcome:?}");
+    Ok(())
+}
+
+#[test]
+fn servers_that_are_no_text_are_not_ignored() -> Result<()> {
+    let mut command = Command::new(tree::binaries().join("rgpuctl"));
+    command.args(["run", "--", "true"]).env("RGPU_LIB_DIR", tree::guest_libraries());
+    let outcome = run(command.env("RGPU_SERVERS", OsStr::from_bytes(b"\xff")), LIMIT)?;
+    let told = outcome.stderr.contains("RGPU_SERVERS is not UTF-8");
+    ensure!(outcome.status == Some(125) && told, "{outcome:?}");
+    Ok(())
+}
+
+/// Servers that cannot serve with what an operator has changed in their configuration.
+#[test]
+fn an_upgrade_to_a_server_that_cannot_serve_is_no_success() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let configure = |text: &str| std::fs::write(path("rgpu-server.toml"), text);
+    let (listen, admin, config) =
+        (format!("unix:{}", path("server.sock")), path("admin"), path("rgpu-server.toml"));
+    let arguments = ["--listen", &listen, "--admin-socket", &admin, "--config", &config];
+    configure("backend = \"software\"\n")?;
+    let log = tree::logs().join("rgpuctl-upgrade").join("rgpu-server.log");
+    let _server = Daemon::start("rgpu-server", arguments, &log, &folder.path().join("status"))?;
+    let upgrade = || rgpuctl(&["upgrade", "--socket", &admin]);
+    let serves = || {
+        eventually(|| {
+            let inventory = rgpuctl(&["inventory", "--server", &listen])?;
+            ensure!(inventory.stdout.contains(&listen), "{inventory:?}");
+            Ok(())
+        })
+    };
+    serves()?;
+    // Noticed before anything happens.
+    configure("backend = \"software\"\ndevices = [7]\n")?;
+    let refused = upgrade()?;
+    let told = refused.stderr.contains("not upgraded: ") && refused.stderr.contains("there is no device 7");
+    ensure!(refused.status == Some(125) && told, "{refused:?}");
+    serves()?;
+    // Noticed only by the first worker. A machine with NVIDIA's driver has one that serves.
+    if !Path::new("/dev/nvidiactl").exists() {
+        configure("backend = \"cuda\"\n")?;
+        let failed = upgrade()?;
+        let told = failed.stderr.contains("cannot start workers: ") && failed.stderr.contains("libcuda.so.1");
+        ensure!(failed.status == Some(125) && told && failed.stdout.is_empty(), "{failed:?}");
+    }
+    // The daemon is still there, so another upgrade corrects it.
+    configure("backend = \"software\"\n")?;
+    let upgraded = upgrade()?;
+    ensure!(upgraded.status == Some(0) && upgraded.stdout.contains(" serves in place of "), "{upgraded:?}");
+    serves()
 }
 
 #[test]

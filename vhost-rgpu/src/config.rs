@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::builder::Resettable;
-use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, value_parser};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, value_parser};
 use host_bridge::bridge::{CacheUse, CompressUse, Security, SessionConfig, TransportKind};
 use host_bridge::framing::Address;
 use host_bridge::server::Server;
@@ -18,7 +18,7 @@ use host_bridge::verbs::Settings;
 use identity::ClientFiles;
 use identity::servers::CLIENT_FOLDER;
 use options::document::Part;
-use options::{File, Layer, Section, manual};
+use options::{File, Given, Layer, Section, manual, parse_filter};
 use protocol::device::MAX_EXTENTS;
 use sandbox::{Mode, Policy};
 use thiserror::Error;
@@ -77,9 +77,9 @@ pub struct Source {
 /// Keys outside any section.
 #[derive(Debug, Args)]
 struct DaemonOptions {
-    /// What to log: a level (error, warn, info, debug, trace) or a filter. The environment variable RUST_LOG
-    /// overrides the file, and --log overrides both
-    #[arg(long, value_name = "FILTER", default_value = "info")]
+    /// What to log: a level (off, error, warn, info, debug, trace), and filters as in RUST_LOG. That
+    /// environment variable overrides the file, and --log overrides both
+    #[arg(long, value_name = "FILTER", default_value = "info", value_parser = parse_filter)]
     log: String,
     /// Maximum microseconds to poll for commands before sleeping. The default is 50, 20 with two or three
     /// processors, and 0 (never poll) with one
@@ -379,9 +379,9 @@ impl Arguments {
 
     /// Parses a command line and returns it with all options that it sets. An invalid command line ends the
     /// process with clap's message.
-    pub fn read(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> (Arguments, ArgMatches) {
-        let given = Arguments::full_command().get_matches_from(words);
-        (Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit()), given)
+    pub fn read(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> (Arguments, Given) {
+        let given = Given::parse(Arguments::full_command(), words);
+        (Arguments::from_arg_matches(given.matches()).unwrap_or_else(|e| e.exit()), given)
     }
 
     /// Writes the man pages and shell completions below `share`.
@@ -404,7 +404,7 @@ impl Arguments {
     }
 
     /// What to serve.
-    pub fn config(&self, given: &ArgMatches, source: Option<&Source>) -> Result<Config, ConfigError> {
+    pub fn config(&self, given: &Given, source: Option<&Source>) -> Result<Config, ConfigError> {
         let parse = |source: &Source| File::parse(&source.path, &source.text, &["vm", "native"]);
         let file = source.map(parse).transpose()?;
         let mut config = read(given, file.as_ref())?;
@@ -421,15 +421,19 @@ impl Arguments {
     }
 }
 
-fn layer<'a>(given: &'a ArgMatches, file: Option<&'a File>, section: Option<&'a Section>) -> Layer<'a> {
+fn layer<'a>(given: &'a Given, file: Option<&'a File>, section: Option<&'a Section>) -> Layer<'a> {
     Layer { given, section: file.zip(section) }
 }
 
 /// What a command line and a file say to serve.
-fn read(given: &ArgMatches, file: Option<&File>) -> Result<Config, ConfigError> {
+fn read(given: &Given, file: Option<&File>) -> Result<Config, ConfigError> {
     let layer = |section| layer(given, file, section);
     let sections = |name| file.into_iter().flat_map(move |file| file.sections(name)).map(Some);
-    let daemon: DaemonOptions = layer(sections("").next().flatten()).read()?;
+    let outside = layer(sections("").next().flatten());
+    let daemon: DaemonOptions = outside.read()?;
+    for (id, path) in [("status.socket", &daemon.status_socket), ("admin.socket", &daemon.admin_socket)] {
+        path.iter().try_for_each(|path| outside.check_absolute(id, path))?;
+    }
     let poll = daemon.poll_us.map(Duration::from_micros);
 
     let mut all: Vec<Option<&Section>> = sections("vm").collect();
@@ -485,7 +489,7 @@ fn vm(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Vm, options::Error> {
     };
     let VmOptions { socket, mode, group } = options.own;
     let socket = socket.ok_or_else(|| missing("socket"))?;
-    check_socket(layer, &socket, "vm.socket")?;
+    layer.check_absolute("vm.socket", &socket)?;
     let (servers, limits) = servers(layer, &name, &options.session, &[], poll)?;
     Ok(Vm { name, socket, access: Access { mode, group }, servers, limits })
 }
@@ -494,18 +498,10 @@ fn native(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Native, options::
     let NativeSection { session: options, own } = layer.read()?;
     let NativeOptions { socket, mode, group, max_channels_per_user, named_servers } = own;
     let access = Access { mode, group };
-    check_socket(layer, &socket, "native.socket")?;
+    layer.check_absolute("native.socket", &socket)?;
     let name = options.name.clone().unwrap_or_else(host_name);
     let (servers, limits) = servers(layer, &name, &options, &named_servers, poll)?;
     Ok(Native { socket, access, max_channels_per_user, servers, limits })
-}
-
-/// In a file, a relative path would depend on the folder where the daemon was started.
-fn check_socket(layer: &Layer<'_>, path: &std::path::Path, id: &str) -> Result<(), options::Error> {
-    if path.is_absolute() || layer.section.is_none() || layer.has_flag(id) {
-        return Ok(());
-    }
-    Err(layer.wrong("socket", format!("{} is not an absolute path", path.display())))
 }
 
 /// A section's servers, the additional ones that programs may name, and the section's limits.
@@ -859,6 +855,9 @@ mod tests {
             (format!("{VM}{VM}"), 6, "vm.name"),
             (format!("{VM}{}", VM.replace("\"a\"", "\"b\"")), 7, "vm.socket"),
             (format!("poll_us = 99999999\n{VM}"), 1, "poll_us"),
+            (format!("log = \"warning\"\n{VM}"), 1, "log"),
+            (format!("admin.socket = \"admin\"\n{VM}"), 1, "admin.socket"),
+            (format!("status.socket = \"run/status\"\n{VM}"), 1, "status.socket"),
         ] {
             let error = error(&text);
             assert!(error.contains(&format!("line {line}: {key}: ")), "{error}");

@@ -52,6 +52,7 @@ pub use vm::control_any;
 
 /// Runs what the command line asks for.
 pub fn main() -> ExitCode {
+    options::printing::end_if_it_fails("vhost-rgpu", 1);
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -84,8 +85,6 @@ fn run() -> Result<()> {
         None => arguments.source()?,
     };
     let config = arguments.config(&given, source.as_ref())?;
-    let filter = EnvFilter::try_new(&config.log)
-        .with_context(|| format!("log: {:?} is not a level or filter", config.log))?;
     if control.is_none() {
         config.metrics.check()?;
         let vms = config.vms.iter().map(|vm| &vm.access);
@@ -111,7 +110,11 @@ fn run() -> Result<()> {
     }
     // A log that nobody watches, such as systemd's, is not to have colors.
     let colors = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colors).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::new(&config.log))
+        .with_ansi(colors)
+        .with_writer(std::io::stderr)
+        .init();
     if let Some(exposed) = exposed {
         tracing::warn!("{exposed}");
     }

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use anyhow::bail;
+
 use crate::config::{Backend, Backing};
 
 /// Where Linux lists PCI devices, one folder each.
@@ -18,22 +20,41 @@ fn decide_backend_in(backing: &mut Backing, pci: &Path) -> Option<String> {
     if backing.backend != Backend::Auto {
         return None;
     }
-    let gpu = nvidia_gpu(pci)?;
+    let gpu = nvidia_gpus(pci).into_iter().min()?;
     backing.backend = Backend::Cuda;
     Some(format!(
         "this machine has an NVIDIA GPU (PCI {gpu}), so --backend=auto serves none in software. If NVIDIA's driver is the cause, --backend=software serves one"
     ))
 }
 
-/// The address of the first NVIDIA GPU below this folder.
-fn nvidia_gpu(pci: &Path) -> Option<String> {
+/// Checks that this machine has the devices that the options name, as far as that is known without its
+/// driver, which may show fewer than there are.
+pub fn check_devices(backing: &Backing) -> anyhow::Result<()> {
+    check_devices_in(backing, Path::new(PCI))
+}
+
+fn check_devices_in(backing: &Backing, pci: &Path) -> anyhow::Result<()> {
+    let gpus = nvidia_gpus(pci).len();
+    // There may be none because they are not PCI devices.
+    let missing = backing.devices.iter().find(|number| gpus > 0 && **number as usize >= gpus);
+    match missing {
+        Some(number) if backing.backend != Backend::Software => {
+            let s = if gpus == 1 { "" } else { "s" };
+            bail!("devices: there is no device {number}: this machine has {gpus} NVIDIA GPU{s}, from 0 on")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The addresses of the NVIDIA GPUs below this folder.
+fn nvidia_gpus(pci: &Path) -> Vec<String> {
     let is = |folder: &Path, file: &str, begins: &str| {
         std::fs::read_to_string(folder.join(file)).is_ok_and(|text| text.starts_with(begins))
     };
-    let devices = std::fs::read_dir(pci).ok()?.flatten().map(|entry| entry.path());
+    let devices = std::fs::read_dir(pci).into_iter().flatten().flatten().map(|entry| entry.path());
     // Display controllers only: NVIDIA also makes network adapters and bridges.
     let gpus = devices.filter(|device| is(device, "vendor", "0x10de") && is(device, "class", "0x03"));
-    gpus.filter_map(|gpu| Some(gpu.file_name()?.to_string_lossy().into_owned())).min()
+    gpus.filter_map(|gpu| Some(gpu.file_name()?.to_string_lossy().into_owned())).collect()
 }
 
 #[cfg(test)]
@@ -62,5 +83,10 @@ mod tests {
         let (backend, why) = settled(&[]);
         assert!(backend == Backend::Cuda && why.unwrap().contains("0000:17:00.0"));
         assert_eq!(settled(&["--backend=software"]), (Backend::Software, None), "as the operator says");
+        let check =
+            |flags: &[&str]| check_devices_in(&Serve::from_flags(flags).worker.backing, folder.path());
+        assert!(check(&["--devices=0"]).is_ok() && check(&["--devices=3", "--backend=software"]).is_ok());
+        let missing = check(&["--devices=0,7"]).unwrap_err().to_string();
+        assert_eq!(missing, "devices: there is no device 7: this machine has 1 NVIDIA GPU, from 0 on");
     }
 }

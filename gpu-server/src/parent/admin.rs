@@ -11,8 +11,12 @@
 //!   {"drain": {"seconds": 60}}                               one line for each session
 //!   {"upgrade": {}}                                          {"upgrading": {"sessions": 3, "version": …}},
 //!   then another program takes over
-//!   {"version": {}}                                          {"version": …, "pid": 7, "sessions": 3}
+//!   {"version": {}}                                          {"version": …, "pid": 7, "sessions": 3, "starting": false,
+//!   "failed": null}
 //! ```
+//!
+//! `starting`: the first worker is still to become ready. `failed`: why the last worker could not be started,
+//! if none has become ready since.
 //!
 //! A failed request is answered with `{"error": "why"}`.
 
@@ -34,7 +38,7 @@ use serde_json::{Value, json};
 use super::listen::{Files, own_addresses, serve_unix};
 use super::state::Server;
 use super::trust::Trust;
-use super::{drain, ends, leases, takeover};
+use super::{drain, ends, leases, pool, takeover};
 
 /// A request.
 #[derive(Debug, Deserialize)]
@@ -109,8 +113,14 @@ fn upgrade(server: &Arc<Server>, stream: UnixStream) -> std::io::Result<()> {
 }
 
 fn version(server: &Server) -> Value {
-    let sessions = server.lock().sessions.len();
-    json!({ "version": env!("CARGO_PKG_VERSION"), "pid": std::process::id(), "sessions": sessions })
+    let state = server.lock();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "sessions": state.sessions.len(),
+        "starting": pool::first_is_awaited(&state, &server.options, Instant::now()),
+        "failed": (state.gpu.failures > 0).then_some(&state.gpu.last_failure),
+    })
 }
 
 fn all_leases(server: &Server) -> Value {

@@ -250,10 +250,16 @@ pub(super) fn bind_unix(
     }
     if let Ok(file) = path.symlink_metadata() {
         if !file.file_type().is_socket() {
-            anyhow::bail!("cannot listen at {}: exists and is not a socket", path.display());
+            anyhow::bail!(
+                "cannot listen at {}: exists and is not a socket; remove it or configure another path",
+                path.display()
+            );
         }
         if UnixStream::connect(path).is_ok() {
-            anyhow::bail!("cannot listen at {}: another process does already", path.display());
+            anyhow::bail!(
+                "cannot listen at {}: another process does already; end it or configure another path",
+                path.display()
+            );
         }
         std::fs::remove_file(path).with_context(|| format!("cannot replace {}", path.display()))?;
     }

@@ -88,6 +88,7 @@ pub(crate) use self::takeover::takes_over;
 /// with the same files and sockets, which stay as they are.
 pub fn check(options: &Serve) -> anyhow::Result<Policy> {
     options.metrics.check()?;
+    driver::present::check_devices(&options.worker.backing)?;
     let policy = read_policy(options)?;
     let places = Places::new();
     listen::check(options, &places).map_err(anyhow::Error::msg)?;

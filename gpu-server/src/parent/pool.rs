@@ -87,6 +87,13 @@ fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Op
     })
 }
 
+/// Whether the first worker for sessions that use devices is still to become ready, or to fail.
+pub(super) fn first_is_awaited(state: &State, options: &Serve, now: Instant) -> bool {
+    let pool = state.pool(Kind::Gpu);
+    let settled = pool.moved.is_some() || pool.failed > 0;
+    !settled && (pool.starting > 0 || next(state, options, Kind::Gpu, 1, now).is_some())
+}
+
 /// The next step for one pool: it needs a worker for each waiting client that could have devices now, and the
 /// spare ones. At most as many start at the same time as there are cores, and as fit into the device's
 /// memory.
@@ -283,6 +290,26 @@ pub(super) mod tests {
         assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 2);
         state.sessions.clear();
         assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 32);
+    }
+
+    #[test]
+    fn the_first_worker_is_awaited_until_it_is_ready_or_has_failed() {
+        let now = Instant::now();
+        let awaited = |state: &State, flags: &[&str]| first_is_awaited(state, &options(flags), now);
+        let mut state = State::default();
+        assert!(awaited(&state, &["--workers=0"]) && awaited(&state, &[]));
+        let worker = starting_worker(&mut state, 7, Kind::Gpu);
+        assert!(awaited(&state, &[]));
+        become_ready(&mut state, &worker).unwrap();
+        state.gpu.succeed(now, None);
+        assert!(!awaited(&state, &[]));
+        let mut state = State::default();
+        state.gpu.fail(now, "no driver".into());
+        assert!(!awaited(&state, &[]));
+        // The devices are known, and nobody needs a worker yet.
+        let mut state = State::default();
+        state.serving = Some(("software".into(), vec!["a GPU".into()]));
+        assert!(!awaited(&state, &["--workers=0"]) && awaited(&state, &["--workers=1"]));
     }
 
     #[test]

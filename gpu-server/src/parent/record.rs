@@ -191,6 +191,8 @@ pub(super) struct Succession {
     pub(super) record: Record,
     /// The file that this program was started from. It may have been replaced since.
     pub(super) program: PathBuf,
+    /// Whether the previous daemon has executed this one in its place.
+    pub(super) executed: bool,
 }
 
 impl Succession {
@@ -209,7 +211,7 @@ impl Succession {
             }
         };
         store.keep(DAEMON, &record)?;
-        Ok(Succession { store, record, program: std::env::current_exe()? })
+        Ok(Succession { store, record, program: std::env::current_exe()?, executed: inherited.executed() })
     }
 }
 

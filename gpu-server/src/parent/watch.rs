@@ -136,8 +136,10 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
                 }
             },
             FromWorker::Failed { reason, full } => {
-                // Sessions of a previous daemon may go on without new ones.
-                let first = state.serving.is_none() && state.sessions.is_empty();
+                // Sessions of a previous daemon may go on without new ones, and what the operator wanted of
+                // an upgrade can be corrected by another one.
+                let first =
+                    state.serving.is_none() && state.sessions.is_empty() && !server.succession.executed;
                 if let Some(kind) = state.starting(pid) {
                     tracing::error!(worker = pid, "a worker cannot start: {reason}");
                     if first && kind == Kind::Gpu {

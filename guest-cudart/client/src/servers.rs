@@ -4,6 +4,7 @@
 //! those that the host lets its programs choose. There is one channel for each server; its header says for
 //! which one.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use crate::port::PortError;
@@ -53,15 +54,15 @@ pub fn distinct_domain(server: usize, domain: u32) -> u32 {
 
 /// The servers that `RGPU_SERVERS` names, separated by spaces; none if it is not set.
 pub(crate) fn named() -> Result<Vec<String>, PortError> {
-    let text = std::env::var(VARIABLE).unwrap_or_default();
-    parse(&text).map_err(|reason| PortError::Refused {
+    parse(&std::env::var_os(VARIABLE).unwrap_or_default()).map_err(|reason| PortError::Refused {
         path: PathBuf::from(VARIABLE),
         what: "cannot be used",
         reason,
     })
 }
 
-fn parse(text: &str) -> Result<Vec<String>, String> {
+fn parse(text: &OsStr) -> Result<Vec<String>, String> {
+    let text = text.to_str().ok_or("it is not UTF-8")?;
     let names: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
     if names.len() > MAX_SERVERS {
         return Err(format!("{} servers, and a program can use {MAX_SERVERS}", names.len()));
@@ -78,6 +79,8 @@ fn parse(text: &str) -> Result<Vec<String>, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStrExt;
+
     use super::*;
 
     #[test]
@@ -96,14 +99,17 @@ mod tests {
 
     #[test]
     fn names_are_separated_by_spaces_because_commas_separate_devices() {
-        assert_eq!(parse(" gpu1  gpu2:9700/0,2 "), Ok(vec!["gpu1".to_owned(), "gpu2:9700/0,2".to_owned()]));
-        assert_eq!(parse(""), Ok(Vec::new()));
+        let names = parse(OsStr::new(" gpu1  gpu2:9700/0,2 "));
+        assert_eq!(names, Ok(vec!["gpu1".to_owned(), "gpu2:9700/0,2".to_owned()]));
+        assert_eq!(parse(OsStr::new("")), Ok(Vec::new()));
+        assert_eq!(parse(OsStr::from_bytes(b"gpu1\xff")), Err("it is not UTF-8".to_owned()));
     }
 
     #[test]
     fn too_many_servers_and_too_long_names_are_refused_with_the_limit() {
-        assert_eq!(parse(&"a ".repeat(17)), Err("17 servers, and a program can use 16".to_owned()));
-        assert!(parse(&"a".repeat(256)).unwrap_err().ends_with("a server's name has fewer than 256 bytes"));
-        assert!(parse(&"a".repeat(255)).is_ok());
+        let parse = |name: &str, count: usize| parse(OsStr::new(&name.repeat(count)));
+        assert_eq!(parse("a ", 17), Err("17 servers, and a program can use 16".to_owned()));
+        assert!(parse("a", 256).unwrap_err().ends_with("a server's name has fewer than 256 bytes"));
+        assert!(parse("a", 255).is_ok());
     }
 }

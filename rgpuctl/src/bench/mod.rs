@@ -121,7 +121,7 @@ pub fn bench(arguments: &Arguments) -> Result<ExitCode> {
                 link = session.status().ok().and_then(|status| Link::of(&status, process));
             }
         });
-        session.report_ended();
+        session.report_ended(outcome.is_err());
         ways.push(("rgpu", outcome?));
     }
     // This machine may have no driver. What was measured is shown all the same.

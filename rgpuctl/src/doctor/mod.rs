@@ -9,6 +9,7 @@ mod slurm;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
@@ -30,7 +31,7 @@ use nix::unistd::{AccessFlags, access};
 use protocol::device::{Answer, Response};
 use zerocopy::FromBytes;
 
-use crate::daemon::read_status;
+use crate::daemon::{cause, read_status};
 use crate::enrollment::client_folder;
 
 /// Check this machine's setup and suggest fixes.
@@ -40,9 +41,17 @@ use crate::enrollment::client_folder;
 /// what jobs need for leases. The exit status is 1 if something is missing that rgpu needs.
 #[derive(Args)]
 pub struct Arguments {
-    /// Also check that this GPU server can be reached: HOST:PORT. By default no server is checked
-    #[arg(long, value_name = "HOST:PORT")]
-    server: Option<String>,
+    /// Also check that this GPU server can be reached: HOST, HOST:PORT or unix:PATH. By default no server is
+    /// checked
+    #[arg(long, value_name = "ADDRESS")]
+    server: Option<Address>,
+    /// Connect to the server over TCP without TLS, as to a server that is insecure
+    #[arg(long, requires = "server")]
+    insecure: bool,
+    /// Folder of the key and of the servers that it trusts, both made by rgpuctl join, with which to check
+    /// the server. By default /var/lib/rgpu/client for root, and ~/.config/rgpu for other users
+    #[arg(long, value_name = "FOLDER", requires = "server")]
+    identity: Option<PathBuf>,
     #[command(flatten)]
     rdma: Settings,
 }
@@ -92,7 +101,8 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
         .extend(["libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"].map(|name| library(name, in_guest)));
     // Only profilers need it.
     findings.push(library("libcupti.so.13", false));
-    findings.extend(arguments.server.as_deref().map(server));
+    let folder = arguments.identity.clone().unwrap_or_else(client_folder);
+    findings.extend(arguments.server.iter().map(|address| server(address, &folder, arguments.insecure)));
 
     for finding in &findings {
         match finding {
@@ -358,11 +368,6 @@ fn output(words: &[&str]) -> Result<String, String> {
     Err(format!("{}: {}", words.join(" "), why.unwrap_or_else(|| output.status.to_string())))
 }
 
-/// The kind of the system's error that is at the bottom of another one.
-fn cause(error: &anyhow::Error) -> ErrorKind {
-    error.root_cause().downcast_ref::<std::io::Error>().map_or(ErrorKind::Other, std::io::Error::kind)
-}
-
 /// What the kernel says about the sandbox of a process that a daemon's status lists.
 fn sandbox(name: &str, process: &serde_json::Value) -> Finding {
     let state = &process["sandbox"];
@@ -531,14 +536,17 @@ fn in_loader_cache(cache: &str, name: &str) -> Option<PathBuf> {
         .map(|path| PathBuf::from(path.trim()))
 }
 
-fn server(text: &str) -> Finding {
-    let form = || "give it as HOST or HOST:PORT".to_owned();
-    let address = match text.parse::<Address>() {
-        Ok(address) => address,
-        Err(error) => return Wrong(error.to_string(), form()),
-    };
-    let Address::Tcp(host, port) = &address else {
-        return Wrong(format!("{address} is on this machine, where no network has to be checked"), form());
+/// Whether this user can use a server. `folder`: the user's key, and the servers that it trusts.
+fn server(address: &Address, folder: &Path, insecure: bool) -> Finding {
+    let (host, port) = match address {
+        Address::Tcp(host, port) => (host, port),
+        Address::Unix(path) => match UnixStream::connect(path) {
+            Ok(_) => return served(format!("the server at {address} answers"), address, Security::Insecure),
+            Err(error) => {
+                let step = "systemctl start rgpu-server; root and the socket's group may connect to it";
+                return Wrong(format!("the server {address} cannot be reached: {error}"), step.into());
+            }
+        },
     };
     let shown = address.to_string();
     let bare = shown.strip_prefix("tcp:").unwrap_or(&shown);
@@ -547,12 +555,21 @@ fn server(text: &str) -> Finding {
     );
     let addresses: Vec<_> = match (host.as_str(), *port).to_socket_addrs() {
         Ok(addresses) => addresses.collect(),
-        Err(error) => return Wrong(format!("cannot look up {host}: {error}"), form()),
+        Err(error) => {
+            return Wrong(
+                format!("cannot look up {host}: {error}"),
+                "correct the name, add it to DNS or to /etc/hosts, or give the server's address".into(),
+            );
+        }
     };
     let mut last = "it has no address".to_owned();
     for at in addresses {
         match TcpStream::connect_timeout(&at, Duration::from_secs(3)) {
-            Ok(socket) => return protected(&address, bare, at, socket),
+            Ok(_) if insecure => {
+                let answers = format!("the server at {bare} ({at}) answers without TLS");
+                return served(answers, address, Security::Insecure);
+            }
+            Ok(socket) => return protected(address, folder, bare, at, socket),
             Err(error) => last = error.to_string(),
         }
     }
@@ -560,8 +577,8 @@ fn server(text: &str) -> Finding {
 }
 
 /// Whether this user and the server trust each other's keys, and the server has GPUs for this user.
-fn protected(address: &Address, server: &str, at: SocketAddr, socket: TcpStream) -> Finding {
-    let files = ClientFiles { folder: client_folder() };
+fn protected(address: &Address, folder: &Path, server: &str, at: SocketAddr, socket: TcpStream) -> Finding {
+    let files = ClientFiles { folder: folder.to_owned() };
     let credentials = match files.credentials(&address.to_string()) {
         Ok(credentials) => credentials,
         Err(e) => {
@@ -575,7 +592,10 @@ fn protected(address: &Address, server: &str, at: SocketAddr, socket: TcpStream)
     let unnamed = rustls::pki_types::ServerName::IpAddress(at.ip().into());
     let deadline = Instant::now() + Duration::from_secs(5);
     match Stream::tls_client(socket.into(), credentials.greeting(), unnamed, deadline) {
-        Ok(_) => served(&format!("{server} ({at})"), address, files),
+        Ok(_) => {
+            let trusted = format!("the server at {server} ({at}) has the key that is pinned for it");
+            served(trusted, address, Security::Tls(Arc::new(files)))
+        }
         Err(e) => Wrong(format!("no protected connection to {server} ({at}): {e}"), step_after(&e).into()),
     }
 }
@@ -596,17 +616,16 @@ fn step_after(error: &std::io::Error) -> &'static str {
     }
 }
 
-/// What a server that has the right key says to this user, whose key it may have revoked.
-fn served(server: &str, address: &Address, files: ClientFiles) -> Finding {
-    let trusted = format!("the server at {server} has the key that is pinned for it");
-    match ask(address, Security::Tls(Arc::new(files)), &Question::Inventory {}) {
-        Ok(Reply::Inventory(gpus)) => Good(format!("{trusted}; GPUs for this client: {}", gpus.len())),
+/// What a server that is reached says to this user, whom it may refuse. `reached`: what is known of it.
+fn served(reached: String, address: &Address, security: Security) -> Finding {
+    match ask(address, security, &Question::Inventory {}) {
+        Ok(Reply::Inventory(gpus)) => Good(format!("{reached}; GPUs for this client: {}", gpus.len())),
         Ok(_) => Wrong(
-            format!("{trusted}, but does not say which GPUs this client may use"),
+            format!("{reached}, but does not say which GPUs this client may use"),
             "install the same release of rgpu on both".into(),
         ),
         Err(e) => Wrong(
-            format!("{trusted}, but: {}", with_causes(&e)),
+            format!("{reached}, but: {}", with_causes(&e)),
             "rgpuctl clients on the server lists who may connect; journalctl -u rgpu-server says whom it refused, and why".into(),
         ),
     }
@@ -769,26 +788,18 @@ mod tests {
 
     #[test]
     fn an_unreachable_server_is_named() {
-        // Nothing listens at port 1 of this machine.
-        match server("127.0.0.1:1") {
-            Wrong(text, step) => {
-                assert!(text.contains("127.0.0.1:1") && step.contains("rgpu-server"), "{text} {step}")
-            }
-            other => panic!("{other:?}"),
+        let check = |text: &str| server(&text.parse().unwrap(), Path::new("/nonexistent"), false);
+        // Nothing listens at port 1 of this machine. No name ends in ".invalid".
+        for (address, told, step) in [
+            ("127.0.0.1:1", "the server 127.0.0.1:1 cannot be reached: ", "start rgpu-server"),
+            ("gpu.invalid", "cannot look up gpu.invalid: ", "correct the name"),
+            ("unix:/nonexistent/socket", "the server unix:/nonexistent/socket cannot", "systemctl start"),
+        ] {
+            let found = check(address);
+            assert!(
+                matches!(&found, Wrong(text, to_do) if text.starts_with(told) && to_do.contains(step)),
+                "{found:?}"
+            );
         }
-        // As in every other command, the port may be missing. No name ends in ".invalid".
-        match server("gpu.invalid") {
-            Wrong(text, step) => {
-                assert!(
-                    text.starts_with("cannot look up gpu.invalid: ") && step.contains("HOST"),
-                    "{text} {step}"
-                )
-            }
-            other => panic!("{other:?}"),
-        }
-        assert!(
-            matches!(server("unix:/run/rgpu/server.sock"), Wrong(text, _) if text.contains("this machine"))
-        );
-        assert!(matches!(server("gpu7:port"), Wrong(text, _) if text.contains("gpu7:port")));
     }
 }
