@@ -1041,11 +1041,186 @@ static int one_by_one(unsigned count, size_t bytes) {
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%u copies of %zu bytes", count, bytes);
 }
 
+static std::vector<int> words_of(const int *data, int n) {
+    std::vector<int> host(n, -1);
+    CHECK(cudaMemcpy(host.data(), data, n * sizeof(int), cudaMemcpyDeviceToHost));
+    return host;
+}
+
+// Copies that are queued behind each other before the first begins, so that several may be under way at once. Whatever each needs of the ones before has happened: bytes have the order of the stream.
+static void queued_copies(int n, bool default_stream) {
+    const int count = 6;
+    const size_t bytes = n * sizeof(int);
+    int *a[count], *b[count];
+    for (int k = 0; k < count; k++) {
+        a[k] = on_device(0, n, 1000 * k);
+        b[k] = on_device(1, n, -1);
+    }
+    set_device(0);
+    cudaStream_t stream = 0, other;
+    if (!default_stream) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    auto queued = [&](auto copies) {
+        Gate gate;
+        set_device(0);
+        CHECK(cudaLaunchHostFunc(stream, Gate::wait, &gate));
+        copies();
+        gate.open = true;
+        CHECK(cudaStreamSynchronize(stream));
+    };
+    auto to = [&](int *target, const int *source, size_t size) { CHECK(cudaMemcpyPeerAsync(target, 1, source, 0, size, stream)); };
+    auto back = [&](int *target, const int *source, size_t size) { CHECK(cudaMemcpyPeerAsync(target, 0, source, 1, size, stream)); };
+    // Each to its own memory.
+    queued([&] { for (int k = 0; k < count; k++) to(b[k], a[k], bytes); });
+    for (int k = 0; k < count; k++) expect_value("a copy among others", 1, holds(b[k], n, 1000 * k));
+    // All to the same: the last one's bytes stay.
+    queued([&] { for (int k = 0; k < count; k++) to(b[0], a[k], bytes); });
+    expect_value("the last of several copies to the same memory", 1, holds(b[0], n, 1000 * (count - 1)));
+    // Each over a half of the one before.
+    int *wide = on_device(1, n * (count + 1) / 2, -1);
+    queued([&] { for (int k = 0; k < count; k++) to(wide + n / 2 * k, a[k], bytes); });
+    bool right = true;
+    std::vector<int> host = words_of(wide, n * (count + 1) / 2);
+    for (int i = 0; i < n * (count + 1) / 2; i++) {
+        int k = std::min(i / (n / 2), count - 1);
+        right = right && host[i] == i - n / 2 * k + 1000 * k;
+    }
+    expect_value("copies that overlap in part", 1, right);
+    CHECK(cudaFree(wide));
+    // Each copies what the one before has copied, there and back.
+    queued([&] {
+        for (int k = 0; k + 1 < count; k++) {
+            to(b[k], a[k], bytes);
+            back(a[k + 1], b[k], bytes);
+        }
+    });
+    for (int k = 0; k < count; k++) expect_value("a ring of copies", 1, holds(a[k], n, 0));
+    // The source of one is the target of the next.
+    set_device(1);
+    add<<<(n + 255) / 256, 256>>>(b[1], n, 7);
+    CHECK(cudaDeviceSynchronize());
+    queued([&] {
+        to(b[0], a[0], bytes);
+        back(a[0], b[1], bytes);
+        to(b[2], a[0], bytes);
+    });
+    expect_value("a source that is a target next", 1, holds(b[0], n, 0) && holds(a[0], n, 7) && holds(b[2], n, 7));
+    // A kernel between two copies, and events that another stream waits for.
+    cudaEvent_t event;
+    int *seen = on_device(1, n, -1);
+    set_device(1);
+    CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    set_device(0);
+    CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    queued([&] {
+        to(b[3], a[0], bytes);
+        CHECK(cudaEventRecord(event, stream));
+        set_device(1);
+        CHECK(cudaStreamWaitEvent(other, event, 0));
+        CHECK(cudaMemcpyAsync(seen, b[3], bytes, cudaMemcpyDeviceToDevice, other));
+        set_device(0);
+        to(b[4], a[0], bytes);
+        CHECK(cudaEventRecord(event, stream));
+        add<<<(n + 255) / 256, 256, 0, stream>>>(a[0], n, 5);
+        to(b[5], a[0], bytes);
+    });
+    CHECK(cudaStreamSynchronize(other));
+    expect_value("what comes behind an event between copies", 1, holds(seen, n, 7));
+    expect_value("copies around a kernel", 1, holds(b[3], n, 7) && holds(b[4], n, 7) && holds(b[5], n, 12));
+    // A graph of copies, launched twice, with the second to the target of the first.
+    cudaStream_t capturing;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamCreateWithFlags(&capturing, cudaStreamNonBlocking));
+    CHECK(cudaStreamBeginCapture(capturing, cudaStreamCaptureModeThreadLocal));
+    CHECK(cudaMemcpyPeerAsync(b[0], 1, a[1], 0, bytes, capturing));
+    CHECK(cudaMemcpyPeerAsync(b[0], 1, a[0], 0, bytes, capturing));
+    CHECK(cudaMemcpyPeerAsync(a[2], 0, b[0], 1, bytes, capturing));
+    CHECK(cudaStreamEndCapture(capturing, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 2; i++) CHECK(cudaGraphLaunch(exec, capturing));
+    CHECK(cudaStreamSynchronize(capturing));
+    expect_value("copies of a graph", 1, holds(b[0], n, 12) && holds(a[2], n, 12));
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    // A stream that is destroyed meanwhile finishes what it has.
+    {
+        Gate gate;
+        CHECK(cudaLaunchHostFunc(capturing, Gate::wait, &gate));
+        for (int k = 0; k < count; k++) CHECK(cudaMemcpyPeerAsync(b[k], 1, a[2], 0, bytes, capturing));
+        CHECK(cudaStreamDestroy(capturing));
+        gate.open = true;
+        CHECK(cudaDeviceSynchronize());
+    }
+    for (int k = 0; k < count; k++) expect_value("copies of a destroyed stream", 1, holds(b[k], n, 12));
+    CHECK(cudaEventDestroy(event));
+    CHECK(cudaStreamDestroy(other));
+    if (!default_stream) CHECK(cudaStreamDestroy(stream));
+    for (int k = 0; k < count; k++) {
+        CHECK(cudaFree(a[k]));
+        CHECK(cudaFree(b[k]));
+    }
+    CHECK(cudaFree(seen));
+}
+
+// Copies of so many bytes from the first device to the second, none of which the host waits for: they are queued before the first begins. All but the last go to the same memory.
+static int all_at_once(unsigned count, size_t bytes, bool default_stream, bool forever) {
+    const unsigned blocks = 32, threads = 64, last = count - 1;
+    std::vector<unsigned *> sources(count);
+    unsigned *target, *last_target;
+    int *wrong, found = 0;
+    size_t n = bytes / sizeof(unsigned);
+    set_device(1);
+    CHECK(cudaMalloc(&target, bytes));
+    CHECK(cudaMalloc(&last_target, bytes));
+    CHECK(cudaMalloc(&wrong, sizeof(int)));
+    CHECK(cudaMemset(wrong, 0, sizeof(int)));
+    set_device(0);
+    cudaStream_t stream = 0;
+    if (!default_stream) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (unsigned *&source : sources) CHECK(cudaMalloc(&source, bytes));
+    unsigned seed = 1;
+    do {
+        set_device(1);
+        CHECK(cudaMemset(target, 0, bytes));
+        CHECK(cudaMemset(last_target, 0, bytes));
+        CHECK(cudaDeviceSynchronize());
+        set_device(0);
+        for (unsigned i = 0; i < count; i++) fill<<<blocks, threads>>>(sources[i], n, seed + i);
+        CHECK(cudaDeviceSynchronize());
+        Gate gate;
+        CHECK(cudaLaunchHostFunc(stream, Gate::wait, &gate));
+        for (unsigned i = 0; i < count; i++) CHECK(cudaMemcpyPeerAsync(i == last ? last_target : target, 1, sources[i], 0, bytes, stream));
+        if (forever) {
+            // The test says when they begin.
+            printf("QUEUED\n");
+            fflush(stdout);
+            forever = getchar() != EOF;
+        }
+        gate.open = true;
+        // A wait would be a question, too, and the copies' at the same time would not count.
+        cudaError_t state;
+        while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady) usleep(1000);
+        CHECK(state);
+        set_device(1);
+        count_wrong<<<blocks, threads>>>(target, n, seed + last - 1, wrong);
+        count_wrong<<<blocks, threads>>>(last_target, n, seed + last, wrong);
+        CHECK(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
+        expect_value("wrong words of copies between servers", 0, found);
+        seed += count;
+    } while (forever && !mismatches);
+    return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%u copies of %zu bytes", count, bytes);
+}
+
 int main(int argc, char **argv) {
     Options options = parse_options(argc, argv);
     unsigned count;
     size_t bytes;
     if (sscanf(options.word.c_str(), "%ux%zu", &count, &bytes) == 2) return one_by_one(count, bytes);
+    for (bool default_stream : {false, true}) {
+        const char *form = default_stream ? "default_%ux%zu" : "queued_%ux%zu";
+        if (sscanf(options.word.c_str(), form, &count, &bytes) == 2) return all_at_once(count, bytes, default_stream, false);
+    }
+    if (sscanf(options.word.c_str(), "broken_%ux%zu", &count, &bytes) == 2) return all_at_once(count, bytes, false, true);
     if (options.word == "unreachable") return unreachable();
     if (options.word == "pinned") return pinned_of_both(1 << 10);
     if (options.word == "much_pinned") return pinned_of_both(1 << 19);
@@ -1069,6 +1244,9 @@ int main(int argc, char **argv) {
     other_servers_objects();
     for (size_t bytes : {size_t(4), size_t(1000), size_t(1) << 20, (size_t(5) << 20) + 20}) copies(bytes);
     boxes();
+    for (bool default_stream : {false, true}) {
+        for (int n : {1, 3 << 8, 3 << 18}) queued_copies(2 * n, default_stream);
+    }
     graphs();
     graph_of_both();
     stream_ordered();

@@ -38,9 +38,10 @@ use super::outgoing::{Jobs, Piece};
 use super::{PATIENCE, WITHIN};
 use crate::lock::lock;
 
-/// Receives that are posted at first. There are twice as many whenever half of them are used at once, up to
-/// [`PIECES`]: each costs a buffer of page-locked memory.
+/// Receives that are posted at first, and once a piece has come. Then there are twice as many whenever half
+/// of them are used at once, up to [`PIECES`]: each costs a buffer of page-locked memory.
 const FIRST_RECEIVES: usize = 2;
+const USED_RECEIVES: usize = PIECES / 2;
 /// How often an end that waits for its peer looks whether it has waited too long.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -244,12 +245,12 @@ impl Receiving {
     pub(super) fn turn(&mut self, incoming: &Incoming, stream: &Stream) -> io::Result<Turn> {
         // What has come before the end of the connection counts.
         let ended = has_ended(stream);
-        self.pieces.arm().map_err(broken)?;
         self.pieces.poll(&mut self.done).map_err(broken)?;
         let came = !self.done.is_empty();
         for done in self.done.drain(..) {
             if std::mem::replace(&mut self.probed, true) {
                 take(incoming, done)?;
+                self.most = self.most.max(USED_RECEIVES);
             } else if done.header != DirectHeader::new_zeroed() || done.len > 0 {
                 return Err(wrong(format!("piece {} came before the probe", done.header.number)));
             }
@@ -272,17 +273,41 @@ impl Receiving {
 
 /// Receives pieces until the connection is lost.
 pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving) -> io::Result<()> {
+    let mut rest = Rest::default();
     loop {
         match queue.turn(incoming, stream)? {
             Turn::Worked => {}
-            Turn::Idle(limit) => {
-                let [done, device] = queue.pieces.fds();
-                wait(&[done, device, stream.as_fd(), queue.bell.as_fd()], limit)?;
-                queue.bell.silence();
-            }
+            Turn::Idle(limit) => rest.take(&queue.pieces, stream, &queue.bell, limit)?,
             Turn::Over => return Ok(()),
         }
-        queue.pieces.disarm();
+    }
+}
+
+/// How a thread waits for its queue pair, after turns in which nothing has happened.
+#[derive(Default)]
+struct Rest {
+    is_armed: bool,
+}
+
+impl Rest {
+    /// Sleeps until something happens, or for `limit`. The first time it only has the next completion wake
+    /// the thread, because one may have come since the last turn: completions during work wake nobody.
+    fn take<B: PieceBuffer>(
+        &mut self,
+        pieces: &Pieces<B>,
+        stream: &Stream,
+        bell: &Bell,
+        limit: Option<Duration>,
+    ) -> io::Result<()> {
+        if !std::mem::replace(&mut self.is_armed, true) {
+            return pieces.arm().map_err(broken);
+        }
+        let [done, device, failed] = pieces.fds();
+        wait(&[done, device, failed, stream.as_fd(), bell.as_fd()], limit)?;
+        bell.silence();
+        pieces.disarm();
+        self.is_armed = false;
+        Ok(())
     }
 }
 
@@ -302,6 +327,9 @@ fn take(incoming: &Incoming, Done { header, len, buffer }: Done<Buffer>) -> io::
 /// # Errors
 /// The connection is broken, or bytes came, which do not belong there.
 pub(super) fn has_ended(stream: &Stream) -> io::Result<bool> {
+    if !stream.is_readable() {
+        return Ok(false);
+    }
     stream.set_nonblocking(true)?;
     let read = io::Read::read(&mut &*stream, &mut [0]);
     stream.set_nonblocking(false)?;
@@ -336,7 +364,6 @@ impl Sender {
     /// The connection is lost, or the peer does what it may not.
     pub(super) fn turn(&mut self, stream: &Stream, bytes: &Common, now: Instant) -> io::Result<Turn> {
         let mut worked = granted(stream, |receives| self.pieces.grant(receives).map_err(broken))?;
-        self.pieces.arm().map_err(broken)?;
         self.pieces.poll(&mut self.done).map_err(broken)?;
         for Done { len, buffer, .. } in self.done.drain(..) {
             worked = true;
@@ -382,20 +409,15 @@ pub(super) fn send(
     after: impl Fn(),
 ) -> io::Result<()> {
     stream.set_nonblocking(true)?;
-    let mut sender = Sender::new(pieces, jobs);
+    let (mut sender, mut rest) = (Sender::new(pieces, jobs), Rest::default());
     loop {
         let turn = sender.turn(stream, bytes, Instant::now())?;
         after();
         match turn {
             Turn::Worked => {}
-            Turn::Idle(limit) => {
-                let [done, device] = sender.pieces.fds();
-                wait(&[done, device, stream.as_fd(), bell.as_fd()], limit)?;
-                bell.silence();
-            }
+            Turn::Idle(limit) => rest.take(&sender.pieces, stream, bell, limit)?,
             Turn::Over => return Ok(()),
         }
-        sender.pieces.disarm();
     }
 }
 

@@ -3,9 +3,11 @@
 use std::ffi::CStr;
 use std::fs;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::error::VerbsError;
 use super::settings::Settings;
@@ -20,8 +22,9 @@ pub struct Device {
     limits: Limits,
     /// The GID that was used last.
     gid: Mutex<Option<GidEntry>>,
-    /// It works no more.
+    /// It works no more: why, and what is readable from then on.
     failure: OnceLock<String>,
+    failed: EventFd,
 }
 
 // SAFETY: libibverbs allows every call on a context from any thread.
@@ -258,6 +261,8 @@ impl Device {
         name: String,
         settings: &Settings,
     ) -> Result<Device, VerbsError> {
+        let failed = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let failed = failed.map_err(|e| VerbsError::call("making an eventfd", e.into()))?;
         // SAFETY: a device of a list that is still there.
         let context = unsafe { (library.open_device)(device) };
         let context = NonNull::new(context).ok_or_else(|| {
@@ -270,7 +275,7 @@ impl Device {
         // From here on dropping it closes it.
         let settings = settings.clone();
         let (gid, failure) = (Mutex::default(), OnceLock::new());
-        let mut opened = Device { context, name, settings, limits, gid, failure };
+        let mut opened = Device { context, name, settings, limits, gid, failure, failed };
         nonblocking(opened.event_fd()).map_err(|e| VerbsError::call("preparing the device's events", e))?;
         let mut attr = sys::DeviceAttr::zeroed();
         // SAFETY: an open context; `attr` is writable and of the size that the library knows.
@@ -422,6 +427,11 @@ impl Device {
         unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
     }
 
+    /// Readable once [`failure`](Self::failure) has something, whichever thread has taken the event.
+    pub fn failure_fd(&self) -> BorrowedFd<'_> {
+        self.failed.as_fd()
+    }
+
     /// The next event of the device, if there is one. Never waits.
     pub fn next_event(&self) -> Option<DeviceEvent> {
         let library = Library::get().ok()?;
@@ -436,6 +446,8 @@ impl Device {
             number::EVENT_PORT_ACTIVE => DeviceEvent::PortUp(port),
             number::EVENT_DEVICE_FATAL => {
                 let what = self.failure.get_or_init(|| format!("RDMA device {} has failed", self.name));
+                // It is never read, so its counter has room.
+                let _ = self.failed.write(1);
                 DeviceEvent::Fatal(what.clone())
             }
             number::EVENT_CQ_ERR => self.broken("a completion queue has failed"),

@@ -296,9 +296,11 @@ impl<B: PieceBuffer> Pieces<B> {
         Ok(Done { header, len: came, buffer })
     }
 
-    /// One of them is readable when something has happened after [`arm`](Self::arm).
-    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
-        [self.completions.as_fd(), self.domain.device().event_fd()]
+    /// One of them is readable when something has happened after [`arm`](Self::arm). The last one is while
+    /// the device works no more: of its event, the thread that takes it would be the only one to know.
+    pub fn fds(&self) -> [BorrowedFd<'_>; 3] {
+        let device = self.domain.device();
+        [self.completions.as_fd(), device.event_fd(), device.failure_fd()]
     }
 
     /// To be called before sleeping on [`fds`](Self::fds). What came before it does not wake:
@@ -346,7 +348,36 @@ fn check_peer(peer: &DirectQueue) -> Result<(), VerbsError> {
 
 #[cfg(test)]
 mod tests {
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
     use super::*;
+    use crate::verbs::{Device, software};
+
+    struct Nothing;
+
+    // SAFETY: it has no registration.
+    unsafe impl PieceBuffer for Nothing {
+        fn registration(&self) -> Option<&Registration> {
+            None
+        }
+    }
+
+    #[test]
+    fn whoever_takes_the_event_that_a_device_has_failed_all_its_connections_wake() {
+        software::install();
+        let settings = Settings::default();
+        let domain = Domain::new(Device::open(&settings).unwrap()).unwrap();
+        let queues = [End::Receiving, End::Receiving, End::Sending]
+            .map(|end| Pieces::<Nothing>::new(&domain, end, 4, &settings).unwrap());
+        let wakes = |queue: &Pieces<Nothing>| {
+            let mut fds = queue.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            poll(&mut fds, PollTimeout::ZERO).unwrap() > 0
+        };
+        assert!(!queues.iter().any(wakes));
+        software::event(queues[0].pair.number(), number::EVENT_DEVICE_FATAL);
+        assert!(domain.device().failure().is_some());
+        assert!(queues.iter().all(wakes));
+    }
 
     #[test]
     fn a_peer_cannot_grant_more_than_there_can_be() {

@@ -60,6 +60,71 @@ fn a_copy_between_servers_needs_one_question_whatever_its_size() -> Result<()> {
 }
 
 #[test]
+fn copies_that_are_queued_do_not_wait_for_each_others_answers() -> Result<()> {
+    const FEW: u64 = 2;
+    const MANY: u64 = 42;
+    let rigs = connected("pool-queued", &[Transport::Tcp])?;
+    for form in ["queued", "default"] {
+        let exchanges = |count: u64, depth: &str| -> Result<u64> {
+            let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
+            command.arg(format!("{form}_{count}x{}", 1 << 20)).env("RGPU_STATS", "1");
+            command.env("RGPU_DIRECT_CONNECTIONS", "1").env("RGPU_DIRECT_DEPTH", depth);
+            let outcome = programs::run(&mut command, programs::LIMIT)?;
+            outcome.verdict(PROGRAM)?;
+            // Round trips at the same time are one exchange.
+            stats(&outcome.stderr, "exchanges")
+        };
+        let asked = exchanges(MANY, "")?.saturating_sub(exchanges(FEW, "")?);
+        ensure!(asked < (MANY - FEW) / 2, "{form}: {asked} exchanges of {} copies", MANY - FEW);
+        // A program that asks for each piece copies one after the other, and would notice that this counts
+        // something.
+        let asked = exchanges(MANY, "8")? - exchanges(FEW, "8")?;
+        ensure!(asked >= MANY - FEW, "{form}: {asked} exchanges");
+    }
+    Ok(())
+}
+
+#[test]
+fn if_one_of_several_copies_under_way_fails_all_are_made_again_in_order() -> Result<()> {
+    const BYTES: usize = 8 << 20;
+    let rigs = connected("pool-queued-broken", &[Transport::Tcp])?;
+    let signal = |rig: &Rig, signal| -> Result<()> {
+        Ok(nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker(rig)?), signal)?)
+    };
+    let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;
+    command.arg(format!("broken_6x{BYTES}")).env("RGPU_DIRECT_CONNECTIONS", "1");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut program = command.spawn()?;
+    let mut begin = program.stdin.take().context("no input")?;
+    ensure!(line(&mut program)? == "QUEUED\n", "the program has ended");
+    let mut sending = Vec::new();
+    eventually(|| {
+        sending = connections(worker(&rigs[0])?, rigs[1].port)?;
+        ensure!(sending.len() == 1, "{} connections", sending.len());
+        Ok(())
+    })?;
+    signal(&rigs[1], Signal::SIGSTOP)?;
+    begin.write_all(b"\n")?;
+    // The first copy is under way, and cannot be over: the other end takes nothing.
+    let stuck = eventually(|| {
+        let mut unsent = 0;
+        // SAFETY: an open socket, and a place for a number.
+        let asked = unsafe { libc::ioctl(sending[0].as_raw_fd(), libc::TIOCOUTQ, &mut unsent) };
+        ensure!(asked == 0 && unsent > 0, "{asked}: {unsent} bytes");
+        Ok(())
+    });
+    sending[0].shutdown(Shutdown::Both)?;
+    signal(&rigs[1], Signal::SIGCONT)?;
+    stuck?;
+    ensure!(line(&mut program)? == "QUEUED\n", "a copy has wrong bytes");
+    drop(begin);
+    let (text, last) = ended(program)?;
+    ensure!(last.contains("PASS"), "{text}");
+    ensure!(text.contains("pass through this machine until there is another one"), "{text}");
+    Ok(())
+}
+
+#[test]
 fn servers_connect_when_a_program_uses_devices_of_both() -> Result<()> {
     let rigs = connected("pool-ahead", &[Transport::Tcp])?;
     let mut command = with_servers(&servers(&rigs, [Transport::Tcp, Transport::Tcp]), PROGRAM)?;

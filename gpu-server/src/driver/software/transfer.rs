@@ -1,5 +1,6 @@
 //! Copies and fills. They are checked when they are enqueued, and the stream's thread executes them.
 
+use std::cell::RefCell;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cupti_records::{copy, memory};
@@ -49,14 +50,32 @@ fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
     })
 }
 
+thread_local! {
+    /// A stream's thread copies through this: the peer may change the other memory at any time. New memory
+    /// for each copy would cost a page fault for each of its pages.
+    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `copy` with so many bytes of this thread's buffer, which may be any.
+fn with_buffer<T>(len: usize, copy: impl FnOnce(&mut [u8]) -> T) -> T {
+    BUFFER.with_borrow_mut(|buffer| {
+        if buffer.len() < len {
+            buffer.resize(len, 0);
+        }
+        copy(&mut buffer[..len])
+    })
+}
+
 /// Copies rows, from an offset on, to memory: as many bytes as that has.
 fn download(gpu: &Gpu, from: &Rows, offset: u64, to: &Mapped) -> Result<()> {
-    let mut buffer = vec![0; CHUNK.min(to.len())];
     let mut at = 0;
     while at < to.len() {
-        let n = buffer.len().min(to.len() - at);
-        read(from, gpu, offset + at as u64, &mut buffer[..n])?;
-        to.write(at, &buffer[..n]);
+        let n = CHUNK.min(to.len() - at);
+        with_buffer(n, |buffer| {
+            read(from, gpu, offset + at as u64, buffer)?;
+            to.write(at, buffer);
+            Result::Ok(())
+        })?;
         at += n;
     }
     Ok(())
@@ -64,12 +83,13 @@ fn download(gpu: &Gpu, from: &Rows, offset: u64, to: &Mapped) -> Result<()> {
 
 /// Copies memory to rows, from an offset on.
 fn upload(gpu: &Gpu, to: &Rows, offset: u64, from: &Mapped) -> Result<()> {
-    let mut buffer = vec![0; CHUNK.min(from.len())];
     let mut at = 0;
     while at < from.len() {
-        let n = buffer.len().min(from.len() - at);
-        from.read(at, &mut buffer[..n]);
-        write(to, gpu, offset + at as u64, &buffer[..n])?;
+        let n = CHUNK.min(from.len() - at);
+        with_buffer(n, |buffer| {
+            from.read(at, buffer);
+            write(to, gpu, offset + at as u64, buffer)
+        })?;
         at += n;
     }
     Ok(())
@@ -90,11 +110,11 @@ impl Upload {
             // This device's copy engine is the CPU. The peer may still write the bytes, so they are copied
             // exactly once.
             Upload::Placed(placed) => {
-                let mut buffer = Vec::new();
                 let read = placed.read(|at, bytes| {
-                    buffer.resize(bytes.len(), 0);
-                    bytes.read(&mut buffer);
-                    Ok(write(to, gpu, at, &buffer)?)
+                    with_buffer(bytes.len(), |buffer| {
+                        bytes.read(buffer);
+                        Ok(write(to, gpu, at, buffer)?)
+                    })
                 });
                 match read {
                     // The session is over; the rest is not needed.

@@ -30,6 +30,8 @@ struct Wait {
     before: Option<Before>,
     other: Arc<Stream>,
     record: Seq,
+    /// Before it, the stream has only other waits for the same one, and what that one has waited for.
+    is_alone: bool,
 }
 
 /// The waits for streams of one server, and the thread that ends them.
@@ -69,8 +71,18 @@ pub(crate) fn hold(stream: &Arc<Stream>, other: &Arc<Stream>, record: Seq) -> Re
     stream.waits_for(seq, other, record);
     // Otherwise another thread's work may be between them.
     let before = behind.filter(|(mark, _)| seq.is_next_after(*mark)).map(|(_, before)| before);
-    let wait = Wait { held: stream.clone(), ticket, wait: seq, before, other: other.clone(), record };
-    lock(&waits.all).push(wait);
+    {
+        let mut all = lock(&waits.all);
+        let is_alone = before.as_ref().is_some_and(|before| {
+            let only_last =
+                |last: &Wait| last.only_waits_for(other) && stream.has_done_but(before, last.wait);
+            stream.has_done(before)
+                || stream.was_waited_for(before, other)
+                || last_of(&all, stream).is_some_and(only_last)
+        });
+        let (held, other) = (stream.clone(), other.clone());
+        all.push(Wait { held, ticket, wait: seq, before, other, record, is_alone });
+    }
     waits.came.notify_one();
     // The thread may have checked before this wait was added and now sleep until the other server makes
     // progress.
@@ -81,7 +93,7 @@ pub(crate) fn hold(stream: &Arc<Stream>, other: &Arc<Stream>, record: Seq) -> Re
 /// Makes a stream wait for all work so far on another stream, of any server.
 pub(crate) fn join(from: &Arc<Stream>, to: &Arc<Stream>) -> Result {
     end_those_over(from);
-    if from.is_known_idle() {
+    if from.is_known_idle() || only_waits_for(from, to) {
         return Ok(());
     }
     if std::ptr::eq(from.session(), to.session()) {
@@ -89,6 +101,18 @@ pub(crate) fn join(from: &Arc<Stream>, to: &Arc<Stream>) -> Result {
     } else {
         hold(to, from, from.mark()?)
     }
+}
+
+/// Whether a stream only waits for work of another one, behind which that one's next work comes anyway. So it
+/// is with the default streams of two servers, which both wait for the copy before.
+fn only_waits_for(held: &Arc<Stream>, other: &Arc<Stream>) -> bool {
+    let all = lock(&WAITS[other.session().index()].all);
+    last_of(&all, held).is_some_and(|last| held.due() == Some(last.wait) && last.only_waits_for(other))
+}
+
+/// The last of these waits of a stream.
+fn last_of<'w>(all: &'w [Wait], held: &Arc<Stream>) -> Option<&'w Wait> {
+    all.iter().rev().find(|wait| Arc::ptr_eq(&wait.held, held))
 }
 
 /// A stream may be idle but for waits that are over, of which a thread is just learning: ends them.
@@ -99,6 +123,10 @@ fn end_those_over(held: &Arc<Stream>) {
 }
 
 impl Wait {
+    fn only_waits_for(&self, other: &Arc<Stream>) -> bool {
+        self.is_alone && Arc::ptr_eq(&self.other, other)
+    }
+
     fn is_over(&self) -> bool {
         self.other.has_passed(self.record)
     }
@@ -182,7 +210,7 @@ mod tests {
             let (_, before) = held.mark_behind_all().unwrap();
             let ticket = host_calls::ticket();
             let wait = held.wait_for_ticket(ticket).unwrap();
-            Wait { held: held.clone(), ticket, wait, before, other: other.clone(), record }
+            Wait { held: held.clone(), ticket, wait, before, other: other.clone(), record, is_alone: true }
         };
         let wait = waits();
         assert!(!held.is_known_idle());
@@ -192,5 +220,34 @@ mod tests {
         held.work(&client::ops::stream::StreamMark { stream: held.id }).unwrap();
         waits().end(None);
         assert!(!held.is_known_idle());
+    }
+
+    #[test]
+    fn a_stream_that_only_waits_for_another_one_is_not_waited_for_in_turn() {
+        let [one, other] = [0, 1].map(|n| Context::new(ContextId(n), Server::unused(), n, 0, false));
+        let (one, other) = (one.legacy(), other.legacy());
+        let works = |stream: &Stream| stream.work(&client::ops::stream::StreamMark { stream: stream.id });
+        let waits = || {
+            let before = one.session().last_seq();
+            join(other, one).unwrap();
+            one.session().last_seq() != before
+        };
+        // As copies between the two do, again and again.
+        for _ in 0..3 {
+            works(one).unwrap();
+            join(one, other).unwrap();
+            assert!(!other.is_known_idle() && !waits());
+        }
+        works(other).unwrap();
+        assert!(waits(), "it has work of its own");
+        works(one).unwrap();
+        join(one, other).unwrap();
+        assert!(!waits(), "that was waited for");
+        works(other).unwrap();
+        works(one).unwrap();
+        join(one, other).unwrap();
+        assert!(waits(), "it has work of its own before the wait");
+        one.context.server.lose();
+        other.context.server.lose();
     }
 }

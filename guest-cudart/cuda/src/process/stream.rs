@@ -264,6 +264,25 @@ impl Stream {
             && before.legacy.is_none_or(|last| self.context.legacy().own_is_known_done_to(last))
     }
 
+    /// Whether all that is known to be done but `wait`, if the stream has reached the mark that this wait for
+    /// a ticket directly follows.
+    pub fn has_done_but(&self, before: &Before, wait: Seq) -> bool {
+        let legacy_is_done =
+            |last: Seq| !last.may_be_after(wait) || self.context.legacy().own_is_known_done_to(last);
+        before.last == Some(wait) && before.legacy.is_none_or(legacy_is_done)
+    }
+
+    /// Whether another stream has waited for all that, so that work put there now comes behind it.
+    pub fn was_waited_for(&self, before: &Before, other: &Stream) -> bool {
+        let waited_for = lock(&other.waited_for);
+        let covers = |last: Seq| {
+            waited_for
+                .iter()
+                .any(|(_, stream, record)| std::ptr::eq(&**stream, self) && !last.may_be_after(*record))
+        };
+        before.legacy.is_none() && before.last.is_none_or(covers)
+    }
+
     /// Makes the stream wait for a ticket. Returns the record's `seq`.
     ///
     /// The server holds back what follows, and the device never sees the wait. So it doesn't order the stream

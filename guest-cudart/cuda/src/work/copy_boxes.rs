@@ -504,7 +504,7 @@ impl Copier {
             copiers[1].stream.synchronize()?;
             let spans = [to.span(&e)?, from.span(&e)?];
             let split = split(&to.side, &from.side, &e);
-            server_copy::carry(&to.side.on(ends[0]), &from.side.on(ends[1]), spans, split)?;
+            server_copy::carry(to.side.on(ends[0]), from.side.on(ends[1]), spans, split)?;
             to.write_array(&copiers[0], &e)?;
             copiers[0].stream.synchronize()
         })?;

@@ -13,6 +13,9 @@
 //! (`DirectSend`, `DirectLand`), and at most [`WINDOW`] are in transit: a piece is landed once the receiving
 //! server reports its arrival.
 //!
+//! Copies of a stream that follow each other are asked for before the ones before them are answered, so that
+//! the connection does not become idle between them: see [`begin`].
+//!
 //! One connection does not fill a fast link. So a large copy is cut into boxes, and each takes a connection
 //! of its own, a [`Single`]. A pair of servers gets more than the first one when the first large copy comes.
 //!
@@ -33,8 +36,8 @@ use crate::streams::stream_table;
 use crate::work::server_copy::{Linear, Part, Split};
 use client::ops::copy::Pitched;
 use client::ops::direct::{
-    DirectArrival, DirectClose, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectReceiveAll, DirectSend,
-    DirectSendAll, MAX_PIECE,
+    DirectArrival, DirectClose, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectReceiveAll,
+    DirectReceiveAllReply, DirectSend, DirectSendAll, MAX_COPIES, MAX_PIECE,
 };
 use client::session::Pending;
 use client::{Status, lock, log};
@@ -57,7 +60,7 @@ static MORE: AtomicUsize = AtomicUsize::new(0);
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(60);
 
-/// A connection. Copies over it run one after the other.
+/// A connection. Copies over it are begun one after the other.
 type Shared = Arc<Mutex<Connection>>;
 
 /// The connections, by the sending and the receiving session.
@@ -150,6 +153,16 @@ struct Single {
 impl Open {
     fn new(direct: u32, pause: Duration) -> Open {
         Open { all: vec![Single { direct, last: 0 }], more: More::Wanted(FIRST_PAUSE), pause }
+    }
+
+    /// Closes all, because a copy has failed. Returns what stands for them.
+    fn fail(&self, status: Status, to: &'static Server, from: &'static Server) -> Connection {
+        let (from_number, to_number) = (from.session.index(), to.session.index());
+        log::warn(format_args!(
+            "a direct connection between servers has failed ({status}): copies from server {from_number} to server {to_number} pass through this machine until there is another one"
+        ));
+        self.close(from, to);
+        Connection::failed(can_close(from, to), Instant::now(), self.pause)
     }
 
     /// Closes all.
@@ -334,108 +347,221 @@ fn closes<'s>(
         .map(move |(server, outgoing)| (server, DirectClose { direct, outgoing }))
 }
 
+/// Copies of which each server has its command, and which are not over. A connection's are begun while that
+/// is locked.
+static UNDER_WAY: Mutex<Vec<Arc<Moves>>> = Mutex::new(Vec::new());
+
+/// What a copy under way does.
+struct Moves {
+    /// First bytes and sizes in bytes: what is written, and what is read.
+    spans: [(u64, u64); 2],
+    /// Its boxes: where they go, their extent, and the connections that they take.
+    dst: Pitched,
+    extent: [u64; 3],
+    first: u32,
+    count: usize,
+}
+
+impl Moves {
+    /// Whether it may be begun while another copy is under way. Either it makes no difference for the bytes
+    /// which is done first, or the connections keep them in order: each box of one is written where the same
+    /// box of the other is.
+    fn may_come_behind(&self, before: &Moves) -> bool {
+        let meet = |(one, len): (u64, u64), (other, other_len): (u64, u64)| {
+            one < other.saturating_add(other_len) && other < one.saturating_add(len)
+        };
+        let ([written, read], [written_before, read_before]) = (self.spans, before.spans);
+        let is_alike = (self.first, self.count, self.extent, &self.dst)
+            == (before.first, before.count, before.extent, &before.dst);
+        // A short copy may be a word by which a kernel learns that the one before it is done. So it follows
+        // that one over its only connection, and is landed later.
+        let follows = self.first == before.first && before.count == 1;
+        (self.count > 1 || follows)
+            && !meet(read, written_before)
+            && !meet(written, read_before)
+            && (is_alike || !meet(written, written_before))
+    }
+}
+
+/// A copy that is under way. If it is dropped, that waits until nothing is written any more.
+pub(crate) struct UnderWay {
+    connection: Shared,
+    moves: Arc<Moves>,
+    ends: [&'static Server; 2],
+    /// The answers to come, and what others were.
+    pending: Vec<Pending<'static, DirectReceiveAllReply>>,
+    received: Result,
+}
+
+impl UnderWay {
+    /// Waits until it is over. False: it must be repeated from the start in another way; parts of it may have
+    /// been made.
+    pub fn finish(mut self) -> bool {
+        self.end();
+        let [to, from] = self.ends;
+        let mut connection = lock(&self.connection);
+        // If another copy has failed meanwhile that came before this one, it has been made again since.
+        let open = match &*connection {
+            Connection::Open(open) if open.all[0].direct == self.moves.first => open,
+            _ => return false,
+        };
+        let Err(status) = self.received else { return true };
+        *connection = open.fail(status, to, from);
+        false
+    }
+
+    /// Waits for all answers, also after an error, so that nothing is written any more then.
+    fn wait(&mut self) {
+        for answer in self.pending.drain(..) {
+            self.received = self.received.and(answer.wait().map(drop));
+        }
+    }
+
+    fn end(&mut self) {
+        self.wait();
+        lock(&UNDER_WAY).retain(|moves| !Arc::ptr_eq(moves, &self.moves));
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Begins a copy over direct connections, without this process in between. `None`: it cannot be made so.
+/// `ahead`: it is not, either, if copies that are under way may have to be over first.
+pub(crate) fn begin(
+    (to, dst): (&Arc<Stream>, &Linear),
+    (from, src): (&Arc<Stream>, &Linear),
+    spans: [(u64, u64); 2],
+    split: &Split,
+    ahead: bool,
+) -> Result<Option<UnderWay>> {
+    // Managed memory that the host has is given to the device in the order of a stream.
+    let by_themselves = split.bytes() >= KNOBS.least
+        && KNOBS.depth.is_none()
+        && from.session().knows::<DirectSendAll>()
+        && to.session().knows::<DirectReceiveAll>()
+        && !spans.into_iter().any(|(address, _)| managed::is_here(address))
+        && [dst, src].into_iter().all(|end| are_apart(&end.place, split.extent));
+    if !by_themselves || ahead && !to.session().has_free_slot() {
+        return Ok(None);
+    }
+    let ends = [dst.context.server, src.context.server];
+    let shared = connection(ends[1], ends[0]);
+    let mut connection = if ahead {
+        // Whoever has it may wait long.
+        let Ok(connection) = shared.try_lock() else { return Ok(None) };
+        connection
+    } else {
+        let mut connection = lock(&shared);
+        ensure(&shared, &mut connection, ends[1], ends[0]);
+        connection
+    };
+    let Connection::Open(open) = &mut *connection else { return Ok(None) };
+    let count = connections_for(split.bytes()).min(KNOBS.connections);
+    if count > open.all.len() {
+        widen(&shared, open, ends[1], ends[0]);
+    }
+    let count = count.min(open.all.len());
+    let (dst_place, first) = (dst.place.clone(), open.all[0].direct);
+    let moves = Arc::new(Moves { spans, dst: dst_place, extent: split.extent, first, count });
+    {
+        let mut under_way = lock(&UNDER_WAY);
+        let full = under_way.iter().filter(|other| other.first == first).count() >= MAX_COPIES;
+        if full || ahead && !under_way.iter().all(|other| moves.may_come_behind(other)) {
+            return Ok(None);
+        }
+        under_way.push(Arc::clone(&moves));
+    }
+    let (own, pending) = (Arc::clone(&shared), Vec::new());
+    let mut copy = UnderWay { connection: own, moves, ends, pending, received: Ok(()) };
+    copy.received = copy.send((to, dst), (from, src), &mut open.all[..count], split);
+    Ok(Some(copy))
+}
+
+impl UnderWay {
+    /// Gives both servers their commands.
+    fn send(
+        &mut self,
+        (to, dst): (&Stream, &Linear),
+        (from, src): (&Stream, &Linear),
+        connections: &mut [Single],
+        split: &Split,
+    ) -> Result {
+        let least = piece_of(split.bytes()) as u64;
+        let boxes = boxes(split.extent, connections.len() as u64, least);
+        let mut receives = Vec::new();
+        for (single, ([x, y, z], extent)) in connections.iter_mut().zip(boxes) {
+            let (direct, first) = (single.direct, single.last + 1);
+            let bytes = extent.iter().product::<u64>();
+            let piece = whole_rows(piece_of(bytes as usize) as u64, extent[0]);
+            single.last += bytes.div_ceil(piece);
+            let at = |place: &Pitched| {
+                let address = place.address + x + y * place.pitch + z * place.slice;
+                Pitched { address, ..place.clone() }
+            };
+            let send = DirectSendAll { stream: from.id, direct, first, piece, src: at(&src.place), extent };
+            from.session().append(&send)?;
+            receives.push(DirectReceiveAll {
+                stream: to.id,
+                direct,
+                first,
+                piece,
+                dst: at(&dst.place),
+                extent,
+            });
+        }
+        for receive in &receives {
+            if !self.pending.is_empty() && !to.session().has_free_slot() {
+                self.wait();
+            }
+            self.pending.push(to.session().submit(receive)?);
+        }
+        Ok(())
+    }
+}
+
 /// Makes a copy over a direct connection. Returns true when all bytes have arrived. False: the copy must be
 /// repeated from the start in another way; parts of it may have been made.
 pub(crate) fn carry(
     (to, dst): (&Arc<Stream>, &Linear),
     (from, src): (&Arc<Stream>, &Linear),
-    [(written, write_len), (read, read_len)]: [(u64, u64); 2],
+    spans: [(u64, u64); 2],
     split: &Split,
 ) -> Result<bool> {
+    if let Some(copy) = begin((to, dst), (from, src), spans, split, false)? {
+        return Ok(copy.finish());
+    }
     if split.bytes() < KNOBS.least {
         return Ok(false);
     }
-    let shared = connection(src.context.server, dst.context.server);
+    let ends = [dst.context.server, src.context.server];
+    let shared = connection(ends[1], ends[0]);
     let mut connection = lock(&shared);
-    ensure(&shared, &mut connection, src.context.server, dst.context.server);
+    ensure(&shared, &mut connection, ends[1], ends[0]);
     let Connection::Open(open) = &mut *connection else { return Ok(false) };
+    let [(written, write_len), (read, read_len)] = spans;
     managed::lend(read, read_len)?;
-    // Managed memory that the host has is given to the device in the order of a stream.
-    let by_themselves = KNOBS.depth.is_none()
-        && from.session().knows::<DirectSendAll>()
-        && to.session().knows::<DirectReceiveAll>()
-        && ![written, read].into_iter().any(managed::is_here)
-        && [dst, src].into_iter().all(|end| are_apart(&end.place, split.extent));
-    let carried = if by_themselves {
-        let count = connections_for(split.bytes()).min(KNOBS.connections);
-        if count > open.all.len() {
-            widen(&shared, open, src.context.server, dst.context.server);
-        }
-        let count = count.min(open.all.len());
-        carry_at_once(&mut open.all[..count], (to, dst), (from, src), split)
-    } else {
+    // The servers send these pieces in the order of a stream, and the numbers of all pieces ascend.
+    let first = open.all[0].direct;
+    if lock(&UNDER_WAY).iter().any(|moves| moves.first == first) {
+        return Ok(false);
+    }
+    if let Err(status) =
         carry_over(&mut open.all[0], (to, dst), (from, src), (written, write_len), &split.parts)
-    };
-    if let Err(status) = carried {
-        log::warn(format_args!(
-            "a direct connection between servers has failed ({status}): copies from server {} to server {} pass through this machine until there is another one",
-            src.context.server.session.index(),
-            dst.context.server.session.index(),
-        ));
-        let pause = open.pause;
-        open.close(src.context.server, dst.context.server);
-        let can_close = can_close(src.context.server, dst.context.server);
-        *connection = Connection::failed(can_close, Instant::now(), pause);
+    {
+        *connection = open.fail(status, ends[0], ends[1]);
         return Ok(false);
     }
     drop(connection);
-    if by_themselves {
-        // Nothing is sent if it could not be read, and then not all is landed.
-        return Ok(true);
-    }
     // By now the sending stream's errors are known.
     let mark = from.mark()?;
     from.session().wait_progress(|| from.has_passed(mark))?;
     from.context.deferred()?;
     to.synchronize()?;
     Ok(true)
-}
-
-/// Copies without this process in between, over these connections.
-fn carry_at_once(
-    connections: &mut [Single],
-    (to, dst): (&Arc<Stream>, &Linear),
-    (from, src): (&Arc<Stream>, &Linear),
-    split: &Split,
-) -> Result {
-    let least = piece_of(split.bytes()) as u64;
-    let boxes = boxes(split.extent, connections.len() as u64, least);
-    let mut receives = Vec::new();
-    for (single, ([x, y, z], extent)) in connections.iter_mut().zip(boxes) {
-        let (direct, first) = (single.direct, single.last + 1);
-        let bytes = extent.iter().product::<u64>();
-        let piece = whole_rows(piece_of(bytes as usize) as u64, extent[0]);
-        single.last += bytes.div_ceil(piece);
-        let at = |place: &Pitched| {
-            let address = place.address + x + y * place.pitch + z * place.slice;
-            Pitched { address, ..place.clone() }
-        };
-        let send = DirectSendAll { stream: from.id, direct, first, piece, src: at(&src.place), extent };
-        from.session().append(&send)?;
-        receives.push(DirectReceiveAll { stream: to.id, direct, first, piece, dst: at(&dst.place), extent });
-    }
-    // All are waited for, also after an error, so that nothing is written any more then.
-    let (mut pending, mut received) = (Vec::new(), Ok(()));
-    let mut wait = |pending: &mut Vec<Pending<'_, _>>| {
-        for answer in pending.drain(..) {
-            received = received.and(answer.wait().map(drop));
-        }
-    };
-    for receive in &receives {
-        if !pending.is_empty() && !to.session().has_free_slot() {
-            wait(&mut pending);
-        }
-        match to.session().submit(receive) {
-            Ok(answer) => pending.push(answer),
-            // The session is lost.
-            Err(status) => {
-                wait(&mut pending);
-                return Err(status);
-            }
-        }
-    }
-    wait(&mut pending);
-    received
 }
 
 /// How many connections a copy of this size takes, if there are so many.
@@ -558,6 +684,34 @@ impl Knobs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_copy_is_begun_ahead_only_if_the_order_makes_no_difference_or_is_kept() {
+        let moves = |written, read, first, count| {
+            let dst = Pitched { address: written, pitch: 100, slice: 100 };
+            Moves { spans: [(written, 100), (read, 100)], dst, extent: [100, 1, 1], first, count }
+        };
+        let before = moves(1000, 5000, 1, 2);
+        let rows = Moves { extent: [50, 2, 1], ..moves(1000, 6000, 1, 2) };
+        for (copy, may, why) in [
+            (moves(2000, 6000, 1, 2), true, "other memory"),
+            (moves(1100, 5000, 1, 2), true, "the same source, and the memory behind the target"),
+            (moves(2000, 6000, 3, 2), true, "other memory over other connections"),
+            (moves(2000, 6000, 3, 1), false, "one connection, which is another"),
+            (moves(2000, 6000, 1, 1), false, "one connection, where the other copy has others, too"),
+            (moves(1000, 6000, 1, 2), true, "the same target, in the same boxes"),
+            (moves(1000, 6000, 1, 1), false, "the same target in other boxes"),
+            (moves(1000, 6000, 3, 2), false, "the same target over other connections"),
+            (rows, false, "the same target in rows"),
+            (moves(1001, 6000, 1, 2), false, "a part of the target"),
+            (moves(2000, 1099, 1, 2), false, "it reads what is written"),
+            (moves(4901, 6000, 1, 2), false, "it writes what is read"),
+            (moves(u64::MAX - 50, u64::MAX - 200, 1, 2), true, "the end of all addresses"),
+        ] {
+            assert_eq!(copy.may_come_behind(&before), may, "{why}");
+        }
+        assert!(moves(2000, 6000, 1, 1).may_come_behind(&moves(1000, 5000, 1, 1)), "the same connection");
+    }
 
     #[test]
     fn the_first_connection_is_opened_again_ever_later_by_one_thread_at_a_time() {

@@ -4,7 +4,9 @@
 //! for passed marks, calls the function and signals the ticket.
 //!
 //! A copy to or from another server does not wait for the progress word if all that its mark waits for is
-//! known to be done: after a wait of the program for the stream, and right behind another such copy.
+//! known to be done: after a wait of the program for the stream, and right behind another such copy. It may
+//! be [begun](Across::begin) while such copies right before it are still under way. Its turn comes after
+//! theirs all the same, and so does everything that the program can see of it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -34,8 +36,31 @@ pub(crate) enum Function {
     /// cases where a host function isn't called.
     Own(Box<dyn FnOnce() + Send>),
     /// A copy from or to other servers. If it fails, the stream's context gets the error.
-    Copy(Others, Box<dyn FnOnce() -> Result + Send>),
+    Copy(Others, Box<dyn Across>),
 }
+
+/// Work with other servers when a stream reaches it. A closure does it all at once.
+pub(crate) trait Across: Send {
+    /// Begins it, if its end can be waited for later. `ahead`: others that come before it may be under way,
+    /// so it is begun only if it makes no difference which of them is done first. Returns whether it is under
+    /// way. If it is dropped then, that waits until it is over.
+    fn begin(&mut self, _ahead: bool) -> bool {
+        false
+    }
+
+    /// Does the rest. All before it is over.
+    fn finish(self: Box<Self>) -> Result;
+}
+
+impl<F: FnOnce() -> Result + Send> Across for F {
+    fn finish(self: Box<F>) -> Result {
+        self()
+    }
+}
+
+/// Copies of a queue that are under way at most: one, and those that are begun ahead. With several, the link
+/// between the servers is busy while one is answered and the next is asked for.
+const UNDER_WAY: usize = 4;
 
 /// The sessions that a copy needs besides its stream's: one, or two in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -170,11 +195,50 @@ fn put(
 /// The first call in the queue whose stream has reached it. Calls of one stream are queued in order, so none
 /// overtakes another.
 fn next(queue: &Queue) -> Option<Call> {
+    take_first(queue, Call::is_reached)
+}
+
+/// The first call in the queue whose stream has reached it, or will when those that were taken return.
+fn next_behind<'c>(queue: &Queue, taken: impl Iterator<Item = &'c Call> + Clone) -> Option<Call> {
+    take_first(queue, |call| {
+        let last = taken.clone().filter(|other| Arc::ptr_eq(&other.stream, &call.stream)).last();
+        last.is_some_and(|last| call.is_right_behind(last)) || call.is_reached()
+    })
+}
+
+fn take_first(queue: &Queue, is_next: impl Fn(&Call) -> bool) -> Option<Call> {
     let mut calls = lock(&queue.calls);
-    let at = calls.iter().position(|Call { stream, mark, before, .. }| {
-        before.as_ref().is_some_and(|before| stream.has_done(before)) || stream.has_passed(*mark)
-    })?;
+    let at = calls.iter().position(is_next)?;
     calls.remove(at)
+}
+
+impl Call {
+    fn is_reached(&self) -> bool {
+        self.before.as_ref().is_some_and(|before| self.stream.has_done(before))
+            || self.stream.has_passed(self.mark)
+    }
+
+    /// Whether everything before it is done once another one, which was taken, has returned.
+    fn is_right_behind(&self, other: &Call) -> bool {
+        let behind = |before| self.stream.has_done_but(before, other.wait);
+        other.adjacent && self.before.as_ref().is_some_and(behind)
+    }
+
+    fn begin(&mut self, ahead: bool) -> bool {
+        if let Function::Copy(_, copy) = &mut self.function { copy.begin(ahead) } else { false }
+    }
+}
+
+/// Begins what comes behind a call, if that is a copy that is under way. `ahead`: those that were taken
+/// before. All but the last one are under way.
+fn begin_behind(queue: &Queue, call: &mut Call, ahead: &mut VecDeque<Call>) {
+    // The last one may be begun by now. Before that, nothing behind it is.
+    let mut is_under_way = call.begin(false) && ahead.back_mut().is_none_or(|last| last.begin(true));
+    while is_under_way && ahead.len() + 1 < UNDER_WAY {
+        let Some(mut next) = next_behind(queue, std::iter::once(&*call).chain(&*ahead)) else { return };
+        is_under_way = next.begin(true);
+        ahead.push_back(next);
+    }
 }
 
 /// Starts the thread that calls the program's functions.
@@ -214,19 +278,21 @@ fn start_programs(server: &'static Server) -> std::io::Result<()> {
 /// The thread of a queue.
 fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue) {
     let session = server.session;
+    // A function may end the thread: nothing is to be dropped then.
+    let mut ahead = ManuallyDrop::new(VecDeque::new());
     loop {
-        {
+        let mut call = ahead.pop_front();
+        if call.is_none() {
             let mut calls = lock(&queue.calls);
             while calls.is_empty() {
                 calls = queue.came.wait(calls).unwrap_or_else(PoisonError::into_inner);
             }
         }
-        let mut call = None;
         let waited = session.wait_progress(|| {
-            call = next(queue);
+            call = call.take().or_else(|| next(queue));
             call.is_some()
         });
-        let (call, status) = match (call, waited) {
+        let (mut call, status) = match (call, waited) {
             (Some(call), _) => {
                 let failed = session.progress().error(call.stream.context.id).and_then(|word| word.get());
                 (call, failed.filter(|(_, sticky, _)| *sticky).map_or(Status::SUCCESS, |(status, ..)| status))
@@ -238,16 +304,19 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
             },
             (None, Ok(())) => continue,
         };
-        let Call { stream, wait, adjacent, ticket, function, data, .. } = call;
-        // The function may end the thread: nothing is to be dropped then.
-        let stream = ManuallyDrop::new(stream);
         // As with NVIDIA's driver, although calls are still refused there.
-        context::enter(stream.context);
-        let (context, stopped) = (stream.context, stream.unique());
+        context::enter(call.stream.context);
+        let (context, stopped) = (call.stream.context, call.stream.unique());
         // The function must see what the stream has written before it.
         shared_blocks::after_wait(driver);
         lock(&STOPPED).push(stopped);
         CALLING.fetch_add(1, Ordering::AcqRel);
+        if status == Status::SUCCESS {
+            begin_behind(queue, &mut call, &mut ahead);
+        }
+        let Call { stream, wait, adjacent, ticket, function, data, .. } = call;
+        // As above.
+        let stream = ManuallyDrop::new(stream);
         match function {
             Function::Own(function) if status == Status::SUCCESS => function(),
             // CUDA doesn't call a host function if its context has failed.
@@ -257,7 +326,7 @@ fn serve(driver: &'static Driver, server: &'static Server, queue: &'static Queue
                 unsafe { function(data) }
             }
             Function::Copy(_, copy) if status == Status::SUCCESS => {
-                if let Err(status) = copy() {
+                if let Err(status) = copy.finish() {
                     context.fail(status);
                 }
             }
@@ -318,6 +387,69 @@ mod tests {
         // Another one may have to see what the device has written.
         puts(Function::Own(Box::new(|| ())));
         assert!(next(&queue).is_none());
+        context.server.lose();
+    }
+
+    /// A copy that notes when it is begun, and whether ahead, if that is possible.
+    struct Counted {
+        can: bool,
+        is_begun: bool,
+        begun: Arc<Mutex<Vec<bool>>>,
+    }
+
+    impl Across for Counted {
+        fn begin(&mut self, ahead: bool) -> bool {
+            if !self.is_begun && (!ahead || self.can) {
+                self.is_begun = true;
+                lock(&self.begun).push(ahead);
+            }
+            self.is_begun
+        }
+
+        fn finish(self: Box<Counted>) -> Result {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn copies_right_behind_one_under_way_are_begun_ahead_until_one_cannot_be() {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let stream = |n| Arc::new(Stream::new(StreamId(MAX_CONTEXTS + n), context, NON_BLOCKING, 0, false));
+        let (one, other) = (stream(0), stream(1));
+        let begun = Arc::<Mutex<Vec<bool>>>::default();
+        let taken = |copies: &[(&Arc<Stream>, bool)], work_between: bool| {
+            let queue = Queue::new();
+            for (stream, can) in copies {
+                let copy = Counted { can: *can, is_begun: false, begun: Arc::clone(&begun) };
+                let copy = Function::Copy(Others([0, 1]), Box::new(copy));
+                put(&queue, Arc::clone(stream), host_calls::ticket(), copy, std::ptr::null_mut()).unwrap();
+                if work_between {
+                    stream.work(&StreamMark { stream: stream.id }).unwrap();
+                }
+            }
+            let (mut first, mut ahead) = (next(&queue).unwrap(), VecDeque::new());
+            begin_behind(&queue, &mut first, &mut ahead);
+            // The first is over.
+            if let Some(mut second) = ahead.pop_front() {
+                begin_behind(&queue, &mut second, &mut ahead);
+                ahead.push_front(second);
+            }
+            for stream in [&one, &other] {
+                stream.last_work.get().inspect(|last| stream.is_synced(*last));
+            }
+            (ahead.len(), std::mem::take(&mut *lock(&begun)))
+        };
+        let all = [(&one, true); UNDER_WAY + 2];
+        assert_eq!(taken(&all, false), (UNDER_WAY, vec![false, true, true, true, true]));
+        assert_eq!(taken(&all, true), (0, vec![false]), "what is between may be anything");
+        // Those of another stream have their turn.
+        let both = [(&one, true), (&other, true), (&one, true), (&other, false), (&one, true)];
+        assert_eq!(taken(&both, false), (3, vec![false, true, true]));
+        // It is the next one, but nothing behind it is begun.
+        let not = [(&one, true), (&one, false), (&one, true)];
+        assert_eq!(taken(&not, false), (2, vec![false, false, true]));
+        let later = [(&one, true), (&one, true), (&one, false), (&one, true)];
+        assert_eq!(taken(&later, false), (2, vec![false, true]));
         context.server.lose();
     }
 

@@ -11,9 +11,9 @@
 //! If the servers' workers have a direct connection ([`direct_copy`]), the bytes take it. Otherwise they pass
 //! through this process's memory, [`SLOTS`] pieces at a time, without being touched by its CPU.
 //!
-//! The thread's own streams wait for nothing, and it begins only work whose stream has reached it. What such
-//! work must come behind, its stream waits for, from the moment of the call. So every wait is for something
-//! earlier, and no two can be for each other.
+//! The thread's own streams wait for nothing, and it begins only work whose stream has reached it, or which
+//! comes right behind a copy that is under way. What such work must come behind, its stream waits for, from
+//! the moment of the call. So every wait is for something earlier, and no two can be for each other.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -28,8 +28,8 @@ use crate::process::ids::unique_id;
 use crate::process::server_waits;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
-use crate::work::direct_copy;
-use crate::work::host_function::{self, Function, Others};
+use crate::work::direct_copy::{self, UnderWay};
+use crate::work::host_function::{self, Across, Function, Others};
 use client::data::{HostIn, HostOut};
 use client::ops::copy::{MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
 use client::seq::Seq;
@@ -171,7 +171,57 @@ pub(crate) fn between(
 ) -> Result {
     let ends = [alive(driver, dst.context), alive(driver, src.context)];
     let (dst, src) = (Linear { context: ends[0], ..dst }, Linear { context: ends[1], ..src });
-    across(driver, stream, &ends, move || carry(&dst, &src, spans, split))
+    across(driver, stream, &ends, Between { dst, src, spans, split, under_way: None })
+}
+
+/// A copy from one server's memory to another's.
+struct Between {
+    dst: Linear,
+    src: Linear,
+    spans: [(u64, u64); 2],
+    split: Split,
+    under_way: Option<UnderWay>,
+}
+
+impl Between {
+    fn streams(&self) -> Result<[Arc<Stream>; 2]> {
+        Ok([stream_of(self.dst.context)?, stream_of(self.src.context)?])
+    }
+}
+
+impl Across for Between {
+    fn begin(&mut self, ahead: bool) -> bool {
+        if self.under_way.is_none()
+            && let Ok([to, from]) = self.streams()
+        {
+            let begun =
+                direct_copy::begin((&to, &self.dst), (&from, &self.src), self.spans, &self.split, ahead);
+            // Whoever finishes it begins it again, and then has the error.
+            self.under_way = begun.ok().flatten();
+        }
+        self.under_way.is_some()
+    }
+
+    fn finish(self: Box<Between>) -> Result {
+        let [to, from] = self.streams()?;
+        let Between { dst, src, spans, split, under_way } = *self;
+        let carried = match under_way {
+            Some(under_way) => under_way.finish(),
+            None => direct_copy::carry((&to, &dst), (&from, &src), spans, &split)?,
+        };
+        if carried {
+            return Ok(());
+        }
+        let parts = split.parts;
+        let slots = Slots::take(src.context, parts.len())?;
+        let carried = carry_through(&slots, (&to, &dst), (&from, &src), spans, parts);
+        if carried.is_err() {
+            // Neither server may use the slots any more. A lost server doesn't.
+            let _ = from.synchronize();
+            let _ = to.synchronize();
+        }
+        carried
+    }
 }
 
 /// Does work in this process when a stream reaches it, for contexts of other servers and possibly also of the
@@ -180,7 +230,7 @@ pub(crate) fn across(
     driver: &'static Driver,
     stream: &Arc<Stream>,
     ends: &[&'static Context],
-    work: impl FnOnce() -> Result + Send + 'static,
+    work: impl Across + 'static,
 ) -> Result {
     by_default_streams(stream, ends, || {
         // Whoever gave the stream has ordered it behind those of its own server.
@@ -265,20 +315,8 @@ impl Drop for Slots {
 }
 
 /// Makes a copy, from worker to worker or else through slots. All bytes have arrived when this returns.
-pub(crate) fn carry(dst: &Linear, src: &Linear, spans: [(u64, u64); 2], split: Split) -> Result {
-    let (to, from) = (stream_of(dst.context)?, stream_of(src.context)?);
-    if direct_copy::carry((&to, dst), (&from, src), spans, &split)? {
-        return Ok(());
-    }
-    let parts = split.parts;
-    let slots = Slots::take(src.context, parts.len())?;
-    let carried = carry_through(&slots, (&to, dst), (&from, src), spans, parts);
-    if carried.is_err() {
-        // Neither server may use the slots any more. A lost server doesn't.
-        let _ = from.synchronize();
-        let _ = to.synchronize();
-    }
-    carried
+pub(crate) fn carry(dst: Linear, src: Linear, spans: [(u64, u64); 2], split: Split) -> Result {
+    Box::new(Between { dst, src, spans, split, under_way: None }).finish()
 }
 
 fn carry_through(

@@ -79,7 +79,7 @@ impl VerbsClient {
     }
 
     /// Posts writes out of adopted memory, spread over the queues, all that there is room for under one lock,
-    /// and waits until they have left.
+    /// and waits until they have left. Those for bytes for which a lent buffer is on its way wait for that.
     fn send_adopted(
         &self,
         seq: u64,
@@ -96,6 +96,9 @@ impl VerbsClient {
             while at < len && failed.is_none() {
                 let queue = engine.link.next_queue()?;
                 let bytes = chunk.min(len - at);
+                if engine.lent_buffers.may_overtake(queue, to.behind(at as u64), bytes as u64) {
+                    return None;
+                }
                 let posted = adopted.slice(offset + at as u64, bytes as u32).map(|source| {
                     let to = to.behind(at as u64);
                     let (address, key) = engine.address(to);
@@ -251,6 +254,22 @@ mod tests {
             writing.join().unwrap();
         });
         assert_eq!(under_way(), 2);
+        // Nor does adopted memory overtake it, for which the call waits, too.
+        let adopted: &'static [u8] = vec![4; 8].leak();
+        // SAFETY: it is never freed, and nobody writes it.
+        unsafe { client.adopt(NonNull::from(adopted).cast(), adopted.len()) }.unwrap();
+        write(4, 0, &long);
+        assert_eq!(under_way(), 3);
+        std::thread::scope(|scope| {
+            let writing = scope.spawn(|| write(5, long.len() as u64 - 8, adopted));
+            while client.lock().waiters == 0 {
+                std::thread::yield_now();
+            }
+            assert_eq!(under_way(), 3);
+            while !writing.is_finished() {
+                (1..queues.count).map(pair).for_each(|pair| while software::complete(pair, 0) {});
+            }
+        });
         client.close();
     }
 }
