@@ -79,9 +79,22 @@ impl State {
         let Some((_, piece)) = self.pieces.get_mut(&base) else { return Ok(()) };
         let page = piece.blocks.block(at);
         piece.blocks.writes(page.address);
-        let both = self.publishing.allowed(page.address).and_then(|other| piece.blocks.beside(page, other));
+        let neighbor = self.publishing.allowed(page.address).and_then(|other| self.readable(other));
         work_signal::wake();
-        self.allow_writes(pages, base, both.unwrap_or_else(|| writable(run, page)))
+        let Some((other_base, other)) = neighbor else {
+            return self.allow_writes(pages, base, writable(run, page));
+        };
+        // The thread that stopped at the page goes on with the second call.
+        self.allow_writes(pages, other_base, other)?;
+        self.allow_writes(pages, base, page)
+    }
+
+    /// A page of pinned memory that the host has, and the first address of its piece.
+    fn readable(&self, address: u64) -> Option<(u64, Run)> {
+        let (base, _) = self.find(address)?;
+        let (_, piece) = self.pieces.get(&base).filter(|(_, piece)| piece.pinned)?;
+        let page = piece.blocks.block(address);
+        (piece.blocks.held(&page.range()) == [page]).then_some((base, page))
     }
 }
 
