@@ -21,7 +21,8 @@ use std::time::{Duration, Instant};
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::ops::memory::{
-    HostFetch, HostWatch, HostWatchReply, MOST_CHANGES, MOST_REMEMBERED, MOST_REMEMBERED_BYTES, WordPatch,
+    HostFetch, HostWatch, HostWatchReply, MOST_CHANGES, MOST_REMEMBERED, MOST_REMEMBERED_BYTES,
+    MOST_WATCHED_BYTES, WordPatch,
 };
 use protocol::polling::MIRROR_WATCHER;
 use protocol::wire::{Wire, Writer};
@@ -42,8 +43,6 @@ const SELDOM: Duration = Duration::from_millis(4);
 const MOST_TIME: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 1 });
 /// Maximum bytes of one [`HostFetch`].
 const MOST_FETCHED: u64 = 16 << 20;
-/// Maximum bytes that are watched at a time.
-const MOST_WATCHED: usize = 256 << 10;
 
 /// What a session's client has, and its watch. The thread ends when this is dropped.
 #[derive(Default)]
@@ -358,7 +357,7 @@ impl Watches {
             words.iter().for_each(|patch| state.copies.patch(patch));
         }
         state.keep(&op.has);
-        if op.watched.len() > MOST_REMEMBERED || state.copies.len_of(&op.watched) > MOST_WATCHED {
+        if op.watched.len() > MOST_REMEMBERED || state.copies.len_of(&op.watched) > MOST_WATCHED_BYTES {
             return Err(Status::INVALID_VALUE);
         }
         if !state.has_thread {

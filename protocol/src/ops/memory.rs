@@ -78,6 +78,9 @@ pub const MOST_REMEMBERED: usize = 64;
 /// See [`MOST_REMEMBERED`].
 pub const MOST_REMEMBERED_BYTES: usize = 8 << 20;
 
+/// Maximum bytes that a server watches for a client at a time ([`HostWatch`]).
+pub const MOST_WATCHED_BYTES: usize = 256 << 10;
+
 /// Maximum words of the answer to a [`HostWatch`].
 pub const MOST_CHANGES: usize = 128;
 

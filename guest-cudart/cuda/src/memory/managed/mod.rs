@@ -113,20 +113,7 @@ pub(crate) struct State {
     mirrors: Mirrors,
 }
 
-pub(crate) static STATE: Mutex<State> = Mutex::new(State {
-    pieces: BTreeMap::new(),
-    elsewhere: 0,
-    held: BTreeSet::new(),
-    movers: Vec::new(),
-    together: Vec::new(),
-    gives: false,
-    sets: PageSets::new(),
-    publishing: Publishing::new(),
-    watches: Vec::new(),
-    compared: Vec::new(),
-    version: 0,
-    mirrors: Mirrors::new(),
-});
+pub(crate) static STATE: Mutex<State> = Mutex::new(State::new());
 
 /// Number of pieces, and of those the host has copies of. Every launch checks this without a lock.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
@@ -227,6 +214,23 @@ fn is_elsewhere(base: u64, piece: &Piece) -> bool {
 }
 
 impl State {
+    const fn new() -> State {
+        State {
+            pieces: BTreeMap::new(),
+            elsewhere: 0,
+            held: BTreeSet::new(),
+            movers: Vec::new(),
+            together: Vec::new(),
+            gives: false,
+            sets: PageSets::new(),
+            publishing: Publishing::new(),
+            watches: Vec::new(),
+            compared: Vec::new(),
+            version: 0,
+            mirrors: Mirrors::new(),
+        }
+    }
+
     pub fn find(&self, address: u64) -> Option<(u64, u64)> {
         let (base, (size, _)) = self.pieces.range(..=address).next_back()?;
         (address - base < *size).then_some((*base, *size))
@@ -252,6 +256,7 @@ impl State {
     fn remove(&mut self, base: u64) -> Option<(u64, Piece)> {
         self.held.remove(&base);
         self.together.retain(|together| together.base != base);
+        self.count_given();
         let piece = self.pieces.remove(&base);
         if let Some((size, _)) = &piece {
             self.sets.forget(&(base..base + size));

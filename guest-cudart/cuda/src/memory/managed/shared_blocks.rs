@@ -246,6 +246,11 @@ impl State {
                 taken = taken.and(away);
             }
         }
+        for watch in &mut self.watches {
+            if !self.together.iter().any(|together| together.is_in(watch.context)) {
+                watch.forget();
+            }
+        }
         // After they are gone, because a thread that reads 0 lets the program continue without taking the
         // lock.
         self.count_given();
@@ -367,7 +372,7 @@ impl State {
         given
     }
 
-    fn count_given(&self) {
+    pub(super) fn count_given(&self) {
         GIVEN.store(self.together.len() + usize::from(self.gives), Ordering::SeqCst);
     }
 

@@ -60,12 +60,8 @@ impl State {
     /// The numbers of the oldest runs, so that there is room for another one. Polled ones stay the longest.
     /// Neighbors go together: the program's next accesses fetch them as fewer and longer runs.
     fn surplus(&self, context: &Context, len: u64) -> Vec<u64> {
-        let is_polled = |together: &&Together| {
-            let piece = self.pieces.get(&together.base);
-            piece.is_some_and(|(_, piece)| piece.blocks.is_polled(together.run.address))
-        };
         let here = self.together.iter().rev().filter(|together| together.is_in(context));
-        let (polled, others): (Vec<_>, Vec<_>) = here.partition(is_polled);
+        let (polled, others): (Vec<_>, Vec<_>) = here.partition(|together| self.is_polled(together));
         let (mut runs, mut len) = (1, len);
         let mut fits = |together: &&&Together| {
             (runs, len) = (runs + 1, len + together.run.len);
@@ -88,6 +84,12 @@ impl State {
             n += 1;
         }
         old.into_iter().map(|together| together.number).collect()
+    }
+
+    /// Whether the program waits for words there, as far as is known.
+    pub(super) fn is_polled(&self, together: &Together) -> bool {
+        let piece = self.pieces.get(&together.base);
+        piece.is_some_and(|(_, piece)| piece.blocks.is_polled(together.run.address))
     }
 
     /// What the program has of what a context's server remembers.
