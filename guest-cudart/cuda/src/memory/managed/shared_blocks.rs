@@ -14,12 +14,12 @@
 //! when the program learns that work is done. Only the bytes that the program changed go to the device; what
 //! kernels wrote beside them stays.
 //!
-//! Ordering of the device's writes: a block is read until two readings are the same. Before it is given, or a
-//! change of it that the server reports, the server compares the other blocks that the host has, and those
-//! that the device has changed are taken away. (With an older server, they are read again or taken away.) So
-//! the program never sees a later write of the device before an earlier one. Where the program reads one
-//! block after the other, several are fetched at once, and read only once. Blocks that it used together
-//! before ([`page_sets`](super::page_sets)) are read one by one, but in one exchange.
+//! Ordering of the device's writes: one or two blocks are read as they were at one time. Before they are
+//! given, or a change of them that the server reports, the server compares the other blocks that the host
+//! has, and those that the device has changed are taken away. (With an older server, they are read again or
+//! taken away.) So the program never sees a later write of the device before an earlier one. Where the
+//! program reads one block after the other, more are fetched at once, and read only once. Blocks that it used
+//! together before ([`page_sets`](super::page_sets)) are read one by one, but in one exchange.
 //!
 //! Ordering of the program's writes: it can write to one block at a time, or to a few in a row if it writes
 //! them one after the other. Before it can write elsewhere, its changes there are sent, and it can only read

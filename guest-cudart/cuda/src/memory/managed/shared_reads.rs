@@ -2,7 +2,7 @@
 //! what the host has of other blocks is compared or read after it, and taken away if it has become old.
 
 use crate::abi::result::Result;
-use crate::memory::managed::blocks::{MOST_READINGS, Run, SMALL};
+use crate::memory::managed::blocks::{MOST_READINGS, Run, SHORT};
 use crate::memory::managed::shared_blocks::{Fetched, Together};
 use crate::memory::managed::{State, mirror, pages, watch};
 use crate::process::context::Context;
@@ -132,11 +132,11 @@ impl State {
     }
 }
 
-/// Reads a run, and after it the others. A single block, which may contain a word that the program polls, is
+/// Reads a run, and after it the others. A short run, which may contain a word that the program polls, is
 /// read until nothing has changed between two readings: bytes that are read one after the other could contain
 /// a later write of the device and lack an earlier one.
 fn read_settled(context: &Context, run: Run, bytes: &mut [u8], others: &mut [(Together, Vec<u8>)]) -> Result {
-    let mut again = vec![0; if run.len <= SMALL { bytes.len() } else { 0 }];
+    let mut again = vec![0; if run.len <= SHORT { bytes.len() } else { 0 }];
     for _ in 0..MOST_READINGS {
         let own = [&mut *bytes, &mut again[..]].map(|bytes| (context, run.address, bytes));
         let own = own.into_iter().filter(|(.., bytes)| !bytes.is_empty());
