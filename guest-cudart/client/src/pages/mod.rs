@@ -398,7 +398,8 @@ mod tests {
 
     /// Such a page, which stays.
     fn refused_page(served: &Served) -> usize {
-        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, protection, flags, -1, 0) } as usize;
         // SAFETY: this page.

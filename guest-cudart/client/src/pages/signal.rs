@@ -38,8 +38,7 @@ static RANGES: [Known; MOST_RANGES] =
 static USED: AtomicUsize = AtomicUsize::new(0);
 static STOPS: [AtomicU32; PLACES] = [const { AtomicU32::new(FREE) }; PLACES];
 /// Signals of which a thread is told at once what it has done itself.
-const OWN_FAULTS: [libc::c_int; 5] =
-    [libc::SIGILL, libc::SIGTRAP, libc::SIGBUS, libc::SIGFPE, libc::SIGSYS];
+const OWN_FAULTS: [libc::c_int; 5] = [libc::SIGILL, libc::SIGTRAP, libc::SIGBUS, libc::SIGFPE, libc::SIGSYS];
 /// The pipe to which the handler writes faults.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
 /// The handler that was installed before.
