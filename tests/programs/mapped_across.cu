@@ -1,4 +1,4 @@
-// Pinned memory that a running kernel reads: the program stores values that lie in two pages, in both directions, over pages that it has touched before and others. The pages are of one allocation, and then of an array of which each half was registered.
+// Pinned memory that a running kernel reads: the program stores values that lie in two pages, in both directions, over pages that it has touched before and others. The pages are of one allocation, and then of an array of which each half was registered. What the program and the kernel tell each other is in memory of the same kind.
 #define PROGRAM "mapped_across"
 #include "common.h"
 
@@ -35,14 +35,31 @@ __global__ void check(const volatile int *flag, const volatile unsigned char *da
     }
 }
 
+// Page-locked memory of zeros: an allocation, or memory that was registered in equal pieces.
+struct Locked {
+    int size, pieces;
+    unsigned char *at;
+
+    Locked(int size, int pieces) : size(size), pieces(pieces) {
+        if (pieces) at = (unsigned char *)aligned_alloc(PAGE_SIZE, size);
+        else CHECK(cudaHostAlloc((void **)&at, size, cudaHostAllocMapped));
+        memset(at, 0, size);
+        for (int n = 0; n < pieces; n++) CHECK(cudaHostRegister(at + n * (size / pieces), size / pieces, cudaHostRegisterMapped));
+    }
+    ~Locked() {
+        for (int n = 0; n < pieces; n++) CHECK(cudaHostUnregister(at + n * (size / pieces)));
+        if (pieces) free(at);
+        else CHECK(cudaFreeHost(at));
+    }
+};
+
 static const int ROUNDS = 6;
 
-static void store_all(unsigned char *data) {
-    volatile int *flag, *confirmed;
+static void store_all(bool registered) {
+    Locked flags(PAGE_SIZE, registered ? 1 : 0), answers(PAGE_SIZE, registered ? 1 : 0), memory(2 * HALF, registered ? 2 : 0);
+    volatile int *flag = (int *)flags.at, *confirmed = (int *)answers.at;
+    unsigned char *data = memory.at;
     int *wrong, found = -1;
-    CHECK(cudaHostAlloc((void **)&flag, PAGE_SIZE, cudaHostAllocMapped));
-    CHECK(cudaHostAlloc((void **)&confirmed, PAGE_SIZE, cudaHostAllocMapped));
-    *flag = *confirmed = 0;
     CHECK(cudaMalloc(&wrong, sizeof *wrong));
     CHECK(cudaMemset(wrong, 0, sizeof *wrong));
     check<<<1, 32>>>((const int *)flag, data, data + HALF, ROUNDS, (int *)confirmed, wrong);
@@ -65,22 +82,11 @@ static void store_all(unsigned char *data) {
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
     REQUIRE(found == 0, "the kernel saw %d wrong bytes", found);
-    CHECK(cudaFreeHost((void *)flag));
-    CHECK(cudaFreeHost((void *)confirmed));
     CHECK(cudaFree(wrong));
 }
 
 int main(int argc, char **argv) {
     parse_options(argc, argv);
-    unsigned char *data;
-    CHECK(cudaHostAlloc((void **)&data, 2 * HALF, cudaHostAllocMapped));
-    store_all(data);
-    CHECK(cudaFreeHost(data));
-    data = (unsigned char *)aligned_alloc(PAGE_SIZE, 2 * HALF);
-    memset(data, 0, 2 * HALF);
-    for (unsigned char *half : {data, data + HALF}) CHECK(cudaHostRegister(half, HALF, cudaHostRegisterMapped));
-    store_all(data);
-    for (unsigned char *half : {data, data + HALF}) CHECK(cudaHostUnregister(half));
-    free(data);
-    return pass("%d rounds", 2 * ROUNDS);
+    for (bool registered : {false, true}) store_all(registered);
+    return pass("%d rounds each", ROUNDS);
 }
