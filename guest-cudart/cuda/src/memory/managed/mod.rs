@@ -30,6 +30,7 @@ pub(crate) mod blocks;
 mod changes;
 pub(crate) mod compared_words;
 pub(crate) mod forks;
+pub(crate) mod landing;
 pub(crate) mod mirror;
 pub(crate) mod page_faults;
 mod page_sets;
