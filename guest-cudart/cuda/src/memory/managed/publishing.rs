@@ -4,11 +4,12 @@
 //! The program can write to one place at a time: before it can write elsewhere, its changes are sent.
 
 use crate::abi::result::Result;
-use crate::memory::managed::State;
 use crate::memory::managed::blocks::Run;
 use crate::memory::managed::changes::{changes, send};
 use crate::memory::managed::shared_blocks::written;
+use crate::memory::managed::{State, pages};
 use crate::process::context::Context;
+use crate::process::driver::Driver;
 use crate::process::work_signal;
 use client::ops::memory::WordPatch;
 use client::pages::Pages;
@@ -17,6 +18,11 @@ use client::pages::Pages;
 const WRITABLE: u64 = 64 << 10;
 
 impl State {
+    /// Sends the program's changes, if there may be any, as [`publish`](Self::publish) does.
+    pub(super) fn publish_due(&mut self, driver: &'static Driver) -> Result {
+        if self.publishing.due().is_some() { self.publish(pages(driver)?) } else { Ok(()) }
+    }
+
     /// Sends the program's changes, after which it cannot write to any pinned memory that it was given while
     /// the device worked. Otherwise its changes of two blocks could reach the device in the wrong order.
     pub(super) fn publish(&mut self, pages: &Pages) -> Result {

@@ -33,11 +33,12 @@ use std::time::{Duration, Instant};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SHORT};
 use crate::memory::managed::changes::{changes, rows, send};
-use crate::memory::managed::{ALL, STATE, State, compared_words, page_faults, pages};
+use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
 use crate::process::work_signal::{self, CAME};
+use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
 use client::{lock, log};
 
@@ -207,6 +208,7 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 #[cold]
 fn take_all(driver: &'static Driver) {
     let mut state = lock(&STATE);
+    state.count_waited();
     state.sets.taken();
     told(state.part(driver, |_| true));
 }
@@ -214,6 +216,7 @@ fn take_all(driver: &'static Driver) {
 fn take_pinned(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
         let mut state = lock(&STATE);
+        state.count_waited();
         state.sets.taken();
         told(state.part(driver, |together| together.pinned));
     }
@@ -257,16 +260,11 @@ impl State {
         sent.and(taken)
     }
 
-    /// Whether a piece stays as it is when the device gets more work: the host can only read what it has of
-    /// it, and the server says when the device changes that. A program may look at a flag after each launch.
-    pub(crate) fn stays(&self, base: u64) -> bool {
-        let Some((_, piece)) = self.pieces.get(&base) else { return false };
-        if !piece.pinned || piece.blocks.is_zero() || !piece.blocks.dirty(&ALL).is_empty() {
-            return false;
+    /// Counts that the program knows of the end of work, which takes pages of pinned memory.
+    fn count_waited(&self) {
+        if self.together.iter().any(|together| together.pinned) {
+            counters::add(&COUNTERS.pages_waited, 1);
         }
-        let watched = |t: &&Together| t.base == base && t.remembered && t.until.is_none() && t.is_short();
-        let watched: u64 = self.together.iter().filter(watched).map(|together| together.run.len).sum();
-        watched == piece.blocks.held(&ALL).iter().map(|run| run.len).sum()
     }
 
     /// When the thread has something to do.

@@ -13,6 +13,7 @@
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
+use crate::memory::managed::blocks::Run;
 use crate::memory::managed::shared_blocks::{Together, WHILE, new_number, told};
 use crate::memory::managed::watch::Watch;
 use crate::memory::managed::{STATE, State, page_faults, pages};
@@ -105,6 +106,21 @@ impl State {
         what.into_iter().take_while(fits).map(|together| (together.run.address, together.number)).collect()
     }
 
+    /// The runs of a piece that its server watches, and that the host can only read, from the first address
+    /// on.
+    pub(super) fn watched_in(&self, base: u64) -> Vec<Run> {
+        let Some((_, piece)) = self.pieces.get(&base) else { return Vec::new() };
+        let watched = self.what_to_watch(piece.context);
+        let stays = |together: &&Together| {
+            let is_watched = watched.iter().any(|(_, number)| *number == together.number);
+            let is_its = together.base == base && together.until.is_none();
+            is_its && is_watched && piece.blocks.dirty(&together.range()).is_empty()
+        };
+        let mut runs: Vec<Run> = self.together.iter().filter(stays).map(|together| together.run).collect();
+        runs.sort_by_key(|run| run.address);
+        runs
+    }
+
     /// Takes over the answer to a watch, and has the server watch on.
     fn answered(
         &mut self,
@@ -190,7 +206,9 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::managed::blocks::{Run, SHORT, SMALL};
+    use crate::memory::managed::Piece;
+    use crate::memory::managed::advice::Advised;
+    use crate::memory::managed::blocks::{Blocks, SHORT, SMALL};
     use crate::process::driver::Server;
     use client::handle::ContextId;
 
@@ -254,6 +272,28 @@ mod tests {
         let addresses: Vec<u64> = what.iter().map(|(address, _)| *address >> 20).collect();
         assert_eq!(addresses, (16..48).rev().collect::<Vec<_>>());
         assert_eq!(state.remembered(context).len(), 48);
+    }
+
+    #[test]
+    fn what_is_watched_and_clean_stays_with_the_program() {
+        const BASE: u64 = 1 << 20;
+        let (mut state, context) = watching();
+        let blocks = Blocks::new(BASE, 4 << 20, SMALL, false);
+        let (parts, advised) = (vec![BASE..5 * BASE], Advised::default());
+        state.pieces.insert(BASE, (4 << 20, Piece { context, blocks, parts, advised, pinned: true }));
+        let lens = [SHORT, SMALL, 8 * SMALL, SMALL];
+        (1..).zip(lens).for_each(|(n, len)| state.has(context, n, len));
+        let given: Vec<Run> = state.together.iter().map(|together| together.run).collect();
+        state.together.iter_mut().for_each(|together| together.base = BASE);
+        for (n, run) in given.iter().enumerate() {
+            // The program may have changed the second one.
+            state.pieces.get_mut(&BASE).expect("a piece").1.blocks.given(*run, n == 1);
+        }
+        assert_eq!(state.watched_in(BASE), [given[0], given[3]]);
+        state.together[3].until = Some(Instant::now());
+        assert_eq!(state.watched_in(BASE), [given[0]]);
+        state.together[0].remembered = false;
+        assert!(state.watched_in(BASE).is_empty());
     }
 
     #[test]
