@@ -292,8 +292,8 @@ ops! {
         context: ContextId,
         /// What to read, in this order.
         ranges: Vec<MirrorRange>,
-        /// Whether the first range is to be as it was at one time. If a device changes it too quickly, the last
-        /// reading counts.
+        /// Whether the first range is to be as it was at one time. If a device changes it too quickly, the
+        /// last reading counts.
         settled: bool,
         /// Whether to remember the ranges, at most [`MOST_REMEMBERED_BYTES`] with those from before.
         remember: bool,
