@@ -279,7 +279,8 @@ mod tests {
         const BASE: u64 = 1 << 20;
         let (mut state, context) = watching();
         let blocks = Blocks::new(BASE, 4 << 20, SMALL, false);
-        let (parts, advised) = (vec![BASE..5 * BASE], Advised::default());
+        let whole = BASE..5 * BASE;
+        let (parts, advised) = (vec![whole], Advised::default());
         state.pieces.insert(BASE, (4 << 20, Piece { context, blocks, parts, advised, pinned: true }));
         let lens = [SHORT, SMALL, 8 * SMALL, SMALL];
         (1..).zip(lens).for_each(|(n, len)| state.has(context, n, len));
