@@ -1,7 +1,7 @@
 // One step of each of several programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, of a LAMMPS step with its GPU package, without and with long-range forces, of inference as a CUDA graph, of a token of llama.cpp, of a JAX
 // training step, of a loop of CuPy with four streams, of a solver that iterates with a graph, of an algorithm of
 // Thrust's, and of loops that copy results, in the order and number in which they were traced; and of a training step of torch.compile, as it is and with graphs, of a step of OpenMM with PME and of its iterations for
-// constraints, of BabelStream's dot product, and of a short collective of NCCL's, as these programs' sources make them. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+// constraints, of BabelStream's dot product, and of a short collective of NCCL's, with a wait and without, as these programs' sources make them. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
 #define PROGRAM "framework_steps"
 #include "common.h"
 
@@ -473,7 +473,7 @@ static void sums(CUstream stream, int) {
 }
 
 // A short collective of NCCL's: its kernel writes words into pages of page-locked memory that each have another purpose, tells the program, and waits for its answer. The program finds what the kernel wrote before it told it.
-static void collective(CUstream stream, int step) {
+static void answered(CUstream stream, int step) {
     static volatile int *words = (volatile int *)pinned_bytes(PURPOSES * PURPOSE * sizeof(int));
     int number = step + 1;
     void *arguments[] = {&words, &number};
@@ -481,6 +481,10 @@ static void collective(CUstream stream, int step) {
     while (words[TELLS * PURPOSE] != number) {}
     for (int i = 0; i < TELLS; i++) REQUIRE(words[i * PURPOSE] == number + i, "step %d: word %d is %d", step, i, words[i * PURPOSE]);
     words[ANSWERS * PURPOSE] = number;
+}
+
+static void collective(CUstream stream, int step) {
+    answered(stream, step);
     OK(cuStreamSynchronize(stream));
 }
 
@@ -781,7 +785,7 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*step)(CUstream, int);
-    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"updated_graph", updated_graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"sums", sums}, {"collective", collective}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}, {"lammps_grid", lammps_grid}, {"graph", graph}, {"updated_graph", updated_graph}, {"llama", llama}, {"blocking", blocking}, {"xla", xla}, {"cupy", cupy}, {"solver", solver}, {"thrust", thrust}, {"results", results}, {"changes", changes}, {"beside", beside}, {"freed", freed}, {"compiled", compiled}, {"compiled_graphs", compiled_graphs}, {"openmm", openmm}, {"constraints", constraints}, {"dot", dot}, {"sums", sums}, {"collective", collective}, {"answered", answered}, {"ended", ended}, {"flags", flags}, {"hopper", hopper}, {"pools", pools}, {"video", video}};
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));

@@ -1,4 +1,4 @@
-// Pinned memory that a running kernel reads: the program stores values that lie in two pages, in both directions, over pages that it has touched before and others.
+// Pinned memory that a running kernel reads: the program stores values that lie in two pages, in both directions, over pages that it has touched before and others. The pages are of one allocation, and then of an array of which each half was registered. What the program and the kernel tell each other is in memory of the same kind.
 #define PROGRAM "mapped_across"
 #include "common.h"
 
@@ -6,15 +6,17 @@
 
 #include <thread>
 
-static const int PAGE_SIZE = 4096, PAGES = 64, BYTES = 16;
+static const int PAGE_SIZE = 4096, PAGES = 64, HALF = PAGES / 2 * PAGE_SIZE, BYTES = 16;
 
 __host__ __device__ unsigned char expected(int round, int boundary, int i) { return (unsigned char)(round * 31 + boundary * 7 + i); }
 
 // Where the value lies that goes across the end of a page: from one to fifteen bytes before that end.
 __host__ __device__ int place(int round, int boundary) { return boundary * PAGE_SIZE - (1 + (round + boundary) % (BYTES - 1)); }
 
-// Waits for each round's flag, checks all values and confirms the round.
-__global__ void check(const volatile int *flag, const volatile unsigned char *data, int rounds, volatile int *confirmed, int *wrong) {
+__device__ unsigned char at(const volatile unsigned char *data, const volatile unsigned char *half, int n) { return n < HALF ? data[n] : half[n - HALF]; }
+
+// Waits for each round's flag, checks all values and confirms the round. It gets the address of each half, so that both are memory that kernels use.
+__global__ void check(const volatile int *flag, const volatile unsigned char *data, const volatile unsigned char *half, int rounds, volatile int *confirmed, int *wrong) {
     for (int round = 1; round <= rounds; round++) {
         if (threadIdx.x == 0) {
             while (*flag < round) {
@@ -24,7 +26,7 @@ __global__ void check(const volatile int *flag, const volatile unsigned char *da
         __syncthreads();
         for (int boundary = 1 + threadIdx.x; boundary < PAGES; boundary += blockDim.x)
             for (int i = 0; i < BYTES; i++)
-                if (data[place(round, boundary) + i] != expected(round, boundary, i)) atomicAdd(wrong, 1);
+                if (at(data, half, place(round, boundary) + i) != expected(round, boundary, i)) atomicAdd(wrong, 1);
         __syncthreads();
         if (threadIdx.x == 0) {
             __threadfence_system();
@@ -33,21 +35,36 @@ __global__ void check(const volatile int *flag, const volatile unsigned char *da
     }
 }
 
-int main(int argc, char **argv) {
-    parse_options(argc, argv);
-    const int rounds = 6;
-    volatile int *flag, *confirmed;
-    unsigned char *data;
+// Page-locked memory of zeros: an allocation, or memory that was registered in equal pieces.
+struct Locked {
+    int size, pieces;
+    unsigned char *at;
+
+    Locked(int size, int pieces) : size(size), pieces(pieces) {
+        if (pieces) at = (unsigned char *)aligned_alloc(PAGE_SIZE, size);
+        else CHECK(cudaHostAlloc((void **)&at, size, cudaHostAllocMapped));
+        memset(at, 0, size);
+        for (int n = 0; n < pieces; n++) CHECK(cudaHostRegister(at + n * (size / pieces), size / pieces, cudaHostRegisterMapped));
+    }
+    ~Locked() {
+        for (int n = 0; n < pieces; n++) CHECK(cudaHostUnregister(at + n * (size / pieces)));
+        if (pieces) free(at);
+        else CHECK(cudaFreeHost(at));
+    }
+};
+
+static const int ROUNDS = 6;
+
+static void store_all(bool registered) {
+    Locked flags(PAGE_SIZE, registered ? 1 : 0), answers(PAGE_SIZE, registered ? 1 : 0), memory(2 * HALF, registered ? 2 : 0);
+    volatile int *flag = (int *)flags.at, *confirmed = (int *)answers.at;
+    unsigned char *data = memory.at;
     int *wrong, found = -1;
-    CHECK(cudaHostAlloc((void **)&flag, PAGE_SIZE, cudaHostAllocMapped));
-    CHECK(cudaHostAlloc((void **)&confirmed, PAGE_SIZE, cudaHostAllocMapped));
-    CHECK(cudaHostAlloc((void **)&data, PAGES * PAGE_SIZE, cudaHostAllocMapped));
-    *flag = *confirmed = 0;
     CHECK(cudaMalloc(&wrong, sizeof *wrong));
     CHECK(cudaMemset(wrong, 0, sizeof *wrong));
-    check<<<1, 32>>>((const int *)flag, data, rounds, (int *)confirmed, wrong);
+    check<<<1, 32>>>((const int *)flag, data, data + HALF, ROUNDS, (int *)confirmed, wrong);
     CHECK(cudaGetLastError());
-    for (int round = 1; round <= rounds; round++) {
+    for (int round = 1; round <= ROUNDS; round++) {
         for (int n = 1; n < PAGES; n++) {
             int boundary = round % 2 ? n : PAGES - n;
             unsigned char value[BYTES];
@@ -65,9 +82,11 @@ int main(int argc, char **argv) {
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
     REQUIRE(found == 0, "the kernel saw %d wrong bytes", found);
-    CHECK(cudaFreeHost((void *)flag));
-    CHECK(cudaFreeHost((void *)confirmed));
-    CHECK(cudaFreeHost(data));
     CHECK(cudaFree(wrong));
-    return pass("%d rounds", rounds);
+}
+
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
+    for (bool registered : {false, true}) store_all(registered);
+    return pass("%d rounds each", ROUNDS);
 }

@@ -298,6 +298,53 @@ static void one_connection() {
     back.close();
 }
 
+// A short message in the page with the last bytes of a long one, which the host looks at all the time.
+static void two_in_one_page() {
+    const size_t LONG = ((size_t)9 << 20) + 2048, ALL = LONG + 100;
+    Pair pair(0, 1);
+    Memory from(pair.send, 0, MAPPED, ALL), to(pair.receive, 1, MAPPED, ALL);
+    std::vector<uint8_t> bytes(ALL);
+    for (size_t k = 0; k < ALL; k++) bytes[k] = pattern(5, k);
+    from.put(bytes);
+    to.put(std::vector<uint8_t>(ALL, UNTOUCHED));
+    struct Message {
+        size_t at, size;
+        void *send, *receive;
+    } messages[] = {{LONG, ALL - LONG, nullptr, nullptr}, {0, LONG, nullptr, nullptr}};
+    Deadline deadline;
+    for (Message &message : messages) {
+        void *at = to.at + message.at;
+        int size = (int)message.size, tag = 0, finished = 0;
+        while (!message.receive) NET(net->irecv(pair.receive, 1, &at, &size, &tag, &to.handle, &message.receive));
+        while (!message.send) {
+            NET(net->isend(pair.send, from.at + message.at, size, 0, from.handle, &message.send));
+            if (message.send) break;
+            // The receiver says that it has room.
+            NET(net->test(message.receive, &finished, nullptr));
+            if (finished) fail("a message has come before it was sent");
+            deadline.check("the room for a message");
+        }
+    }
+    for (int open = 4; open;) {
+        for (Message &message : messages) {
+            for (void **request : {&message.send, &message.receive}) {
+                int finished = 0, size = 0;
+                if (!*request) continue;
+                NET(net->test(*request, &finished, &size));
+                for (size_t at = message.at; finished && request == &message.receive && at < message.at + message.size; at++)
+                    if (to.at[at] != bytes[at]) fail("byte %zu is %d instead of %d", at, to.at[at], bytes[at]);
+                if (finished) open--, *request = nullptr;
+                (void)*(volatile uint8_t *)(to.at + LONG);
+            }
+        }
+        deadline.check("a message beside another one");
+    }
+    from.end(pair.send);
+    to.end(pair.receive);
+    pair.close();
+    between_kernels += ALL;
+}
+
 static void only_other_memory() {
     Pair pair(0, 1);
     transfer(pair, 0, 1, {{70000, 70000, PLAIN, PLAIN}, {0, 0, PLAIN, PLAIN}, {3 << 20, 4 << 20, PLAIN, PLAIN}});
@@ -658,6 +705,7 @@ int main(int argc, char **argv) {
         return pass("%zu bytes between kernels, %zu others", between_kernels, others);
     }
     one_connection();
+    two_in_one_page();
     only_other_memory();
     many_connections();
     one_connection_after_the_other();

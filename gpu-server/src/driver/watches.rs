@@ -13,7 +13,8 @@
 //! sleeps. Everything else is compared every few milliseconds and before the client gets something new, so
 //! that it then has nothing that is older than that.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -21,7 +22,8 @@ use std::time::{Duration, Instant};
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::ops::memory::{
-    HostFetch, HostWatch, HostWatchReply, MOST_CHANGES, MOST_REMEMBERED, MOST_REMEMBERED_BYTES, WordPatch,
+    HostFetch, HostWatch, HostWatchReply, MOST_CHANGES, MOST_REMEMBERED, MOST_REMEMBERED_BYTES,
+    MOST_WATCHED_BYTES, WordPatch,
 };
 use protocol::polling::MIRROR_WATCHER;
 use protocol::wire::{Wire, Writer};
@@ -35,6 +37,9 @@ const LONGEST: Duration = Duration::from_millis(1);
 const PART: u32 = 16;
 /// How often bytes that a device keeps changing are read again.
 const MOST_READINGS: usize = 8;
+/// How often the words that it changes are read before each of these, divided by the number of rows in which
+/// they are.
+const MOST_STILL: usize = 512;
 /// How often what is not watched is compared too. Without anything new, the client needs that only so that
 /// it does not read old bytes for ever.
 const SELDOM: Duration = Duration::from_millis(4);
@@ -42,8 +47,6 @@ const SELDOM: Duration = Duration::from_millis(4);
 const MOST_TIME: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 1 });
 /// Maximum bytes of one [`HostFetch`].
 const MOST_FETCHED: u64 = 16 << 20;
-/// Maximum bytes that are watched at a time.
-const MOST_WATCHED: usize = 256 << 10;
 
 /// What a session's client has, and its watch. The thread ends when this is dropped.
 #[derive(Default)]
@@ -158,14 +161,10 @@ impl Copies {
         others.copied().filter(|address| self.differs(beside, *address)).collect()
     }
 
-    /// Reads the current bytes of those mirrors, [`len_of`](Self::len_of) of them.
-    fn read(&self, beside: &dyn Beside, addresses: &[u64], mut to: &mut [u8]) -> Result<(), Status> {
-        for (address, copy) in addresses.iter().filter_map(|address| self.0.get_key_value(address)) {
-            let (now, after) = to.split_at_mut(copy.len());
-            to = after;
-            beside.read(*address, now)?;
-        }
-        Ok(())
+    /// Those that are at these addresses, [`len_of`](Self::len_of) bytes.
+    fn parts(&self, addresses: &[u64]) -> Vec<Part> {
+        let copies = addresses.iter().filter_map(|address| self.0.get_key_value(address));
+        parts(copies.map(|(address, copy)| (*address, copy.len())))
     }
 }
 
@@ -195,7 +194,7 @@ impl State {
         }
         // Bytes that were compared before the difference was found may have been written before it.
         let mut now = vec![0; copies.len_of(watched)];
-        let settled = read_settled(&mut now, |to| copies.read(&*beside, watched, to))?;
+        let settled = read_settled(&*beside, &copies.parts(watched), &mut now)?;
         let (mut words, mut many) = (Vec::new(), Vec::new());
         let mut rest = &now[..];
         for (address, copy) in watched.iter().filter_map(|address| copies.0.get_key_value(address)) {
@@ -312,16 +311,12 @@ impl Watches {
         let mut bytes = vec![0; len as usize];
         // The client's own changes come before or after.
         let mut state = self.0.lock_first();
-        let mut rest = &mut bytes[..];
-        for (n, range) in op.ranges.iter().enumerate() {
-            let (to, after) = std::mem::take(&mut rest).split_at_mut(range.len as usize);
-            rest = after;
-            let read = |to: &mut [u8]| beside.read(range.address, to);
-            match n == 0 && op.settled {
-                true => drop(read_settled(to, read)?),
-                false => read(to)?,
-            }
-        }
+        let parts = parts(op.ranges.iter().map(|range| (range.address, range.len as usize)));
+        let (settled, others) = parts.split_at(usize::from(op.settled));
+        let end = settled.last().map_or(0, |part| part.at.end);
+        // What devices change too quickly is given as it was read last.
+        read_settled(beside, settled, &mut bytes[..end])?;
+        read(beside, others, &mut bytes)?;
         if !op.remember {
             return Ok((bytes, Vec::new()));
         }
@@ -358,7 +353,7 @@ impl Watches {
             words.iter().for_each(|patch| state.copies.patch(patch));
         }
         state.keep(&op.has);
-        if op.watched.len() > MOST_REMEMBERED || state.copies.len_of(&op.watched) > MOST_WATCHED {
+        if op.watched.len() > MOST_REMEMBERED || state.copies.len_of(&op.watched) > MOST_WATCHED_BYTES {
             return Err(Status::INVALID_VALUE);
         }
         if !state.has_thread {
@@ -390,21 +385,96 @@ impl Watches {
     }
 }
 
-/// Reads until two readings are the same, or it was too often: false.
-fn read_settled(
-    to: &mut [u8],
-    mut read: impl FnMut(&mut [u8]) -> Result<(), Status>,
-) -> Result<bool, Status> {
-    read(to)?;
+/// Bytes of a mirror, and where they go in a buffer.
+struct Part {
+    address: u64,
+    at: Range<usize>,
+}
+
+/// Ranges that go to a buffer one after the other.
+fn parts(ranges: impl Iterator<Item = (u64, usize)>) -> Vec<Part> {
+    let mut end = 0;
+    let part = |(address, len)| {
+        let at = end..end + len;
+        end = at.end;
+        Part { address, at }
+    };
+    ranges.map(part).collect()
+}
+
+fn read(beside: &dyn Beside, parts: &[Part], to: &mut [u8]) -> Result<(), Status> {
+    parts.iter().try_for_each(|part| beside.read(part.address, &mut to[part.at.clone()]))
+}
+
+/// Reads bytes as they were at one time: until two readings differ at most in words that stood still in
+/// between, long enough to be read twice. False if it was too often; then the last reading counts.
+///
+/// The other bytes were the same from the first of these readings to the second. So there was a time when all
+/// of them had these values. (Unless one has changed, and back.)
+fn read_settled(beside: &dyn Beside, parts: &[Part], to: &mut [u8]) -> Result<bool, Status> {
+    read(beside, parts, to)?;
     let mut again = vec![0; to.len()];
+    // Where words of 8 bytes begin that a device changes meanwhile.
+    let mut moving = BTreeSet::new();
     for _ in 0..MOST_READINGS {
-        read(&mut again)?;
-        if *to == again[..] {
+        let rows = rows(parts, &moving);
+        let still = read_still(beside, &rows)?;
+        read(beside, parts, &mut again)?;
+        let differing: Vec<usize> = parts.iter().flat_map(|part| differing(part, to, &again)).collect();
+        let others = differing.into_iter().filter(|start| moving.insert(*start)).count();
+        if let Some(values) = still.filter(|_| others == 0) {
+            let mut values = &values[..];
+            for Part { at, .. } in rows {
+                let (value, after) = values.split_at(at.len());
+                to[at].copy_from_slice(value);
+                values = after;
+            }
             return Ok(true);
         }
         to.copy_from_slice(&again);
     }
     Ok(false)
+}
+
+/// Reads a few rows of words until two readings are the same. `None` if it was too often.
+fn read_still(beside: &dyn Beside, rows: &[Part]) -> Result<Option<Vec<u8>>, Status> {
+    let rows = parts(rows.iter().map(|row| (row.address, row.at.len())));
+    let mut bytes = vec![0; rows.last().map_or(0, |row| row.at.end)];
+    read(beside, &rows, &mut bytes)?;
+    let mut again = bytes.clone();
+    for _ in 0..(MOST_STILL / rows.len().max(1)).max(1) {
+        read(beside, &rows, &mut again)?;
+        if bytes == again {
+            return Ok(Some(bytes));
+        }
+        std::mem::swap(&mut bytes, &mut again);
+    }
+    Ok(None)
+}
+
+/// Where the words of 8 bytes begin in which two readings of a part differ. The last one may be shorter.
+fn differing(part: &Part, before: &[u8], now: &[u8]) -> Vec<usize> {
+    let differs = |word: &Range<usize>| before[word.clone()] != now[word.clone()];
+    if !differs(&part.at) {
+        return Vec::new();
+    }
+    let words = part.at.clone().step_by(8).map(|start| start..(start + 8).min(part.at.end));
+    words.filter(differs).map(|word| word.start).collect()
+}
+
+/// Words, given by where they begin, as rows of which each is in one part.
+fn rows(parts: &[Part], words: &BTreeSet<usize>) -> Vec<Part> {
+    let mut rows: Vec<Part> = Vec::new();
+    for part in parts {
+        for start in words.range(part.at.clone()) {
+            let at = *start..(start + 8).min(part.at.end);
+            match rows.last_mut() {
+                Some(last) if last.at.end == at.start && at.start > part.at.start => last.at.end = at.end,
+                _ => rows.push(Part { address: part.address + (at.start - part.at.start) as u64, at }),
+            }
+        }
+    }
+    rows
 }
 
 impl Drop for Watches {
@@ -439,6 +509,7 @@ mod tests {
     use protocol::handle::ContextId;
     use protocol::ops::memory::{MIRROR_PAGE, MirrorRange};
     use protocol::wire::Reader;
+    use std::sync::atomic::AtomicU64;
     use std::sync::mpsc::{Receiver, channel};
 
     const PAGE: usize = MIRROR_PAGE as usize;
@@ -494,10 +565,68 @@ mod tests {
         fn fail_device(&self, _number: u32, _status: Status) {}
     }
 
+    /// A page where a kernel counts in a word of data and then in its flag, once while somebody reads more
+    /// than a word. With `always`, also whenever somebody reads one.
+    struct Restless {
+        count: AtomicU64,
+        always: bool,
+        watches: Watches,
+    }
+
+    impl Restless {
+        const DATA: usize = 0;
+        const FLAG: usize = PAGE - 8;
+
+        fn new(always: bool) -> Arc<Restless> {
+            Arc::new(Restless { count: AtomicU64::new(1), always, watches: Watches::default() })
+        }
+    }
+
+    impl Beside for Restless {
+        fn is_needed(&self) -> bool {
+            true
+        }
+        fn holds(&self, address: u64, len: u64) -> bool {
+            address.saturating_add(len) <= MIRROR_PAGE
+        }
+        fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+            let before = self.count.load(Ordering::Relaxed);
+            let now = before + u64::from(self.always || bytes.len() > 8);
+            self.count.store(now, Ordering::Relaxed);
+            let mut page = vec![0; PAGE];
+            page[Self::DATA..Self::DATA + 8].copy_from_slice(&before.to_le_bytes());
+            page[Self::FLAG..Self::FLAG + 8].copy_from_slice(&now.to_le_bytes());
+            let from = address as usize;
+            bytes.copy_from_slice(page.get(from..from + bytes.len()).ok_or(Status::INVALID_VALUE)?);
+            Ok(())
+        }
+        fn write(&self, _address: u64, _bytes: &[u8]) -> Result<(), Status> {
+            Ok(())
+        }
+        fn patch(&self, _words: &[WordPatch]) -> Result<(), Status> {
+            Ok(())
+        }
+        fn watches(&self) -> &Watches {
+            &self.watches
+        }
+        fn fail_device(&self, _number: u32, _status: Status) {}
+    }
+
     struct Test {
         mirror: Arc<Mirror>,
         client: Arc<dyn Client>,
         answers: Receiver<(u64, HostWatchReply)>,
+    }
+
+    fn fetch_of(address: u64, len: usize, has: &[u64]) -> HostFetch {
+        let range = HostRange { place: Place::Arena, offset: 0, len: len as u64 };
+        let (ranges, dst) = (vec![MirrorRange { address, len: len as u64 }], HostOut(range));
+        HostFetch { context: ContextId(0), ranges, settled: true, remember: true, has: has.to_vec(), dst }
+    }
+
+    fn watch_of(number: u64, after: u64, watched: &[u64], has: &[u64], most_us: u32) -> HostWatch {
+        let (watched, has) = (watched.to_vec(), has.to_vec());
+        HostWatch { context: ContextId(0), number, after, most_us, watched, has }
     }
 
     impl Test {
@@ -513,18 +642,12 @@ mod tests {
         }
 
         fn fetch(&self, address: u64, len: usize, has: &[u64]) -> Result<(Vec<u8>, Vec<u64>), Status> {
-            let range = HostRange { place: Place::Arena, offset: 0, len: len as u64 };
-            let (ranges, dst) = (vec![MirrorRange { address, len: len as u64 }], HostOut(range));
-            let (context, has) = (ContextId(0), has.to_vec());
-            self.mirror
-                .1
-                .fetch(&*self.mirror, &HostFetch { context, ranges, settled: true, remember: true, has, dst })
+            self.mirror.1.fetch(&*self.mirror, &fetch_of(address, len, has))
         }
 
         fn begin(&self, number: u64, after: u64, watched: &[u64], has: &[u64], most_us: u32) {
             let beside: Arc<dyn Beside> = self.mirror.clone();
-            let (watched, has) = (watched.to_vec(), has.to_vec());
-            let op = HostWatch { context: ContextId(0), number, after, most_us, watched, has };
+            let op = watch_of(number, after, watched, has, most_us);
             self.mirror.1.begin(&self.client, &beside, (number, 0), &op).expect("a watch");
         }
 
@@ -595,6 +718,36 @@ mod tests {
         assert_eq!((bytes.len(), changed), (2 * PAGE, vec![0]));
         let (bytes, changed) = test.fetch(0, PAGE, &[2 * MIRROR_PAGE]).expect("a mirror");
         assert_eq!((bytes[5], changed), (1, vec![]));
+    }
+
+    #[test]
+    fn a_page_is_as_it_was_at_one_time_although_a_kernel_counts_in_it() {
+        let test = Test::new();
+        let restless = Restless::new(false);
+        let word = |bytes: &[u8], at: usize| {
+            bytes[at..].first_chunk().map_or(0, |word: &[u8; 8]| u64::from_le_bytes(*word))
+        };
+        let (bytes, _) = restless.watches.fetch(&*restless, &fetch_of(0, PAGE, &[])).expect("a mirror");
+        let [data, flag] = [Restless::DATA, Restless::FLAG].map(|at| word(&bytes, at));
+        assert!(data == flag && data > 0, "data {data}, flag {flag}");
+        // What a watch tells, too, although readings of the whole page are never the same.
+        let beside: Arc<dyn Beside> = restless.clone();
+        let op = watch_of(1, 0, &[0], &[0], HOUR_US);
+        restless.watches.begin(&test.client, &beside, (1, 0), &op).expect("a watch");
+        let (_, words, changed) = test.answer();
+        assert!(changed.is_empty() && words.len() == 2, "{words:?}, {changed:?}");
+        assert!(words[0].1 == words[1].1 && words[0].1 > data, "{words:?}");
+    }
+
+    #[test]
+    fn a_word_that_never_stands_still_is_given_and_not_told() {
+        let test = Test::new();
+        let restless = Restless::new(true);
+        restless.watches.fetch(&*restless, &fetch_of(0, PAGE, &[])).expect("a mirror");
+        let beside: Arc<dyn Beside> = restless.clone();
+        let op = watch_of(1, 0, &[0], &[0], HOUR_US);
+        restless.watches.begin(&test.client, &beside, (1, 0), &op).expect("a watch");
+        assert_eq!(test.answer(), (1, vec![], vec![0]));
     }
 
     #[test]

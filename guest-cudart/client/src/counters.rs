@@ -87,6 +87,17 @@ counters! {
     system_calls;
     /// Accesses to managed memory that this library resolved.
     page_faults;
+    /// Times that new work sent what the program had written to pages of mirrored pinned memory, which stay.
+    pages_sent;
+    /// Times that new work took pages of mirrored pinned memory that the program had got while no work was
+    /// under way, or may write to unnoticed.
+    pages_idle;
+    /// Times that it took pages that the server does not watch: runs of more than two, mostly.
+    pages_unwatched;
+    /// Times that a copy, a fill or a message took pages of mirrored pinned memory.
+    pages_lent;
+    /// Times that the program learned of the end of work, which took pages of mirrored pinned memory.
+    pages_waited;
     /// Bytes of mirrored pinned memory that this process fetched and sent, with what a change needs besides
     /// the bytes.
     mirror_bytes;

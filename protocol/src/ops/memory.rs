@@ -78,6 +78,9 @@ pub const MOST_REMEMBERED: usize = 64;
 /// See [`MOST_REMEMBERED`].
 pub const MOST_REMEMBERED_BYTES: usize = 8 << 20;
 
+/// Maximum bytes that a server watches for a client at a time ([`HostWatch`]).
+pub const MOST_WATCHED_BYTES: usize = 256 << 10;
+
 /// Maximum words of the answer to a [`HostWatch`].
 pub const MOST_CHANGES: usize = 128;
 
@@ -289,8 +292,8 @@ ops! {
         context: ContextId,
         /// What to read, in this order.
         ranges: Vec<MirrorRange>,
-        /// Whether to read the first range until two readings are the same. If a device keeps changing it,
-        /// the last reading counts.
+        /// Whether the first range is to be as it was at one time. If a device changes it too quickly, the
+        /// last reading counts.
         settled: bool,
         /// Whether to remember the ranges, at most [`MOST_REMEMBERED_BYTES`] with those from before.
         remember: bool,

@@ -227,6 +227,7 @@ impl Pages {
 mod tests {
     use super::*;
     use std::collections::{HashMap, HashSet};
+    use std::os::unix::thread::JoinHandleExt;
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
@@ -392,19 +393,30 @@ mod tests {
         });
     }
 
+    /// For tests that have a page whose faults are refused.
+    static REFUSED: Mutex<()> = Mutex::new(());
+
+    /// Such a page, which stays.
+    fn refused_page(served: &Served) -> usize {
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new mapping.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, protection, flags, -1, 0) } as usize;
+        // SAFETY: this page.
+        unsafe { served.pages.adopt(base, PAGE) }.unwrap();
+        served.refusing.store(false, Ordering::Release);
+        served.refused.store(base, Ordering::Release);
+        base
+    }
+
     /// A thread writes to pages while they are released, which is allowed: they stay the program's.
     #[test]
     fn pages_can_be_released_under_a_thread_that_writes_to_them() {
         each(|served| {
-            let (pages, protection) = (&served.pages, libc::PROT_READ | libc::PROT_WRITE);
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-            // SAFETY: a new mapping, which stays.
-            let base = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, protection, flags, -1, 0) } as usize;
-            // SAFETY: the page of this test.
-            unsafe { pages.adopt(base, PAGE) }.unwrap();
-            served.refused.store(base, Ordering::Release);
+            let _turn = lock(&REFUSED);
+            let (pages, base) = (&served.pages, refused_page(&served));
             std::thread::scope(|scope| {
-                // SAFETY: as above.
+                // SAFETY: the page of this test.
                 let writer = scope.spawn(move || unsafe { (base as *mut u8).write_volatile(7) });
                 test_kit::eventually(|| served.refusing.load(Ordering::Acquire));
                 pages.release(base, PAGE);
@@ -417,6 +429,35 @@ mod tests {
             // Faults still come here, and not to whoever had them before.
             // SAFETY: an accessible page whose faults the thread above resolves.
             assert_eq!(unsafe { ((served.base + PAGE) as *const u8).read_volatile() }, 1);
+        });
+    }
+
+    /// A thread is stopped at a page when it gets a signal, whose handler uses another one.
+    #[test]
+    fn a_signal_handler_of_a_stopped_thread_can_use_such_pages() {
+        static OTHER: AtomicUsize = AtomicUsize::new(0);
+        static READ: AtomicUsize = AtomicUsize::new(0);
+        extern "C" fn handler(_: libc::c_int) {
+            // SAFETY: an accessible page whose faults the thread above resolves.
+            let byte = unsafe { (OTHER.load(Ordering::Acquire) as *const u8).read_volatile() };
+            READ.store(byte.into(), Ordering::Release);
+        }
+        // SAFETY: a handler that does what is allowed in one.
+        unsafe { libc::signal(libc::SIGUSR2, handler as *const () as usize) };
+        each(|served| {
+            let _turn = lock(&REFUSED);
+            let base = refused_page(&served);
+            OTHER.store(served.base + 3 * PAGE, Ordering::Release);
+            READ.store(0, Ordering::Release);
+            // SAFETY: the page of this test.
+            let writer = std::thread::spawn(move || unsafe { (base as *mut u8).write_volatile(7) });
+            test_kit::eventually(|| served.refusing.load(Ordering::Acquire));
+            // SAFETY: a thread that is not joined before.
+            unsafe { libc::pthread_kill(writer.as_pthread_t(), libc::SIGUSR2) };
+            served.pages.release(base, PAGE);
+            served.refused.store(0, Ordering::Release);
+            writer.join().unwrap();
+            assert_eq!(READ.load(Ordering::Acquire), 3);
         });
     }
 

@@ -37,6 +37,8 @@ static RANGES: [Known; MOST_RANGES] =
 /// Entries of [`RANGES`] that are in use or were.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static STOPS: [AtomicU32; PLACES] = [const { AtomicU32::new(FREE) }; PLACES];
+/// Signals of which a thread is told at once what it has done itself.
+const OWN_FAULTS: [libc::c_int; 5] = [libc::SIGILL, libc::SIGTRAP, libc::SIGBUS, libc::SIGFPE, libc::SIGSYS];
 /// The pipe to which the handler writes faults.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
 /// The handler that was installed before.
@@ -293,6 +295,13 @@ fn install() -> io::Result<OwnedFd> {
     action.sa_sigaction = handle as *const () as usize;
     // On the alternate stack if the thread has one, else on its own; blocked signals stay blocked.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+    // While a thread is stopped, it handles no other signals: such a handler's access would be a second
+    // SIGSEGV, and one that is blocked ends the process.
+    // SAFETY: this structure's own mask.
+    unsafe {
+        libc::sigfillset(&mut action.sa_mask);
+        OWN_FAULTS.iter().for_each(|signal| _ = libc::sigdelset(&mut action.sa_mask, *signal));
+    }
     let before = Box::leak(Box::new(action));
     // SAFETY: both structures are complete, and the handler only does what is allowed in a handler.
     if unsafe { libc::sigaction(libc::SIGSEGV, &action, before) } < 0 {

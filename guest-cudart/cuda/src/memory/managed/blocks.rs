@@ -105,14 +105,6 @@ impl Blocks {
         self.run((address - self.base) / self.grain, 1)
     }
 
-    /// A block and its neighbor at an address, if the host has both.
-    pub fn beside(&self, block: Run, neighbor: u64) -> Option<Run> {
-        let neighbor = self.numbers(&(neighbor..neighbor + 1)).next().map(|n| self.run(n, 1))?;
-        let both = Run { address: block.address.min(neighbor.address), len: block.len + neighbor.len };
-        let has = self.held(&(both.address..both.address + both.len));
-        (has == [both]).then_some(both)
-    }
-
     /// What an access needs. Recorded only when it [is given](Self::given).
     pub fn fault(&self, address: u64, write: bool) -> Answer {
         let at = (address - self.base) / self.grain;

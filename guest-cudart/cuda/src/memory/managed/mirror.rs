@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::abi::result::Result;
 use crate::memory::managed::advice::Advised;
-use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run, SMALL};
+use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run, SHORT, SMALL};
 use crate::memory::managed::compared_words::{self, Compared};
 use crate::memory::managed::{ALL, ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
 use crate::memory::pinned_regions::REGIONS;
@@ -22,7 +22,8 @@ use crate::process::context::Context;
 use crate::process::driver::{Driver, Server};
 use client::arena::Block;
 use client::counters::{self, COUNTERS};
-use client::data::HostOut;
+use client::data::{HostOut, HostRange};
+use client::handle::ContextId;
 use client::ops::memory::{
     HostFetch, HostFetchReply, HostMirror, HostRead, HostUnmap, HostWrite, MirrorRange,
 };
@@ -365,22 +366,15 @@ impl<'s> Fetch<'s> {
         if fits || !session.knows::<HostFetch>() || len > session.arena().largest() {
             return Ok(None);
         }
-        let remember = has.is_some();
-        let commands = ranges.chunks(if remember { 1 } else { ranges.len() });
-        if commands.len() > 1 && !session.has_free_slot() {
+        let commands = if has.is_some() { ranges.len() } else { 1 };
+        if commands > 1 && !session.has_free_slot() {
             return Ok(None);
         }
         let Some(block) = session.arena().try_alloc(len, session.progress().released()) else {
             return Ok(None);
         };
-        let (mut has, mut dst) = (has.unwrap_or_default(), block.range(len));
-        let mut pending = Vec::with_capacity(commands.len());
-        for ranges in commands {
-            let range = |(_, address, to): &Part<'_>| MirrorRange { address: *address, len: to.len() as u64 };
-            let ranges: Vec<_> = ranges.iter().map(range).collect();
-            dst.len = ranges.iter().map(|range| range.len).sum();
-            let (context, settled, has_before) = (context.id, remember && dst.len <= SMALL, has.clone());
-            let op = HostFetch { context, ranges, settled, remember, has: has_before, dst: HostOut(dst) };
+        let mut pending = Vec::with_capacity(commands);
+        for op in requests(context.id, ranges, has, block.range(len)) {
             match session.submit(&op) {
                 Ok(answer) => pending.push(answer),
                 Err(status) => {
@@ -389,8 +383,6 @@ impl<'s> Fetch<'s> {
                     return Err(status);
                 }
             }
-            has.extend(op.ranges.iter().map(|range| range.address));
-            dst.offset += dst.len;
         }
         Ok(Some(Fetch { pending, block }))
     }
@@ -411,6 +403,31 @@ impl<'s> Fetch<'s> {
         counters::add(&COUNTERS.mirror_bytes, at as u64);
         Ok(changed)
     }
+}
+
+/// The commands that read ranges of one server to `dst`, one after the other. `has`: as for [`Fetch::begin`].
+///
+/// A run in which the program may poll a word, or look for one, is read as it was at one time: of two pages
+/// that are read once, the second could have a later write of the device than the first.
+fn requests(
+    context: ContextId,
+    ranges: &[Part<'_>],
+    has: Option<Vec<u64>>,
+    mut dst: HostRange,
+) -> Vec<HostFetch> {
+    let remember = has.is_some();
+    let mut has = has.unwrap_or_default();
+    let request = |ranges: &[Part<'_>]| {
+        let range = |(_, address, to): &Part<'_>| MirrorRange { address: *address, len: to.len() as u64 };
+        let ranges: Vec<_> = ranges.iter().map(range).collect();
+        dst.len = ranges.iter().map(|range| range.len).sum();
+        let (settled, had) = (remember && dst.len <= SHORT, has.clone());
+        has.extend(ranges.iter().map(|range| range.address));
+        let op = HostFetch { context, ranges, settled, remember, has: had, dst: HostOut(dst) };
+        dst.offset += dst.len;
+        op
+    };
+    ranges.chunks(if remember { 1 } else { ranges.len().max(1) }).map(request).collect()
 }
 
 /// Reads ranges, those of one server in this order, in the answers' own memory.
@@ -574,7 +591,25 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use client::handle::ContextId;
+    use client::data::Place;
+
+    #[test]
+    fn short_runs_that_are_remembered_are_read_as_they_were_at_one_time() {
+        let context = Context::new(ContextId(7), Server::unused(), 0, 0, false);
+        let lens = [SMALL, SHORT, SHORT + SMALL];
+        let mut bytes = lens.map(|len| vec![0; len as usize]);
+        let addresses = [1 << 20, 2 << 20, 3 << 20];
+        let parts = addresses.into_iter().zip(&mut bytes).map(|(at, to)| (context, at, &mut to[..]));
+        let parts: Vec<Part<'_>> = parts.collect();
+        let dst = HostRange { place: Place::Arena, offset: 64, len: lens.iter().sum() };
+        let ops = requests(context.id, &parts, Some(vec![5]), dst);
+        assert_eq!(ops.iter().map(|op| op.settled).collect::<Vec<_>>(), [true, true, false]);
+        assert_eq!(ops.iter().map(|op| op.dst.0.len).collect::<Vec<_>>(), lens);
+        assert_eq!(ops[2].dst.0.offset, 64 + SMALL + SHORT);
+        assert_eq!(ops[2].has, [5, 1 << 20, 2 << 20]);
+        let op = &requests(context.id, &parts, None, dst)[..];
+        assert!(op.len() == 1 && op[0].ranges.len() == 3 && !op[0].settled && !op[0].remember);
+    }
 
     #[test]
     fn memory_whose_last_bytes_are_being_fetched_is_still_mirrored() {

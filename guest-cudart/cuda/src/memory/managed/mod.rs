@@ -30,6 +30,7 @@ pub(crate) mod blocks;
 mod changes;
 pub(crate) mod compared_words;
 pub(crate) mod forks;
+pub(crate) mod landing;
 pub(crate) mod mirror;
 pub(crate) mod page_faults;
 mod page_sets;
@@ -64,6 +65,7 @@ use crate::process::host_calls;
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
+use client::counters::{self, COUNTERS};
 use client::memory::Backing;
 use client::ops::copy::Memset;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
@@ -112,20 +114,7 @@ pub(crate) struct State {
     mirrors: Mirrors,
 }
 
-pub(crate) static STATE: Mutex<State> = Mutex::new(State {
-    pieces: BTreeMap::new(),
-    elsewhere: 0,
-    held: BTreeSet::new(),
-    movers: Vec::new(),
-    together: Vec::new(),
-    gives: false,
-    sets: PageSets::new(),
-    publishing: Publishing::new(),
-    watches: Vec::new(),
-    compared: Vec::new(),
-    version: 0,
-    mirrors: Mirrors::new(),
-});
+pub(crate) static STATE: Mutex<State> = Mutex::new(State::new());
 
 /// Number of pieces, and of those the host has copies of. Every launch checks this without a lock.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
@@ -226,6 +215,23 @@ fn is_elsewhere(base: u64, piece: &Piece) -> bool {
 }
 
 impl State {
+    const fn new() -> State {
+        State {
+            pieces: BTreeMap::new(),
+            elsewhere: 0,
+            held: BTreeSet::new(),
+            movers: Vec::new(),
+            together: Vec::new(),
+            gives: false,
+            sets: PageSets::new(),
+            publishing: Publishing::new(),
+            watches: Vec::new(),
+            compared: Vec::new(),
+            version: 0,
+            mirrors: Mirrors::new(),
+        }
+    }
+
     pub fn find(&self, address: u64) -> Option<(u64, u64)> {
         let (base, (size, _)) = self.pieces.range(..=address).next_back()?;
         (address - base < *size).then_some((*base, *size))
@@ -251,6 +257,7 @@ impl State {
     fn remove(&mut self, base: u64) -> Option<(u64, Piece)> {
         self.held.remove(&base);
         self.together.retain(|together| together.base != base);
+        self.count_given();
         let piece = self.pieces.remove(&base);
         if let Some((size, _)) = &piece {
             self.sets.forget(&(base..base + size));
@@ -271,11 +278,47 @@ impl State {
         Ok(stream)
     }
 
+    /// First addresses of the pieces in a range that the next work of the device must check.
+    fn held_in(&self, range: &Range<u64>) -> Vec<u64> {
+        let touches = |base: &&u64| {
+            self.pieces.get(base).is_some_and(|(size, _)| **base < range.end && range.start < *base + size)
+        };
+        self.held.iter().filter(touches).copied().collect()
+    }
+
+    /// Before new work: gives the device a piece, except for what the host can only read and the server
+    /// watches. So the program still sees when the device changes that, for example a flag that it looks at
+    /// after each launch.
+    fn give_unwatched(&mut self, driver: &'static Driver, base: u64) -> Result {
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let stay = if piece.pinned && !piece.blocks.is_zero() { self.watched_in(base) } else { Vec::new() };
+        let ends = stay.iter().map(|run| run.address).chain([ALL.end]);
+        let starts = [ALL.start].into_iter().chain(stay.iter().map(|run| run.range().end));
+        for gap in starts.zip(ends).map(|(start, end)| start..end) {
+            let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+            if stay.is_empty() || piece.has_any(&gap) {
+                self.count_taken(base, &gap);
+                self.give(driver, base, &gap)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts why new work takes pages of pinned memory in a range.
+    fn count_taken(&self, base: u64, range: &Range<u64>) {
+        let Some((_, piece)) = self.pieces.get(&base).filter(|(_, piece)| piece.pinned) else { return };
+        let held: u64 = piece.blocks.held(range).iter().map(|run| run.len).sum();
+        let here = self.together.iter().filter(|together| together.base == base && together.touches(range));
+        let together: u64 = here.map(|together| together.run.len).sum();
+        let reasons = [(&COUNTERS.pages_idle, held > together), (&COUNTERS.pages_unwatched, together > 0)];
+        reasons.into_iter().filter(|(_, is)| *is).for_each(|(counter, _)| counters::add(counter, 1));
+    }
+
     /// Gives the device a range of one piece: sends the bytes that the host has changed, and takes the blocks
     /// away from the host.
     fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
-        if piece.pinned && !piece.blocks.held(range).is_empty() {
+        if piece.pinned && piece.has_any(range) {
             self.sets.taken();
         }
         self.part(driver, |together| together.base == base && together.touches(range))?;
@@ -327,6 +370,11 @@ impl State {
 }
 
 impl Piece {
+    /// Whether the host has something in a range.
+    fn has_any(&self, range: &Range<u64>) -> bool {
+        !self.blocks.held(range).is_empty()
+    }
+
     /// The parts of a run that have bytes.
     fn parts_in(&self, run: &Run) -> impl Iterator<Item = Range<u64>> {
         let run = run.address..run.address + run.len;
@@ -366,10 +414,14 @@ pub(crate) fn before_going_on(driver: &'static Driver) {
 #[cold]
 fn give_all(driver: &'static Driver) -> Result {
     let mut state = lock(&STATE);
+    if state.publishing.due().is_some() {
+        counters::add(&COUNTERS.pages_sent, 1);
+    }
+    state.publish_due(driver)?;
     for base in state.held.clone() {
         let given_up = state.pieces.get(&base).is_some_and(|(_, piece)| piece.context.is_given_up());
-        if !given_up && !state.stays(base) {
-            state.give(driver, base, &ALL)?;
+        if !given_up {
+            state.give_unwatched(driver, base)?;
         }
     }
     state.send_compared(&ALL).map(drop)
@@ -398,9 +450,7 @@ pub(crate) fn before_telling() -> Result {
     }
     let driver = driver()?;
     let mut state = lock(&STATE);
-    if state.publishing.due().is_some() {
-        state.publish(pages(driver)?)?;
-    }
+    state.publish_due(driver)?;
     if compared_words::is_due() { state.send_compared(&ALL).map(drop) } else { Ok(()) }
 }
 
@@ -412,16 +462,29 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
     let driver = driver()?;
     let range = address..address + len;
     let mut state = lock(&STATE);
-    let touched: Vec<u64> = state
-        .held
-        .iter()
-        .copied()
-        .filter(|base| {
-            state.pieces.get(base).is_some_and(|(size, _)| *base < range.end && range.start < base + size)
-        })
-        .collect();
-    for base in touched {
+    for base in state.held_in(&range) {
+        if state.pieces.get(&base).is_some_and(|(_, piece)| piece.pinned && piece.has_any(&range)) {
+            counters::add(&COUNTERS.pages_lent, 1);
+        }
         state.give(driver, base, &range)?;
+    }
+    state.send_compared(&range).map(drop)
+}
+
+/// Sends the host's changes in a range that a server is about to read. The host keeps what it has, as far as
+/// its next changes there are noticed.
+pub(crate) fn send_changes(address: u64, len: u64) -> Result {
+    if HELD.load(Ordering::Acquire) == 0 {
+        return Ok(());
+    }
+    let driver = driver()?;
+    let range = address..address + len;
+    let mut state = lock(&STATE);
+    state.publish_due(driver)?;
+    for base in state.held_in(&range) {
+        if state.pieces.get(&base).is_some_and(|(_, piece)| !piece.blocks.dirty(&range).is_empty()) {
+            state.give(driver, base, &range)?;
+        }
     }
     state.send_compared(&range).map(drop)
 }

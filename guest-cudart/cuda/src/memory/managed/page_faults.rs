@@ -5,7 +5,7 @@ use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, Run};
 use crate::memory::managed::shared_blocks::Fetched;
-use crate::memory::managed::{ORDER, STATE, State, mirror, shared_blocks};
+use crate::memory::managed::{ORDER, STATE, State, landing, mirror, shared_blocks};
 use crate::memory::transfer::Transfer;
 use crate::process::driver::Driver;
 use crate::process::{context, host_calls};
@@ -70,9 +70,9 @@ fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     }
 }
 
-/// If no work is pending, keeps it that way until the guard is dropped.
+/// If no work is pending, and no message is being received, keeps it that way until the guard is dropped.
 pub(super) fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
-    no_work_comes().filter(|_| stream_table::all_are_known_done())
+    no_work_comes().filter(|_| stream_table::all_are_known_done() && !landing::is_under_way())
 }
 
 /// Answers an access immediately while the device waits for this process. Other work of the device may change

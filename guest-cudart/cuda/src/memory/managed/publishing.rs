@@ -4,11 +4,12 @@
 //! The program can write to one place at a time: before it can write elsewhere, its changes are sent.
 
 use crate::abi::result::Result;
-use crate::memory::managed::State;
 use crate::memory::managed::blocks::Run;
 use crate::memory::managed::changes::{changes, send};
 use crate::memory::managed::shared_blocks::written;
+use crate::memory::managed::{State, pages};
 use crate::process::context::Context;
+use crate::process::driver::Driver;
 use crate::process::work_signal;
 use client::ops::memory::WordPatch;
 use client::pages::Pages;
@@ -17,6 +18,11 @@ use client::pages::Pages;
 const WRITABLE: u64 = 64 << 10;
 
 impl State {
+    /// Sends the program's changes, if there may be any, as [`publish`](Self::publish) does.
+    pub(super) fn publish_due(&mut self, driver: &'static Driver) -> Result {
+        if self.publishing.due().is_some() { self.publish(pages(driver)?) } else { Ok(()) }
+    }
+
     /// Sends the program's changes, after which it cannot write to any pinned memory that it was given while
     /// the device worked. Otherwise its changes of two blocks could reach the device in the wrong order.
     pub(super) fn publish(&mut self, pages: &Pages) -> Result {
@@ -79,9 +85,22 @@ impl State {
         let Some((_, piece)) = self.pieces.get_mut(&base) else { return Ok(()) };
         let page = piece.blocks.block(at);
         piece.blocks.writes(page.address);
-        let both = self.publishing.allowed(page.address).and_then(|other| piece.blocks.beside(page, other));
+        let neighbor = self.publishing.allowed(page.address).and_then(|other| self.readable(other));
         work_signal::wake();
-        self.allow_writes(pages, base, both.unwrap_or_else(|| writable(run, page)))
+        let Some((other_base, other)) = neighbor else {
+            return self.allow_writes(pages, base, writable(run, page));
+        };
+        // The thread that stopped at the page goes on with the second call.
+        self.allow_writes(pages, other_base, other)?;
+        self.allow_writes(pages, base, page)
+    }
+
+    /// A page of pinned memory that the host has, and the first address of its piece.
+    fn readable(&self, address: u64) -> Option<(u64, Run)> {
+        let (base, _) = self.find(address)?;
+        let (_, piece) = self.pieces.get(&base).filter(|(_, piece)| piece.pinned)?;
+        let page = piece.blocks.block(address);
+        (piece.blocks.held(&page.range()) == [page]).then_some((base, page))
     }
 }
 

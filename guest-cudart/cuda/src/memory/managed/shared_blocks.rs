@@ -14,12 +14,12 @@
 //! when the program learns that work is done. Only the bytes that the program changed go to the device; what
 //! kernels wrote beside them stays.
 //!
-//! Ordering of the device's writes: a block is read until two readings are the same. Before it is given, or a
-//! change of it that the server reports, the server compares the other blocks that the host has, and those
-//! that the device has changed are taken away. (With an older server, they are read again or taken away.) So
-//! the program never sees a later write of the device before an earlier one. Where the program reads one
-//! block after the other, several are fetched at once, and read only once. Blocks that it used together
-//! before ([`page_sets`](super::page_sets)) are read one by one, but in one exchange.
+//! Ordering of the device's writes: one or two blocks are read as they were at one time. Before they are
+//! given, or a change of them that the server reports, the server compares the other blocks that the host
+//! has, and those that the device has changed are taken away. (With an older server, they are read again or
+//! taken away.) So the program never sees a later write of the device before an earlier one. Where the
+//! program reads one block after the other, more are fetched at once, and read only once. Blocks that it used
+//! together before ([`page_sets`](super::page_sets)) are read one by one, but in one exchange.
 //!
 //! Ordering of the program's writes: it can write to one block at a time, or to a few in a row if it writes
 //! them one after the other. Before it can write elsewhere, its changes there are sent, and it can only read
@@ -33,11 +33,12 @@ use std::time::{Duration, Instant};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SHORT};
 use crate::memory::managed::changes::{changes, rows, send};
-use crate::memory::managed::{ALL, STATE, State, compared_words, page_faults, pages};
+use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
 use crate::process::work_signal::{self, CAME};
+use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
 use client::{lock, log};
 
@@ -207,6 +208,7 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 #[cold]
 fn take_all(driver: &'static Driver) {
     let mut state = lock(&STATE);
+    state.count_waited();
     state.sets.taken();
     told(state.part(driver, |_| true));
 }
@@ -214,6 +216,7 @@ fn take_all(driver: &'static Driver) {
 fn take_pinned(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
         let mut state = lock(&STATE);
+        state.count_waited();
         state.sets.taken();
         told(state.part(driver, |together| together.pinned));
     }
@@ -246,22 +249,22 @@ impl State {
                 taken = taken.and(away);
             }
         }
+        for watch in &mut self.watches {
+            if !self.together.iter().any(|together| together.is_in(watch.context)) {
+                watch.forget();
+            }
+        }
         // After they are gone, because a thread that reads 0 lets the program continue without taking the
         // lock.
         self.count_given();
         sent.and(taken)
     }
 
-    /// Whether a piece stays as it is when the device gets more work: the host can only read what it has of
-    /// it, and the server says when the device changes that. A program may look at a flag after each launch.
-    pub(crate) fn stays(&self, base: u64) -> bool {
-        let Some((_, piece)) = self.pieces.get(&base) else { return false };
-        if !piece.pinned || piece.blocks.is_zero() || !piece.blocks.dirty(&ALL).is_empty() {
-            return false;
+    /// Counts that the program knows of the end of work, which takes pages of pinned memory.
+    fn count_waited(&self) {
+        if self.together.iter().any(|together| together.pinned) {
+            counters::add(&COUNTERS.pages_waited, 1);
         }
-        let watched = |t: &&Together| t.base == base && t.remembered && t.until.is_none() && t.is_short();
-        let watched: u64 = self.together.iter().filter(watched).map(|together| together.run.len).sum();
-        watched == piece.blocks.held(&ALL).iter().map(|run| run.len).sum()
     }
 
     /// When the thread has something to do.
@@ -367,7 +370,7 @@ impl State {
         given
     }
 
-    fn count_given(&self) {
+    pub(super) fn count_given(&self) {
         GIVEN.store(self.together.len() + usize::from(self.gives), Ordering::SeqCst);
     }
 

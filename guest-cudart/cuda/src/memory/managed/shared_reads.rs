@@ -2,7 +2,7 @@
 //! what the host has of other blocks is compared or read after it, and taken away if it has become old.
 
 use crate::abi::result::Result;
-use crate::memory::managed::blocks::{MOST_READINGS, Run, SMALL};
+use crate::memory::managed::blocks::{MOST_READINGS, Run, SHORT};
 use crate::memory::managed::shared_blocks::{Fetched, Together};
 use crate::memory::managed::{State, mirror, pages, watch};
 use crate::process::context::Context;
@@ -60,12 +60,8 @@ impl State {
     /// The numbers of the oldest runs, so that there is room for another one. Polled ones stay the longest.
     /// Neighbors go together: the program's next accesses fetch them as fewer and longer runs.
     fn surplus(&self, context: &Context, len: u64) -> Vec<u64> {
-        let is_polled = |together: &&Together| {
-            let piece = self.pieces.get(&together.base);
-            piece.is_some_and(|(_, piece)| piece.blocks.is_polled(together.run.address))
-        };
         let here = self.together.iter().rev().filter(|together| together.is_in(context));
-        let (polled, others): (Vec<_>, Vec<_>) = here.partition(is_polled);
+        let (polled, others): (Vec<_>, Vec<_>) = here.partition(|together| self.is_polled(together));
         let (mut runs, mut len) = (1, len);
         let mut fits = |together: &&&Together| {
             (runs, len) = (runs + 1, len + together.run.len);
@@ -88,6 +84,12 @@ impl State {
             n += 1;
         }
         old.into_iter().map(|together| together.number).collect()
+    }
+
+    /// Whether the program waits for words there, as far as is known.
+    pub(super) fn is_polled(&self, together: &Together) -> bool {
+        let piece = self.pieces.get(&together.base);
+        piece.is_some_and(|(_, piece)| piece.blocks.is_polled(together.run.address))
     }
 
     /// What the program has of what a context's server remembers.
@@ -130,11 +132,11 @@ impl State {
     }
 }
 
-/// Reads a run, and after it the others. A single block, which may contain a word that the program polls, is
+/// Reads a run, and after it the others. A short run, which may contain a word that the program polls, is
 /// read until nothing has changed between two readings: bytes that are read one after the other could contain
 /// a later write of the device and lack an earlier one.
 fn read_settled(context: &Context, run: Run, bytes: &mut [u8], others: &mut [(Together, Vec<u8>)]) -> Result {
-    let mut again = vec![0; if run.len <= SMALL { bytes.len() } else { 0 }];
+    let mut again = vec![0; if run.len <= SHORT { bytes.len() } else { 0 }];
     for _ in 0..MOST_READINGS {
         let own = [&mut *bytes, &mut again[..]].map(|bytes| (context, run.address, bytes));
         let own = own.into_iter().filter(|(.., bytes)| !bytes.is_empty());

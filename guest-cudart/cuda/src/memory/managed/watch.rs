@@ -25,6 +25,7 @@ struct Asked {
 pub(crate) struct Watch {
     /// A context of the server.
     pub context: &'static Context,
+    /// The number of the watch that the server has now; otherwise 0.
     pub number: u64,
     /// The number of the watch whose answer is being taken over, otherwise 0.
     pub after: u64,
@@ -60,6 +61,17 @@ impl Watch {
             Status::OUT_OF_MEMORY
         })?;
         Ok(Watch { context, number: 0, after: 0, what: None, mailbox })
+    }
+
+    /// One whose answers nobody takes over.
+    #[cfg(test)]
+    pub fn for_tests(context: &'static Context) -> Watch {
+        Watch { context, number: 0, after: 0, what: None, mailbox: Arc::default() }
+    }
+
+    /// The program has nothing any more. The answer is not needed then.
+    pub fn forget(&mut self) {
+        (self.number, self.what) = (0, None);
     }
 
     /// Waits for the answer to this watch from now on, and no longer for those to earlier ones.

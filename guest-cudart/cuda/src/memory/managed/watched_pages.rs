@@ -13,6 +13,7 @@
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
+use crate::memory::managed::blocks::Run;
 use crate::memory::managed::shared_blocks::{Together, WHILE, new_number, told};
 use crate::memory::managed::watch::Watch;
 use crate::memory::managed::{STATE, State, page_faults, pages};
@@ -20,7 +21,7 @@ use crate::process::context::Context;
 use crate::process::driver::Driver;
 use crate::process::work_signal;
 use client::counters::{self, COUNTERS};
-use client::ops::memory::{HostWatch, HostWatchReply, WordPatch};
+use client::ops::memory::{HostWatch, HostWatchReply, MOST_WATCHED_BYTES, WordPatch};
 use client::pages::PAGE;
 use client::{Status, lock, log};
 
@@ -60,10 +61,9 @@ impl State {
 
     fn watch_in(&mut self, context: &'static Context) -> Result {
         let has = self.remembered(context);
-        let watched = |t: &&Together| t.remembered && t.is_short() && t.is_in(context);
-        let what: Vec<(u64, u64)> = (self.together.iter().filter(watched))
-            .map(|together| (together.run.address, together.number))
-            .collect();
+        let what = self.what_to_watch(context);
+        let here = self.together.iter().filter(|together| together.is_in(context));
+        let newest = here.map(|together| together.number).max().unwrap_or(0);
         let at = match self.watches.iter().position(|watch| is_same(watch.context, context)) {
             Some(at) => at,
             None => {
@@ -72,7 +72,9 @@ impl State {
             }
         };
         let watch = &mut self.watches[at];
-        if watch.what.as_ref() == Some(&what) {
+        // An answer that is under way may be older than a run that the program got meanwhile, and undo what
+        // the program knows by it. Unless the answer has no words.
+        if watch.what.as_ref() == Some(&what) && (newest < watch.number || what.is_empty()) {
             return Ok(());
         }
         watch.number = new_number();
@@ -88,6 +90,35 @@ impl State {
         watch.what = Some(what);
         watch.expect(answer);
         Ok(())
+    }
+
+    /// The short runs that a context's server is to watch, with their numbers: not more than it accepts. The
+    /// oldest in which the program does not poll are only remembered.
+    fn what_to_watch(&self, context: &Context) -> Vec<(u64, u64)> {
+        let watched = |t: &&Together| t.remembered && t.is_short() && t.is_in(context);
+        let mut what: Vec<&Together> = self.together.iter().filter(watched).collect();
+        what.sort_by_key(|t| (!self.is_polled(t), std::cmp::Reverse(t.number)));
+        let mut bytes = 0;
+        let fits = |together: &&Together| {
+            bytes += together.run.len;
+            bytes <= MOST_WATCHED_BYTES as u64
+        };
+        what.into_iter().take_while(fits).map(|together| (together.run.address, together.number)).collect()
+    }
+
+    /// The runs of a piece that its server watches, and that the host can only read, from the first address
+    /// on.
+    pub(super) fn watched_in(&self, base: u64) -> Vec<Run> {
+        let Some((_, piece)) = self.pieces.get(&base) else { return Vec::new() };
+        let watched = self.what_to_watch(piece.context);
+        let stays = |together: &&Together| {
+            let is_watched = watched.iter().any(|(_, number)| *number == together.number);
+            let is_its = together.base == base && together.until.is_none();
+            is_its && is_watched && piece.blocks.dirty(&together.range()).is_empty()
+        };
+        let mut runs: Vec<Run> = self.together.iter().filter(stays).map(|together| together.run).collect();
+        runs.sort_by_key(|run| run.address);
+        runs
     }
 
     /// Takes over the answer to a watch, and has the server watch on.
@@ -169,5 +200,113 @@ impl State {
             pages.fill(run.address as usize, before, false).map_err(page_faults::failed)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::managed::Piece;
+    use crate::memory::managed::advice::Advised;
+    use crate::memory::managed::blocks::{Blocks, SHORT, SMALL};
+    use crate::process::driver::Server;
+    use client::handle::ContextId;
+
+    /// A state, whose server watches what the program has, and the server's context.
+    fn watching() -> (State, &'static Context) {
+        let context = Context::new(ContextId(0), Server::unused(), 0, 0, false);
+        let mut state = State::new();
+        state.watches.push(Watch::for_tests(context));
+        (state, context)
+    }
+
+    impl State {
+        /// The program gets a run, `n` MiB from address 0.
+        fn has(&mut self, context: &'static Context, n: u64, len: u64) {
+            self.together.push(Together {
+                base: 0,
+                pinned: true,
+                context,
+                run: Run { address: n << 20, len },
+                before: vec![0; len as usize],
+                number: new_number(),
+                remembered: true,
+                until: None,
+            });
+        }
+    }
+
+    #[test]
+    fn a_watch_is_replaced_when_the_program_gets_something_else() {
+        let (mut state, context) = watching();
+        let numbers = [SMALL, SHORT, 8 * SMALL, 1 << 20].map(|len| {
+            state.has(context, len, len);
+            state.watch();
+            state.watches[0].number
+        });
+        assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
+        let before = context.session().last_seq();
+        state.watch();
+        state.together.retain(|together| together.is_short());
+        state.watch();
+        assert_eq!(context.session().last_seq(), before, "there is nothing new");
+    }
+
+    #[test]
+    fn without_short_runs_a_watch_stays() {
+        let (mut state, context) = watching();
+        state.has(context, 0, 8 * SMALL);
+        state.watch();
+        let number = state.watches[0].number;
+        state.has(context, 1, 8 * SMALL);
+        state.watch();
+        assert_eq!(state.watches[0].number, number);
+    }
+
+    #[test]
+    fn no_more_is_watched_than_a_server_accepts() {
+        let (mut state, context) = watching();
+        (0..48).for_each(|n| state.has(context, n, SHORT));
+        state.watch();
+        let what = state.watches[0].what.clone().expect("a watch");
+        let addresses: Vec<u64> = what.iter().map(|(address, _)| *address >> 20).collect();
+        assert_eq!(addresses, (16..48).rev().collect::<Vec<_>>());
+        assert_eq!(state.remembered(context).len(), 48);
+    }
+
+    #[test]
+    fn what_is_watched_and_clean_stays_with_the_program() {
+        const BASE: u64 = 1 << 20;
+        let (mut state, context) = watching();
+        let blocks = Blocks::new(BASE, 4 << 20, SMALL, false);
+        let whole = BASE..5 * BASE;
+        let (parts, advised) = (vec![whole], Advised::default());
+        state.pieces.insert(BASE, (4 << 20, Piece { context, blocks, parts, advised, pinned: true }));
+        let lens = [SHORT, SMALL, 8 * SMALL, SMALL];
+        (1..).zip(lens).for_each(|(n, len)| state.has(context, n, len));
+        let given: Vec<Run> = state.together.iter().map(|together| together.run).collect();
+        state.together.iter_mut().for_each(|together| together.base = BASE);
+        for (n, run) in given.iter().enumerate() {
+            // The program may have changed the second one.
+            state.pieces.get_mut(&BASE).expect("a piece").1.blocks.given(*run, n == 1);
+        }
+        assert_eq!(state.watched_in(BASE), [given[0], given[3]]);
+        state.together[3].until = Some(Instant::now());
+        assert_eq!(state.watched_in(BASE), [given[0]]);
+        state.together[0].remembered = false;
+        assert!(state.watched_in(BASE).is_empty());
+    }
+
+    #[test]
+    fn a_watch_is_forgotten_when_the_program_has_nothing() {
+        let (mut state, context) = watching();
+        state.has(context, 0, SMALL);
+        state.has(context, 1, SMALL);
+        state.watch();
+        let driver = Driver::for_tests(&[context.server]);
+        state.part(driver, |together| together.run.address == 0).expect("pages");
+        assert!(state.watches[0].number != 0 && state.watches[0].what.is_some());
+        state.part(driver, |_| true).expect("pages");
+        assert!(state.watches[0].number == 0 && state.watches[0].what.is_none());
     }
 }

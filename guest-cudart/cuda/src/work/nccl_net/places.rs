@@ -18,9 +18,8 @@ pub(super) fn is_mirrored(context: &Context, at: u64) -> bool {
     mirror::is_on(context.server, at)
 }
 
-/// Gives the mirror what the program has changed, and takes the pages from the program: it fetches them when
-/// it uses them the next time. NCCL's kernels use such memory and the program doesn't, so usually there is
-/// nothing to do.
+/// Gives the mirror what the program has changed, before the server sends it. NCCL's kernels use such memory
+/// and the program doesn't, so usually there is nothing to do.
 pub(super) fn give_to_server(at: u64, len: u64) -> Result {
-    managed::lend(at, len)
+    managed::send_changes(at, len)
 }

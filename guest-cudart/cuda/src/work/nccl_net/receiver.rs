@@ -3,10 +3,11 @@
 use std::collections::VecDeque;
 
 use crate::abi::result::Result as Cuda;
+use crate::memory::managed::landing::Landing;
 use crate::process::context::Context;
 use crate::work::nccl_net::direct::{self, Line, Offering, Preparing, Receiving};
 use crate::work::nccl_net::frames::Frame;
-use crate::work::nccl_net::places::{Place, give_to_server};
+use crate::work::nccl_net::places::Place;
 use crate::work::nccl_net::requests::Requests;
 use crate::work::nccl_net::socket::{Broken, Connection};
 use client::log;
@@ -54,8 +55,8 @@ struct Message {
 }
 
 enum Way {
-    /// Done when so many pieces have been landed.
-    Direct(u64),
+    /// Done when so many pieces have been landed. The server knows where they go once there is the second.
+    Direct(u64, Option<Landing>),
     /// Done when its bytes have been read.
     Socket,
 }
@@ -121,12 +122,17 @@ impl Receiver {
         while let Some(Posted { request, message: Some(message), .. }) = self.posted.front()
             && message.taken == message.len
             && match &message.way {
-                Way::Direct(pieces) => landed >= *pieces,
+                Way::Direct(pieces, _) => landed >= *pieces,
                 Way::Socket => true,
             }
         {
-            requests.done(*request, message.len);
-            self.posted.pop_front();
+            let (request, len) = (*request, message.len);
+            if let Some(Posted { message: Some(message), .. }) = self.posted.pop_front()
+                && let Way::Direct(_, Some(landing)) = message.way
+            {
+                landing.end().map_err(here)?;
+            }
+            requests.done(request, len);
             self.credited -= 1;
             self.announced -= 1;
             self.received += 1;
@@ -155,7 +161,7 @@ impl Receiver {
     fn is_between_messages(&self) -> bool {
         let last = self.announced.checked_sub(1).and_then(|last| self.posted.get(last));
         let message = last.and_then(|posted| posted.message.as_ref());
-        message.is_none_or(|message| matches!(message.way, Way::Direct(_)) || message.taken == message.len)
+        message.is_none_or(|message| matches!(message.way, Way::Direct(..)) || message.taken == message.len)
     }
 
     fn hear(&mut self, frame: Frame) -> Result<(), Broken> {
@@ -182,7 +188,7 @@ impl Receiver {
         let Some(posted) = room.filter(|posted| len <= posted.most && (posted.direct || !direct)) else {
             return Err(Broken::Peer("the sender sent a message for which there is no room".into()));
         };
-        let way = if direct { Way::Direct(0) } else { Way::Socket };
+        let way = if direct { Way::Direct(0, None) } else { Way::Socket };
         posted.message = Some(Message { len, taken: 0, way });
         self.announced += 1;
         Ok(())
@@ -254,9 +260,9 @@ impl Receiver {
         let Receiving::Open(line) = &mut self.direct else { return Ok(()) };
         for posted in self.posted.iter_mut().take(self.announced) {
             let Posted { at, message: Some(message), .. } = posted else { continue };
-            let Way::Direct(last) = &mut message.way else { continue };
-            if message.taken == 0 {
-                give_to_server(*at, message.len)?;
+            let Way::Direct(last, landing) = &mut message.way else { continue };
+            if landing.is_none() {
+                *landing = Some(Landing::begin(*at, message.len)?);
             }
             while message.taken < message.len {
                 if line.progress.begun() - line.progress.done() >= 2 * PIECES as u64 {
