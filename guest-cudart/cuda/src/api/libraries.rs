@@ -15,8 +15,8 @@ use crate::process::driver::driver;
 use client::Status;
 
 /// `CU_LIBRARY_BINARY_IS_PRESERVED`: "code can be accessed at any point until cuLibraryUnload()"
-/// (`CUlibraryOption`). The other option, the universal function table, belongs to nvcc and has no meaning for
-/// a remote device.
+/// (`CUlibraryOption`). The other option, the universal function table, belongs to nvcc and has no meaning
+/// for a remote device.
 const BINARY_IS_PRESERVED: u32 = 1;
 
 /// Whether a program promises that a library's image stays as long as the library.

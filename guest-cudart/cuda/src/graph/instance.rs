@@ -199,8 +199,8 @@ impl Flat {
         self.enabled && matches!(&self.work, Work::Words(words) if words.wait())
     }
 
-    /// What the steps depend on besides the nodes' dependencies: whether the server does its work, and whether
-    /// it waits for words.
+    /// What the steps depend on besides the nodes' dependencies: whether the server does its work, and
+    /// whether it waits for words.
     fn share(&self) -> (bool, bool) {
         (self.is_servers(), self.waits())
     }
@@ -888,8 +888,8 @@ impl Exec {
     }
 }
 
-/// Whether both are the same launch of the same kernel, so that the server need not hear of it. What a copy or
-/// fill does also depends on which memory its addresses name now.
+/// Whether both are the same launch of the same kernel, so that the server need not hear of it. What a copy
+/// or fill does also depends on which memory its addresses name now.
 fn is_same_launch(now: &Work, new: &Work) -> bool {
     let (Work::Kernel(now), Work::Kernel(new)) = (now, new) else { return false };
     Arc::ptr_eq(&now.function, &new.function) && now.op(StreamId(0)) == new.op(StreamId(0))
