@@ -3,34 +3,19 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::abi::result::Result;
-use crate::memory::managed::{Order, lend};
-
 /// Number of messages that are being received.
 static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
 
 /// A message that a server is about to receive. While it exists, accesses are answered as while devices work:
 /// the program gets pages that may change, and are watched.
-pub(crate) struct Landing {
-    at: u64,
-    len: u64,
-}
+pub(crate) struct Landing(());
 
 impl Landing {
-    /// Takes the message's pages from the program. Call this before the server learns where the bytes go.
-    pub fn begin(at: u64, len: u64) -> Result<Landing> {
-        // No fault is being answered as if nothing worked.
-        let _order = Order::take();
+    /// Whoever calls this holds [`Order`](super::Order), so that no fault is being answered as if nothing
+    /// worked, and then takes the message's pages from the program.
+    pub fn begin() -> Landing {
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
-        let landing = Landing { at, len };
-        lend(at, len)?;
-        Ok(landing)
-    }
-
-    /// All bytes are in the mirror, and the program is about to learn of it. What it got of them meanwhile
-    /// may be older.
-    pub fn end(self) -> Result {
-        lend(self.at, self.len)
+        Landing(())
     }
 }
 

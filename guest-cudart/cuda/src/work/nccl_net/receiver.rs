@@ -7,7 +7,7 @@ use crate::memory::managed::landing::Landing;
 use crate::process::context::Context;
 use crate::work::nccl_net::direct::{self, Line, Offering, Preparing, Receiving};
 use crate::work::nccl_net::frames::Frame;
-use crate::work::nccl_net::places::Place;
+use crate::work::nccl_net::places::{Place, begin_landing, end_landing};
 use crate::work::nccl_net::requests::Requests;
 use crate::work::nccl_net::socket::{Broken, Connection};
 use client::log;
@@ -127,10 +127,10 @@ impl Receiver {
             }
         {
             let (request, len) = (*request, message.len);
-            if let Some(Posted { message: Some(message), .. }) = self.posted.pop_front()
+            if let Some(Posted { at, message: Some(message), .. }) = self.posted.pop_front()
                 && let Way::Direct(_, Some(landing)) = message.way
             {
-                landing.end().map_err(here)?;
+                end_landing(landing, at, len).map_err(here)?;
             }
             requests.done(request, len);
             self.credited -= 1;
@@ -262,7 +262,7 @@ impl Receiver {
             let Posted { at, message: Some(message), .. } = posted else { continue };
             let Way::Direct(last, landing) = &mut message.way else { continue };
             if landing.is_none() {
-                *landing = Some(Landing::begin(*at, message.len)?);
+                *landing = Some(begin_landing(*at, message.len)?);
             }
             while message.taken < message.len {
                 if line.progress.begun() - line.progress.done() >= 2 * PIECES as u64 {
