@@ -307,8 +307,8 @@ pub(super) mod tests {
         state.gpu.fail(now, "no driver".into());
         assert!(!awaited(&state, &[]));
         // The devices are known, and nobody needs a worker yet.
-        let mut state = State::default();
-        state.serving = Some(("software".into(), vec!["a GPU".into()]));
+        let serving = Some(("software".into(), vec!["a GPU".into()]));
+        let state = State { serving, ..State::default() };
         assert!(!awaited(&state, &["--workers=0"]) && awaited(&state, &["--workers=1"]));
     }
 
