@@ -8,6 +8,8 @@ use crate::config::{Backend, Backing};
 
 /// Where Linux lists PCI devices, one folder each.
 const PCI: &str = "/sys/bus/pci/devices";
+/// Where NVIDIA's driver lists the parts of GPUs (MIG), below a folder for each GPU.
+const PARTS: &str = "/proc/driver/nvidia/capabilities";
 
 /// Decides that `auto` means CUDA if this machine has an NVIDIA GPU: one whose driver fails must not be
 /// replaced by a GPU in software, which is a thousand times slower and which nobody asked for. Without one,
@@ -30,13 +32,14 @@ fn decide_backend_in(backing: &mut Backing, pci: &Path) -> Option<String> {
 /// Checks that this machine has the devices that the options name, as far as that is known without its
 /// driver, which may show fewer than there are.
 pub fn check_devices(backing: &Backing) -> anyhow::Result<()> {
-    check_devices_in(backing, Path::new(PCI))
+    check_devices_in(backing, Path::new(PCI), Path::new(PARTS))
 }
 
-fn check_devices_in(backing: &Backing, pci: &Path) -> anyhow::Result<()> {
+fn check_devices_in(backing: &Backing, pci: &Path, parts: &Path) -> anyhow::Result<()> {
     let gpus = nvidia_gpus(pci).len();
-    // There may be none because they are not PCI devices.
-    let missing = backing.devices.iter().find(|number| gpus > 0 && **number as usize >= gpus);
+    // There may be none because they are not PCI devices, and more devices if GPUs are partitioned.
+    let known = gpus > 0 && !has_parts(parts);
+    let missing = backing.devices.iter().find(|number| known && **number as usize >= gpus);
     match missing {
         Some(number) if backing.backend != Backend::Software => {
             let s = if gpus == 1 { "" } else { "s" };
@@ -44,6 +47,13 @@ fn check_devices_in(backing: &Backing, pci: &Path) -> anyhow::Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// Whether a GPU below this folder is partitioned: `gpu0/mig/gi1`.
+fn has_parts(folder: &Path) -> bool {
+    let entries = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let is_part = |entry: std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with("gi");
+    entries(folder).any(|gpu| entries(&gpu.path().join("mig")).any(is_part))
 }
 
 /// The addresses of the NVIDIA GPUs below this folder.
@@ -83,10 +93,15 @@ mod tests {
         let (backend, why) = settled(&[]);
         assert!(backend == Backend::Cuda && why.unwrap().contains("0000:17:00.0"));
         assert_eq!(settled(&["--backend=software"]), (Backend::Software, None), "as the operator says");
-        let check =
-            |flags: &[&str]| check_devices_in(&Serve::from_flags(flags).worker.backing, folder.path());
+        let parts = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(parts.path().join("gpu0/mig")).unwrap();
+        let check = |flags: &[&str]| {
+            check_devices_in(&Serve::from_flags(flags).worker.backing, folder.path(), parts.path())
+        };
         assert!(check(&["--devices=0"]).is_ok() && check(&["--devices=3", "--backend=software"]).is_ok());
         let missing = check(&["--devices=0,7"]).unwrap_err().to_string();
         assert_eq!(missing, "devices: there is no device 7: this machine has 1 NVIDIA GPU, from 0 on");
+        std::fs::create_dir(parts.path().join("gpu0/mig/gi7")).unwrap();
+        assert!(check(&["--devices=0,7"]).is_ok(), "a partitioned GPU has several");
     }
 }
