@@ -306,6 +306,11 @@ struct RuntimeFolder {
 impl RuntimeFolder {
     const PREFIX: &str = "rgpu-run-";
 
+    /// The path of a folder in `parent`, in which `mkdtemp` replaces the last six letters.
+    fn template(parent: &Path) -> PathBuf {
+        parent.join(format!("{}XXXXXX", Self::PREFIX))
+    }
+
     fn create() -> Result<Self> {
         Self::create_in(&Self::parent(std::env::var_os("XDG_RUNTIME_DIR")))
     }
@@ -318,7 +323,7 @@ impl RuntimeFolder {
 
     fn first_usable(folders: [Option<PathBuf>; 2]) -> PathBuf {
         let usable = |path: &PathBuf| {
-            let socket = bridge_status(&path.join(format!("{}XXXXXX", Self::PREFIX)));
+            let socket = bridge_status(&Self::template(path));
             path.is_dir()
                 && eaccess(path.as_path(), AccessFlags::W_OK | AccessFlags::X_OK).is_ok()
                 && UnixAddr::new(&socket).is_ok()
@@ -329,7 +334,7 @@ impl RuntimeFolder {
     fn create_in(parent: &Path) -> Result<Self> {
         Self::remove_abandoned(parent);
         // mkdtemp creates it with mode 0700.
-        let path = nix::unistd::mkdtemp(&parent.join(format!("{}XXXXXX", Self::PREFIX)))
+        let path = nix::unistd::mkdtemp(&Self::template(parent))
             .with_context(|| format!("cannot create a folder in {}", parent.display()))?;
         let lock = Self::lock(&path).with_context(|| format!("cannot lock {}", path.display()))?;
         Ok(Self { path, _lock: lock })

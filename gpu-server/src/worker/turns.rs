@@ -145,8 +145,8 @@ impl Steps {
 struct Told(Option<u32>);
 
 impl Told {
-    /// The next command is at its gate. If that is closed, it may have been open since it was last told of,
-    /// which this thread does not see: the daemon, which may be asleep, is told again.
+    /// The next command is at its gate. If that is closed, it may have opened and closed again since the
+    /// daemon was last told, unseen by this thread. So the daemon, which may be asleep, is told again.
     fn begin(&mut self, word: u32) {
         if gate::mode(word) != gate::TELL {
             self.0 = None;

@@ -134,7 +134,7 @@ fn nodes_of_a_graph_are_changed_one_by_one() {
             change(s, true, &[(1, fill(1, 6))]);
             assert_eq!(launched(s), [3, 6, 7], "{bad:?}");
         }
-        // After what no client of ours sends, only a whole list helps.
+        // After a change that no client of ours would send, only a whole list helps.
         for bad in [
             (3, fill(0, 1)),
             (u32::MAX, fill(0, 1)),

@@ -37,7 +37,7 @@ static RANGES: [Known; MOST_RANGES] =
 /// Entries of [`RANGES`] that are in use or were.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static STOPS: [AtomicU32; PLACES] = [const { AtomicU32::new(FREE) }; PLACES];
-/// Signals of which a thread is told at once what it has done itself.
+/// Signals for what a thread has just done itself. They cannot wait.
 const OWN_FAULTS: [libc::c_int; 5] = [libc::SIGILL, libc::SIGTRAP, libc::SIGBUS, libc::SIGFPE, libc::SIGSYS];
 /// The pipe to which the handler writes faults.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
