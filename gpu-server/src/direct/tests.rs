@@ -497,6 +497,29 @@ fn the_receiving_thread_is_woken_when_a_piece_is_expected_and_then_polls() {
     }
 }
 
+#[test]
+fn a_piece_that_comes_together_with_the_end_of_the_connection_has_come() {
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let (mut ours, stream) = UnixStream::pair().unwrap();
+    let stream = Stream::from(OwnedFd::from(stream));
+    let offer = DirectQueue { queue_pair: 17, mtu: 4096, ..DirectQueue::new_zeroed() };
+    ours.write_all(&[offer.as_bytes(), &[1]].concat()).unwrap();
+    let (verbs, incoming) = (Verbs::new(Settings::default()), Incoming::new(Arc::default(), None));
+    let mut queue = verbs::answer(Some(&verbs), &stream, &incoming.pool).unwrap().unwrap();
+    let pair = software::every_pair()[0];
+    let mut come = |messages: [&[u8]; 2]| {
+        messages.iter().for_each(|message| software::send(pair, message).unwrap());
+        queue.turn(&incoming, &stream).is_ok()
+    };
+    let piece = |number| [header(number, 1).as_bytes(), &[7]].concat();
+    assert!(come([DirectHeader::new_zeroed().as_bytes(), &piece(1)]));
+    assert!(!come([&piece(2), &[0; 3]]), "a message without a header is taken");
+    let (buffer, mapped) = incoming.land(2).expect("it came before what ended the connection");
+    assert_eq!(mapped.len(), 1);
+    buffer.release(Status::SUCCESS);
+}
+
 /// Sends a piece of one byte.
 fn send_one(outgoing: &Arc<Outgoing>, number: u64) {
     let mut piece = outgoing.piece(number);

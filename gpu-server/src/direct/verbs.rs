@@ -243,9 +243,9 @@ impl Receiving {
     /// # Errors
     /// The connection is lost, or the peer does what it may not.
     pub(super) fn turn(&mut self, incoming: &Incoming, stream: &Stream) -> io::Result<Turn> {
-        // What has come before the end of the connection counts.
+        // What has come before the end of the connection counts, however it ends.
         let ended = has_ended(stream);
-        self.pieces.poll(&mut self.done).map_err(broken)?;
+        let polled = self.pieces.poll(&mut self.done);
         let came = !self.done.is_empty();
         for done in self.done.drain(..) {
             if std::mem::replace(&mut self.probed, true) {
@@ -255,6 +255,7 @@ impl Receiving {
                 return Err(wrong(format!("piece {} came before the probe", done.header.number)));
             }
         }
+        polled.map_err(broken)?;
         if ended? {
             return Ok(Turn::Over);
         }
