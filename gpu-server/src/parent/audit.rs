@@ -1,5 +1,5 @@
 //! The audit log: a line of JSON for each session that began, was refused or ended, for each lease that was
-//! granted or ended, and for each client that joined or was revoked.
+//! granted or ended, and for each client that joined, got another key or was revoked.
 //!
 //! ```text
 //!   {"time": "2026-11-22T21:55:00.123Z", "event": "started", "session": "6f…", "principal": "host1", "key": "a1…", "peer": "10.0.0.7:4711", "client": …, "program": …, "pid": …, "transport": "tcp", "devices": [0]}
@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use handover::Places;
+use identity::Fingerprint;
 use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -142,7 +143,13 @@ impl Audit {
         self.event("joined", json!({ "principal": principal.name, "key": key(principal), "peer": peer }));
     }
 
-    /// A client's key is no longer known.
+    /// A client's earlier key is no longer known, because it joins with another one.
+    pub(super) fn replaced(&self, principal: &Principal, earlier: &Fingerprint, peer: &str) {
+        let about = json!({ "principal": principal.name, "key": earlier.to_string(), "peer": peer });
+        self.event("replaced", about);
+    }
+
+    /// A client is no longer known.
     pub(super) fn revoked(&self, name: &str) {
         self.event("revoked", json!({ "principal": name }));
     }
