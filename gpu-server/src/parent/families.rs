@@ -86,6 +86,10 @@ metrics::families! {
     /// Sessions that ended because a kernel ran too long (--kernel-seconds).
     KERNELS_OVERRUN: Counter "rgpu_server_kernels_overrun" {};
 
+    /// Events that are not in the audit log, because its disk is full or too slow. Exists only with
+    /// --audit-log.
+    AUDIT_LOST: Counter "rgpu_server_audit_lost" {};
+
     /// Maximum memory of this machine for device memory (--swap-memory). These figures exist only with
     /// --swap-memory or --swap-folder.
     SWAP_LIMIT: Gauge "rgpu_server_swap_limit" ["bytes"] {};
