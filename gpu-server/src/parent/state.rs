@@ -22,7 +22,7 @@ use super::mps;
 use super::pace::Paces;
 use super::queue::parked::Parked;
 use super::record::Succession;
-use super::refusals::{LogLimits, Refusals};
+use super::refusals::{LogLimits, Reason, Refusals};
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
 use super::session::Session;
@@ -32,7 +32,7 @@ use crate::cache::{self, store::Store};
 use crate::config::Serve;
 use crate::confinement::Confining;
 use crate::cuda_ipc::Shares;
-use crate::policy::Policy;
+use crate::policy::{Grant, Policy};
 use crate::worker_protocol::{Kind, Token};
 
 /// The daemon's state.
@@ -214,6 +214,13 @@ impl Server {
     /// Why sessions and leases of this principal may not go on, if so.
     pub(super) fn may_not_go_on(&self, principal: &Principal) -> Option<String> {
         let revoked = self.trust.as_ref().and_then(|trust| trust.revoked(principal));
+    /// What the rules of now give a client verified as this principal. An error: it may begin nothing.
+    pub(super) fn granted(&self, principal: &Principal) -> Result<Grant, Refused> {
+        let doubt = self.trust.as_ref().and_then(|trust| trust.doubt(principal));
+        let grant = doubt.map_or_else(|| self.policy().grant(&principal.name, &self.options.share), Err);
+        grant.map_err(|why| Refused(Reason::NotAllowed, why))
+    }
+
         revoked.or_else(|| self.not_allowed(&principal.name))
     }
 
