@@ -590,6 +590,7 @@ mod tests {
     use sandbox::Report;
     use std::collections::BTreeSet;
 
+    state.swapping.iter_mut().for_each(|swapping| swapping.residency.gone(pid));
     #[test]
     fn a_worker_may_report_ready_only_once() {
         let mut state = State::default();
