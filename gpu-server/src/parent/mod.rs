@@ -156,7 +156,6 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     crate::log::start(&options.log);
     let only_cuda = driver::present::decide_backend(&mut options.worker.backing);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
-    // It ends with this function.
     let service = options.mps.as_deref().map(mps::Service::start).transpose()?;
     let mut ending = SigSet::empty();
     ending.add(Signal::SIGTERM);
@@ -240,6 +239,10 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     server.audit.flush(audit::FLUSH_WITHIN);
     // The next daemon starts from scratch.
     server.succession.store.forget_all();
+        drop(state);
+        // There are no sessions.
+        service.into_iter().for_each(mps::Service::end);
     drop(files);
     Ok(())
 }
+    service.into_iter().for_each(mps::Service::end);
