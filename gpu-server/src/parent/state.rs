@@ -96,8 +96,11 @@ pub(super) struct State {
     pub(super) fatal: Option<String>,
     /// Set once the daemon is shutting down.
     pub(super) drain: Option<Drain>,
-    /// Another program is about to take over. Once this is set, no worker starts and no session begins.
+    /// A signal has told the daemon to end.
+    pub(super) told_to_end: bool,
+    /// Another program is about to take over.
     pub(super) upgrading: bool,
+    /// Set for that: no worker starts and no session begins.
     pub(super) closed: bool,
     /// Unhealthy devices, by number.
     pub(super) ill: BTreeMap<u32, Illness>,
@@ -211,9 +214,6 @@ impl Server {
         doubt.or_else(|| self.not_allowed(&principal.name))
     }
 
-    /// Why sessions and leases of this principal may not go on, if so.
-    pub(super) fn may_not_go_on(&self, principal: &Principal) -> Option<String> {
-        let revoked = self.trust.as_ref().and_then(|trust| trust.revoked(principal));
     /// What the rules of now give a client verified as this principal. An error: it may begin nothing.
     pub(super) fn granted(&self, principal: &Principal) -> Result<Grant, Refused> {
         let doubt = self.trust.as_ref().and_then(|trust| trust.doubt(principal));
@@ -221,6 +221,9 @@ impl Server {
         grant.map_err(|why| Refused(Reason::NotAllowed, why))
     }
 
+    /// Why sessions and leases of this principal may not go on, if so.
+    pub(super) fn may_not_go_on(&self, principal: &Principal) -> Option<String> {
+        let revoked = self.trust.as_ref().and_then(|trust| trust.revoked(principal));
         revoked.or_else(|| self.not_allowed(&principal.name))
     }
 
