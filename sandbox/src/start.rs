@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::ptr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use caps::{CapSet, Capability};
 use nix::fcntl::OFlag;
@@ -158,9 +159,18 @@ impl Handle {
 
     /// Waits until the process has ended.
     pub fn wait(&self) -> io::Result<()> {
+        self.poll(PollTimeout::NONE).map(drop)
+    }
+
+    /// Waits until the process has ended, for so long at most. Returns whether it has.
+    pub fn ends_within(&self, limit: Duration) -> io::Result<bool> {
+        self.poll(PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX))
+    }
+
+    fn poll(&self, timeout: PollTimeout) -> io::Result<bool> {
         loop {
-            match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE) {
-                Ok(_) => return Ok(()),
+            match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(ended) => return Ok(ended > 0),
                 Err(nix::Error::EINTR) => {}
                 Err(e) => return Err(e.into()),
             }

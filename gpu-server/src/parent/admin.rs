@@ -105,12 +105,9 @@ fn serve(server: &Arc<Server>, stream: UnixStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Executes the installed program, and reports that right before. Runs in its own thread, so that other
-/// requests are still answered.
+/// Executes the installed program, and reports that right before.
 fn upgrade(server: &Arc<Server>, stream: UnixStream) -> std::io::Result<()> {
-    let server = Arc::clone(server);
-    let work = move || admin::upgrade(&stream, |say| takeover::upgrade(&server, say));
-    std::thread::Builder::new().name("rgpu-upgrade".into()).spawn(work).map(drop)
+    takeover::start(server, move |server| admin::upgrade(&stream, |say| takeover::upgrade(server, say)))
 }
 
 fn version(server: &Server) -> Value {

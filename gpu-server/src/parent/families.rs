@@ -77,7 +77,7 @@ metrics::families! {
     WAITING_LONGEST: Gauge "rgpu_server_longest_wait" ["seconds"] { "kind" };
     /// How long sessions waited for their worker before they began.
     WAITED: Histogram "rgpu_server_wait" ["seconds"] { "kind" };
-    /// Worker processes by kind and stage: starting, ready or serving.
+    /// Worker processes by kind and stage: starting, ready, serving, or failed and not yet gone.
     WORKERS: Gauge "rgpu_server_workers" { "kind", "stage" };
     /// Workers that ended unexpectedly once they were ready.
     WORKERS_CRASHED: Counter "rgpu_server_workers_crashed" {};
