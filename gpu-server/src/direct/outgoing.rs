@@ -32,7 +32,7 @@ const IN_PLACE: u64 = 2;
 pub struct Outgoing {
     pub(super) jobs: Mutex<Option<Sender<Job>>>,
     pub(super) pool: Arc<Pool>,
-    /// Rung for each job, if pieces go over verbs.
+    /// Rung for jobs, if pieces go over verbs.
     pub(super) bell: Option<Arc<Bell>>,
     pub(super) named: Named,
     pub(super) copies: Arc<Copies>,
@@ -291,6 +291,8 @@ impl Outgoing {
 /// another order; then the other end learns of a gap, and the client repeats the copy.
 pub(super) struct Jobs {
     pub(super) due: Receiver<Job>,
+    /// One that was looked at, and is next.
+    ahead: Option<Job>,
     pub(super) last: u64,
     /// There will be no more.
     pub(super) over: bool,
@@ -303,13 +305,20 @@ pub(super) type Piece = (DirectHeader, Option<(Source, usize)>);
 impl Jobs {
     /// What comes from `due`, for which a thread polls for `bound` at most.
     pub(super) fn new(due: Receiver<Job>, bound: Duration) -> Jobs {
-        Jobs { due, last: 0, over: false, polls: Polls::new(bound) }
+        Jobs { due, ahead: None, last: 0, over: false, polls: Polls::new(bound) }
+    }
+
+    /// Whether the next job is there, and is a piece that will be sent.
+    pub(super) fn has_piece(&mut self) -> bool {
+        self.ahead = self.ahead.take().or_else(|| self.due.try_recv().ok());
+        let last = self.last;
+        matches!(self.ahead, Some(Job::Piece(number, ..) | Job::Nothing(number)) if number > last)
     }
 
     /// The next piece, if there is one now.
     pub(super) fn now(&mut self) -> Option<Piece> {
         loop {
-            match self.due.try_recv() {
+            match self.ahead.take().map_or_else(|| self.due.try_recv(), Ok) {
                 Ok(job) => {
                     if let Some(piece) = self.judge(job) {
                         return Some(piece);

@@ -1,3 +1,5 @@
+mod waking;
+
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
@@ -412,7 +414,8 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     stream.set_nonblocking(true).unwrap();
     let (jobs, due) = channel();
     let domain = Some(Arc::clone(queue.domain()));
-    let outgoing = Outgoing::new(jobs, &Arc::default(), None, domain, false);
+    let bell = Some(Arc::new(Bell::new().unwrap()));
+    let outgoing = Outgoing::new(jobs, &Arc::default(), bell, domain, false);
     (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs::new(due, Duration::ZERO)))
 }
 
