@@ -264,6 +264,11 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
+    /// Whether it is ready for a queue of this domain, so that making it ready takes no time.
+    pub(super) fn is_registered(&self, domain: &Arc<Domain>) -> bool {
+        lock(&self.memory.registration).as_ref().is_some_and(|known| Arc::ptr_eq(known.domain(), domain))
+    }
+
     /// Makes it ready for a queue of this domain.
     pub(super) fn register(&mut self, domain: &Arc<Domain>) -> Result<(), VerbsError> {
         self.registration = Some(self.memory.register(domain)?);

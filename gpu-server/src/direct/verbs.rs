@@ -223,7 +223,7 @@ fn prepare(verbs: &Verbs, pool: &Arc<Pool>, theirs: &DirectQueue) -> Result<Rece
     let pieces = verbs.queue(End::Receiving)?;
     let (most, untold, probed, done) = (FIRST_RECEIVES, 0, false, Vec::new());
     let mut queue = Receiving { pieces, most, untold, probed, done, bell };
-    queue.post(pool)?;
+    while queue.post(pool)? {}
     if std::mem::take(&mut queue.untold) == 0 {
         return Err(VerbsError::Broken("there is no memory for it".into()));
     }
@@ -233,16 +233,21 @@ fn prepare(verbs: &Verbs, pool: &Arc<Pool>, theirs: &DirectQueue) -> Result<Rece
 }
 
 impl Receiving {
-    /// Posts receives as long as there are buffers.
-    fn post(&mut self, pool: &Arc<Pool>) -> Result<(), VerbsError> {
+    /// Posts receives as long as there are buffers, but ends with one that has to be registered first, which
+    /// takes long: the sending end does not wait for several of them. Returns whether there may be more.
+    fn post(&mut self, pool: &Arc<Pool>) -> Result<bool, VerbsError> {
         while self.pieces.under_way() < self.most
             && let Some(mut buffer) = pool.try_take()
         {
+            let is_new = !buffer.is_registered(self.pieces.domain());
             buffer.register(self.pieces.domain())?;
             self.pieces.receive(buffer)?;
             self.untold += 1;
+            if is_new {
+                return Ok(true);
+            }
         }
-        Ok(())
+        Ok(false)
     }
 
     /// Whether it has few receives, so that it needs each buffer that becomes free. Otherwise it takes them
@@ -280,7 +285,7 @@ impl Receiving {
         if came && self.is_short() {
             self.most = (self.most * 2).min(PIECES);
         }
-        self.post(&incoming.pool).map_err(broken)?;
+        let more = self.post(&incoming.pool).map_err(broken)?;
         if self.untold > 0 && self.told() <= self.most / 2 {
             // There are no more than `PIECES`.
             let receives = std::mem::take(&mut self.untold) as u8;
@@ -290,7 +295,7 @@ impl Receiving {
                 return Ok(Turn::Worked);
             }
         }
-        Ok(if came { Turn::Worked } else { Turn::Idle(None) })
+        Ok(if came || more { Turn::Worked } else { Turn::Idle(None) })
     }
 }
 

@@ -9,6 +9,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::*;
 use crate::direct::verbs::{Receiving, Rest, Turn};
 
+/// The right of a device to write (`IBV_ACCESS_LOCAL_WRITE`).
+const LOCAL_WRITE: i32 = 1;
+
 /// Whether one of these is readable.
 fn is_ready(fds: Vec<BorrowedFd<'_>>) -> bool {
     let mut polled: Vec<PollFd<'_>> = fds.into_iter().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
@@ -158,6 +161,24 @@ fn a_receiving_end_says_seldom_that_it_has_receives_and_is_not_woken_for_buffers
     assert_eq!(receiver.bell.rung(), 1);
     receiver.works();
     assert_eq!(receiver.told, 1);
+}
+
+#[test]
+fn a_sending_end_does_not_wait_until_several_buffers_are_registered() {
+    let _one = lock(&fuzzing::ONE);
+    software::install();
+    let verbs = Verbs::new(Settings::default());
+    let mut receiver = Receiver::new(&verbs);
+    let registered = || software::registered_for(LOCAL_WRITE);
+    let first = registered();
+    assert!(receiver.comes());
+    let mut steps = 0;
+    while receiver.step() {
+        steps += 1;
+        assert!(registered() <= first + steps, "several at once");
+        assert!(receiver.told >= steps.min(2), "the sending end was not told");
+    }
+    assert!(registered() > first + 4);
 }
 
 /// A sending end, and its peer.
