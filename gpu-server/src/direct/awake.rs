@@ -140,12 +140,13 @@ impl Alarm {
             }
             self.bell.listen();
             let rang = self.sleep(stream);
-            self.bell.silence();
+            self.bell.ignore();
             let rang = rang?;
             polls.slept(begun.elapsed());
             if !rang {
                 return Ok(());
             }
+            self.bell.silence();
             polls.announce();
             #[cfg(test)]
             self.woken.fetch_add(1, Ordering::AcqRel);

@@ -237,9 +237,14 @@ impl Bell {
         self.rings.as_fd()
     }
 
-    /// The thread has woken, and looks for everything.
-    pub(super) fn silence(&self) {
+    /// The thread has woken, and looks for everything. It may have rung meanwhile.
+    pub(super) fn ignore(&self) {
         self.listens.cancel();
+    }
+
+    /// The same, and what has rung is over.
+    pub(super) fn silence(&self) {
+        self.ignore();
         // It may not have rung.
         let _ = self.rings.read();
     }
