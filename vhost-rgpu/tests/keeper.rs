@@ -7,7 +7,7 @@ mod guest;
 
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -172,6 +172,45 @@ fn a_guest_does_not_notice_crashes_under_a_service_manager() {
     let crash = |daemon| service.crash(daemon);
     a_guest_does_not_notice(service.start(), crash, || server.ended());
     assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn a_daemon_that_is_told_to_end_while_another_program_replaces_it_ends_with_its_sessions() {
+    let server = TcpServer::start();
+    let folder = tempfile::tempdir().unwrap();
+    let notify = folder.path().join("notify");
+    // It reads nothing, so an upgrade waits for it when the device processes have ended.
+    let _manager = UnixDatagram::bind(&notify).unwrap();
+    let says = UnixDatagram::unbound().unwrap();
+    says.set_nonblocking(true).unwrap();
+    while says.send_to(b"BUSY=1", &notify).is_ok() {}
+    let mut daemon = Daemon::notifying(&notify, &["--server", &server.config.server.to_string()]);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    daemon.signal(Signal::SIGUSR2);
+    until("another program replaces it", || daemon.log().contains("takes over 1 sessions"));
+    daemon.signal(Signal::SIGTERM);
+    until("it has ended", || daemon.has_ended());
+    eventually(|| server.ended() == 1);
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn a_daemon_that_is_told_to_end_is_not_upgraded_any_more() {
+    let server = TcpServer::start();
+    let mut daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    let process = daemon.status()["device_processes"][0]["process"].as_u64().unwrap() as u32;
+    // The upgrade waits for its report.
+    stop(process);
+    daemon.signal(Signal::SIGUSR2);
+    daemon.signal(Signal::SIGTERM);
+    eventually(|| daemon.log().contains("shutting down"));
+    kill(Pid::from_raw(process as i32), Signal::SIGCONT).unwrap();
+    until("it has ended", || daemon.has_ended());
+    assert!(!daemon.log().contains("takes over"), "{}", daemon.log());
+    eventually(|| server.ended() == 1);
 }
 
 #[test]

@@ -96,17 +96,18 @@ impl Server {
     }
 
     /// Serves one VMM after another until [`stop`](Self::stop) is called and the socket is stopped. The first
-    /// is the previous keeper's, if it had one, and the only one without a socket.
-    pub fn serve(&self, listening: Option<&Listening>, before: Option<Predecessor>) {
+    /// is the previous keeper's, if it had one, [unserved](Succession::unserved), and the only one without a
+    /// socket.
+    pub fn serve(&self, listening: Option<&Listening>, before: Option<(Predecessor, Arc<()>)>) {
         let name = &self.config.name;
         let failed = |e: anyhow::Error| {
             tracing::error!("vm {name}: {e:#}");
             // Most likely the machine is out of descriptors, memory or processes.
             self.pause(Duration::from_millis(200));
         };
-        if let Some(before) = before {
+        if let Some((before, unserved)) = before {
             let stays = self.succession.stays();
-            self.take_over(before, stays).unwrap_or_else(failed);
+            self.take_over(before, unserved, stays).unwrap_or_else(failed);
         }
         let accept = |listening: &Listening| {
             listening.accept_patiently(&format!("vm {name}"), || self.succession.stays())
@@ -163,14 +164,24 @@ impl Server {
     }
 
     /// Continues with the previous keeper's VMM, whose device process has ended.
-    fn take_over(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+    fn take_over(
+        &self,
+        before: Predecessor,
+        unserved: Arc<()>,
+        stays: RwLockReadGuard<'_, ()>,
+    ) -> anyhow::Result<()> {
         let connection = before.connection.clone();
-        let result = self.resume(before, stays);
+        let result = self.resume(before, unserved, stays);
         connection.kept.end();
         result.context("the previous keeper's VMM")
     }
 
-    fn resume(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+    fn resume(
+        &self,
+        before: Predecessor,
+        unserved: Arc<()>,
+        stays: RwLockReadGuard<'_, ()>,
+    ) -> anyhow::Result<()> {
         let most = self.config.limits.max_channels as usize;
         // Nothing touches the guest's memory before the old process has ended.
         let Predecessor { connection, found } = before;
@@ -202,7 +213,7 @@ impl Server {
         drop(theirs);
         // It belongs to the handler.
         let _ = replaced.context("duplicating the VMM's connection")?.into_raw_fd();
-        drop(stays);
+        drop((unserved, stays));
         self.attend(&vmm, requests, &relay);
         Ok(())
     }
