@@ -214,6 +214,40 @@ fn a_daemon_that_is_told_to_end_is_not_upgraded_any_more() {
 }
 
 #[test]
+fn two_devices_of_one_guest_go_on_after_crashes_and_without_each_other() {
+    let (server, manager) = (TcpServer::start(), Manager::new());
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let sockets = ["a", "b"].map(|name| folder.path().join(name));
+    let file = format!("{}{}", section("a", &sockets[0], &server), section("b", &sockets[1], &server));
+    let start = || Daemon::kept_configured(&manager, &folder, &file);
+    let crash = |mut daemon: Daemon| {
+        let is_busy = |name| {
+            let record = manager.record(&format!("guest-{name}-record"), RECORD);
+            record.is_some_and(|record| record["words"]["busy"] == true)
+        };
+        eventually(|| !is_busy("a") && !is_busy("b"));
+        daemon.end(Signal::SIGKILL);
+        start()
+    };
+    let daemon = start();
+    let [mut first, mut second] = sockets.each_ref().map(|socket| Guest::at_socket(socket));
+    // QEMU sends the same open file for each device.
+    let memory = first.memories.files().next().unwrap().1.try_clone().unwrap();
+    second.add_memory(1 << 32, session::RAM, &memory);
+    second.settle();
+    let (mut one, mut other) = (first.create(0), second.create(0));
+    let daemon = crash(daemon);
+    one.synchronize();
+    other.synchronize();
+    // It is the first one's file, as far as the service manager knows.
+    drop((one, first));
+    eventually(|| !manager.names().iter().any(|name| name.starts_with("guest-a-")));
+    let daemon = crash(daemon);
+    other.synchronize();
+    assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
+#[test]
 fn nothing_is_kept_of_a_vmm_that_has_left_or_of_a_daemon_that_has_ended() {
     let service = Service::new(&["--server", &FakeServer::good().address.to_string()]);
     let mut daemon = service.start();

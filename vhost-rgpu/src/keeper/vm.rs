@@ -690,7 +690,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
         let mut inner = self.lock();
-        let files = files.into_iter().map(|file| inner.connection.kept.held(file)).collect();
+        let files = files.into_iter().map(|file| inner.connection.kept.held_memory(file)).collect();
         inner.negotiation.set_memories(regions, files);
         inner.tell(|device, negotiation| negotiation.send_memories(device))?;
         Ok(None)
@@ -844,7 +844,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<VhostUserMemoryRegionBase>> {
         let mut inner = self.lock();
-        let file = inner.connection.kept.held(file);
+        let file = inner.connection.kept.held_memory(file);
         inner.negotiation.add_memory(region, file)?;
         inner.tell(|device, negotiation| {
             let added = negotiation.last_memory();
