@@ -5,7 +5,7 @@
 mod daemon;
 mod guest;
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::Arc;
@@ -15,7 +15,8 @@ use daemon::Daemon;
 use guest::{Guest, create, message, plain};
 use host_bridge::bridge::SessionConfig;
 use nix::sys::signal::{Signal, kill};
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+use nix::sys::socket::{AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr};
+use nix::sys::socket::{bind, listen, sendmsg, socket};
 use nix::unistd::Pid;
 use protocol::channel::{NO_SLOT, State};
 use protocol::data::{HostIn, HostOut};
@@ -34,6 +35,7 @@ use test_kit::turns::Turns;
 use test_kit::*;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::FrontendReq;
 
 /// Maximum size of the keeper's record in bytes.
 const RECORD: u64 = 16 << 20;
@@ -334,6 +336,25 @@ fn install(folder: &Arc<tempfile::TempDir>, script: &str) {
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", write]).arg(folder.path().join("vhost-rgpu")).arg(script);
     assert!(shell.status().unwrap().success());
+}
+
+#[test]
+fn a_vmm_that_sends_a_file_of_an_unknown_file_system_is_disconnected_and_delays_no_upgrade() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let file = std::fs::File::open("/proc/self/status").unwrap();
+    let rights = [file.as_raw_fd()];
+    let rights = [ControlMessage::ScmRights(&rights)];
+    // In place of a ring's eventfd, and with a message that takes no descriptor.
+    for code in [FrontendReq::SET_VRING_CALL, FrontendReq::GET_FEATURES] {
+        let mut vmm = UnixStream::connect(daemon.vm()).unwrap();
+        let header = [u32::from(code), 1, 8].map(u32::to_ne_bytes).concat();
+        let text = [IoSlice::new(&header), IoSlice::new(&[0; 8])];
+        sendmsg::<()>(vmm.as_raw_fd(), &text, &rights, MsgFlags::empty(), None).unwrap();
+        assert_eq!(vmm.read(&mut [0; 99]).unwrap_or(0), 0);
+    }
+    assert_eq!(daemon.log().matches("it sent a file whose file system").count(), 2, "{}", daemon.log());
+    daemon.upgrade();
+    Guest::connect(&daemon).create(0).synchronize();
 }
 
 #[test]
