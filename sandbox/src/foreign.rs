@@ -1,9 +1,9 @@
 //! Looks at descriptors that somebody has sent before this process has them.
 //!
-//! A file of a file system in user space (FUSE) makes whoever closes it wait for that file system's server, as
-//! long as it likes, and no signal helps. That is true of each process that has it, also when it ends or
-//! executes a program. So a **copy** of this process, with nothing else, receives the next message of a socket,
-//! leaves it there, and says what it has found. Nobody needs a copy that never ends.
+//! A file of a file system in user space (FUSE) makes whoever closes it wait for that file system's server,
+//! as long as it likes, and no signal helps. That is true of each process that has it, also when it ends or
+//! executes a program. So a **copy** of this process, with nothing else, receives the next message of a
+//! socket, leaves it there, and says what it has found. Nobody needs a copy that never ends.
 //!
 //! What a descriptor is, the kernel alone must know: these file systems are asked nothing.
 
@@ -24,8 +24,8 @@ use crate::start::{copy, reap};
 const MOST: usize = 253;
 /// File systems without a server in user space or on a network, whose files are on no block device.
 const LOCAL: [&str; 4] = ["bcachefs", "btrfs", "ramfs", "zfs"];
-/// What a copy says of a descriptor that makes nobody wait, and of one of which it knows nothing. No mount has
-/// these numbers.
+/// What a copy says of a descriptor that makes nobody wait, and of one of which it knows nothing. No mount
+/// has these numbers.
 const HARMLESS: u64 = u64::MAX;
 const UNKNOWN: u64 = u64::MAX - 1;
 
@@ -129,8 +129,8 @@ fn local_mounts(process: &str) -> Vec<u64> {
 ///
 /// Call this once, in a process that [`copy`] created. `text` is room for a message.
 unsafe fn look_in_copy(socket: RawFd, pipe: RawFd, text: *mut libc::iovec) -> ! {
-    // SAFETY: plain system calls on descriptors of this copy, with memory of this function or of `text`, and no
-    // allocation.
+    // SAFETY: plain system calls on descriptors of this copy, with memory of this function or of `text`, and
+    // no allocation.
     unsafe {
         libc::prctl(libc::PR_SET_NAME, c"rgpu-look".as_ptr());
         libc::prctl(libc::PR_SET_DUMPABLE, 0);
@@ -138,7 +138,8 @@ unsafe fn look_in_copy(socket: RawFd, pipe: RawFd, text: *mut libc::iovec) -> ! 
         libc::dup2(socket, 0);
         libc::dup2(pipe, 1);
         if libc::syscall(libc::SYS_close_range, 2, libc::c_uint::MAX, 0) != 0 {
-            // Kernels before 5.9 lack the call. The daemon does not raise its limit of descriptors above this.
+            // Kernels before 5.9 lack the call. The daemon does not raise its limit of descriptors above
+            // this.
             for fd in 2..1 << 16 {
                 libc::close(fd);
             }

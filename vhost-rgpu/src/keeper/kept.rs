@@ -240,7 +240,8 @@ impl<W: Words> Kept<W> {
     /// [`hold`](Self::hold)s a file with memory of a guest and returns it with its number.
     ///
     /// A VMM sends the same open file for each device of its guest, and a service manager stores an open file
-    /// only once, under its first name. So another device's file is opened again, and both outlive each other.
+    /// only once, under its first name. So another device's file is opened again, and both outlive each
+    /// other.
     pub fn held_memory(&self, file: File) -> Held<File> {
         Held { number: self.hold_memory(&file), fd: file }
     }

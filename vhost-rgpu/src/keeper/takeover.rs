@@ -62,8 +62,8 @@ pub enum Course {
     Serves,
     /// An upgrade has begun, and has ended nothing yet.
     Upgrades,
-    /// An upgrade ends the device processes, and executes the next program. Signals stay pending for that one:
-    /// it has device processes again, which tell servers that their sessions are over.
+    /// An upgrade ends the device processes, and executes the next program. Signals stay pending for that
+    /// one: it has device processes again, which tell servers that their sessions are over.
     Replaced,
     /// The daemon is shutting down.
     Ends,

@@ -50,8 +50,8 @@ pub(super) struct Pace {
     before: u64,
     /// What the rate is first found out with.
     probe: Option<Probe>,
-    /// What was sent before the link was another one is still on its way, or sent again. It stands in front of
-    /// the watched chunk, whose time says nothing.
+    /// What was sent before the link was another one is still on its way, or sent again. It stands in front
+    /// of the watched chunk, whose time says nothing.
     settles: bool,
 }
 
