@@ -365,7 +365,8 @@ impl Drop for Process {
     }
 }
 
-fn reap(pid: libc::pid_t, handle: &Handle) -> io::Result<ExitStatus> {
+/// Waits for the end of a child.
+pub(crate) fn reap(pid: libc::pid_t, handle: &Handle) -> io::Result<ExitStatus> {
     let mut status = 0;
     loop {
         // SAFETY: writes the status to a variable that lives during the call.
@@ -478,7 +479,10 @@ fn in_user_namespace(
 ///
 /// In the copy, locks that other threads hold are never released. Until it runs another program, the copy may
 /// only make system calls, and must not allocate.
-unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(libc::pid_t, Handle)>> {
+pub(crate) unsafe fn copy(
+    flags: libc::c_int,
+    group: Option<&Group>,
+) -> io::Result<Option<(libc::pid_t, Handle)>> {
     let mut handle: RawFd = -1;
     // SAFETY: a structure of integers, for which zero is valid.
     let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };
