@@ -615,6 +615,10 @@ impl Api {
         unsafe extern "C" fn primary_reset(device: CUdevice) -> u32 {
             note("primary_reset", device as usize, || ())
         }
+        unsafe extern "C" fn copy_3d(copy: *const CUDA_MEMCPY3D, _: CUstream) -> u32 {
+            // SAFETY: the caller's structure.
+            note("copy_3d", unsafe { (*copy).Depth }, || ())
+        }
         unsafe extern "C" fn memory_unmap(address: CUdeviceptr, _: usize) -> u32 {
             note("memory_unmap", address as usize, || ())
         }
@@ -625,12 +629,14 @@ impl Api {
             context_create,
             context_destroy,
             primary_reset,
+            copy_3d,
             memory_unmap,
             ..*Api::idle()
         }))
     }
 
-    /// What was called since this was last asked, each with its handle, device or address.
+    /// What was called since this was last asked, each with its handle, device, address or
+    /// number of slices.
     pub fn calls() -> Vec<(&'static str, usize)> {
         CALLS.take()
     }
