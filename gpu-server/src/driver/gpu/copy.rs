@@ -12,7 +12,7 @@ use crate::driver::store::Way;
 use crate::driver::streams::Streams;
 
 /// A contiguous copy. Both ranges are in memory that the devices can access.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LineCopy {
     /// The target's address.
     pub dst: u64,
@@ -27,7 +27,7 @@ pub struct LineCopy {
 }
 
 /// A copy of a box that is not empty. Both boxes have the same width, height and depth.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BoxCopy {
     /// The source.
     pub source: Rows,
@@ -40,7 +40,7 @@ pub struct BoxCopy {
 }
 
 /// A fill that is not empty.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fill {
     /// The first element's address, a multiple of its size.
     pub address: u64,

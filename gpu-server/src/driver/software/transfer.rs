@@ -26,27 +26,19 @@ const QUEUED: usize = 8 << 20;
 
 fn write(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &[u8]) -> Result<()> {
     rows.parts(offset, bytes.len() as u64, |part| {
-        let from = &bytes[part.offset as usize..];
-        gpu.write_2d(
-            Plane { addr: part.at, pitch: rows.pitch.max(part.width) },
-            from,
-            part.width,
-            part.width,
-            part.rows,
-        )
+        part.planes(rows).try_for_each(|(at, offset)| {
+            let plane = Plane { addr: at, pitch: rows.pitch.max(part.width) };
+            gpu.write_2d(plane, &bytes[offset as usize..], part.width, part.width, part.rows)
+        })
     })
 }
 
 fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
     rows.parts(offset, bytes.len() as u64, |part| {
-        let to = &mut bytes[part.offset as usize..];
-        gpu.read_2d(
-            Plane { addr: part.at, pitch: rows.pitch.max(part.width) },
-            to,
-            part.width,
-            part.width,
-            part.rows,
-        )
+        part.planes(rows).try_for_each(|(at, offset)| {
+            let plane = Plane { addr: at, pitch: rows.pitch.max(part.width) };
+            gpu.read_2d(plane, &mut bytes[offset as usize..], part.width, part.width, part.rows)
+        })
     })
 }
 
