@@ -32,6 +32,7 @@ use crate::cache::{self, store::Store};
 use crate::config::Serve;
 use crate::confinement::Confining;
 use crate::cuda_ipc::Shares;
+use crate::driver::cuda::nvml::Devices;
 use crate::policy::Policy;
 use crate::worker_protocol::{Kind, Token};
 
@@ -87,7 +88,9 @@ pub(super) struct State {
     pub(super) leases: Leases,
     /// The backend and devices that workers serve, once a worker has been ready.
     pub(super) serving: Option<(String, Vec<String>)>,
-    /// The options behind them ([`Backing::chosen`](crate::config::Backing::chosen)), for the next daemon.
+    /// All devices of NVIDIA's driver, by number, once a worker that serves them has been ready.
+    pub(super) known: Arc<Devices>,
+    /// The options behind those that are served ([`Backing::chosen`](crate::config::Backing::chosen)), for the next daemon.
     pub(super) chosen: (Vec<u32>, u32),
     pub(super) paces: Paces,
     /// How often the rules for clients were read again.

@@ -105,7 +105,9 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         let others = saved.chosen.take().is_some_and(|chosen| chosen != backing.chosen());
         saved.serving.take_if(|(backend, _)| {
             let another = Backend::from_str(backend, false) != Ok(backing.backend);
-            others || (backing.backend != Backend::Auto && another)
+            // Earlier versions did not say which device has which number.
+            let unknown = backend == "cuda" && saved.listed.is_empty();
+            others || unknown || (backing.backend != Backend::Auto && another)
         });
         server.lock().restore(saved);
     }
@@ -451,6 +453,8 @@ mod tests {
 
     use super::*;
     use crate::config::Serve;
+    use crate::driver::cuda::nvml::Devices;
+    use crate::driver::listed::Listed;
     use crate::limits::Limits;
     use crate::parent::queue::tests::session_of_limits;
     use crate::worker_protocol::{Counters, FromWorker};
@@ -560,6 +564,36 @@ mod tests {
         assert_eq!(restored((Vec::new(), 2)), serving);
         assert_eq!(restored((Vec::new(), 1)), None);
         assert_eq!(restored((vec![0], 2)), None);
+    }
+
+    #[test]
+    fn gpus_keep_their_numbers_under_another_daemon() {
+        let server =
+            Arc::new(Server::new(Serve::from_flags(&["--backend=cuda"]), &mut Inherited::default()).unwrap());
+        let serving = Some(("cuda".to_owned(), vec!["a GPU".to_owned()]));
+        let known = ["a", "b"].map(Listed::test).to_vec();
+        let restored = |listed: &[Listed], before: (Vec<u32>, u32)| {
+            let mut state = server.lock();
+            (state.serving, state.chosen) = (serving.clone(), before);
+            state.known = Arc::new(Devices::new(listed.to_vec()));
+            state.save_daemon(&server.succession, true);
+            (state.serving, state.known) = Default::default();
+            drop(state);
+            take_over(&server, &mut Inherited::default());
+            let state = server.lock();
+            (state.serving.clone(), state.known.listed())
+        };
+        assert_eq!(restored(&known, (Vec::new(), 1)), (serving.clone(), known.clone()));
+        assert_eq!(
+            restored(&known, (vec![1], 1)),
+            (None, known),
+            "those that are chosen have their numbers, too"
+        );
+        assert_eq!(
+            restored(&[], (Vec::new(), 1)),
+            (None, Vec::new()),
+            "an earlier version has not saved them"
+        );
     }
 
     #[test]
