@@ -291,7 +291,7 @@ pub(super) mod tests {
         state.sessions.insert(50, session);
         waiting(&mut state, 32, Kind::Gpu);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 2);
-        state.sessions.clear();
+        state.sessions = Default::default();
         assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 32);
     }
 

@@ -25,7 +25,7 @@ use super::record::Succession;
 use super::refusals::{LogLimits, Refusals};
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
-use super::session::Session;
+use super::sessions::Sessions;
 use super::trust::{Principal, Trust};
 use super::workers::{Managed, Pool, Stage, Worker};
 use crate::cache::{self, store::Store};
@@ -78,7 +78,7 @@ pub(super) struct State {
     /// Every worker process, by process id.
     pub(super) workers: HashMap<u32, Managed>,
     /// By the worker's process id.
-    pub(super) sessions: HashMap<u32, Session>,
+    pub(super) sessions: Sessions,
     pub(super) tokens: HashMap<Token, Arc<Worker>>,
     /// For direct connections from other servers.
     pub(super) tickets: Tickets,

@@ -340,7 +340,7 @@ fn restore_slots(state: &mut State, gone: &[(u32, Vec<(Token, u16)>)]) {
         state.shares.remove_all_of(owner);
     }
     // After a crash, what is known of memory is only who shares it.
-    for (worker, session) in &mut state.sessions {
+    for (worker, session) in state.sessions.iter_mut() {
         let events = session.opened.iter().map(|(token, _)| *token);
         let tokens = events.chain(session.account.imports.all().map(|(token, _)| token));
         session.linked = tokens.filter_map(|token| state.shares.owner(&token)).collect();
@@ -603,7 +603,7 @@ mod tests {
         let sessions = [(1, session(1)), (2, session(2))];
         let mut state = server.lock();
         state.restore(saved_daemon(saved_lease("host1", "host1")));
-        state.sessions.extend(sessions);
+        sessions.into_iter().for_each(|(worker, session)| state.sessions.insert(worker, session));
         // Killed after it has saved that.
         state.save_daemon(&server.succession, true);
         drop(state);

@@ -752,12 +752,11 @@ mod tests {
         let server = queue::tests::server(&[]);
         let mut state = server.lock();
         let mut share = |worker: u32, principal: &str| {
-            let begin = || {
+            if !state.sessions.contains_key(&worker) {
                 let mut session = session_of_limits(Limits::test(principal));
                 session.client = format!("name {worker}");
-                session
-            };
-            state.sessions.entry(worker).or_insert_with(begin);
+                state.sessions.insert(worker, session);
+            }
             let what = Shared::Memory { device: 0, size: 1 };
             matches!(super::share(&server, &mut state, worker, what, None), Reply::Shared(_))
         };
