@@ -18,6 +18,7 @@ use options::{File, Given, Layer, manual, parse_filter, parse_size};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::store::{self, Store};
+use crate::driver::listed::Listed;
 use crate::driver::software::imitate::Imitate;
 use crate::limits::{Amounts, Limits};
 
@@ -452,6 +453,9 @@ pub struct Backing {
         hide = true
     )]
     pub software_imitate: Imitate,
+    /// All of NVIDIA's devices by number, for workers. Empty for the first one, which lists them.
+    #[arg(skip)]
+    pub listed: Vec<Listed>,
 }
 
 impl Backing {

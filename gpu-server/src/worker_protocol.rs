@@ -14,6 +14,7 @@ use sandbox::Report;
 
 use crate::config::WorkerOptions;
 use crate::confinement::Orders;
+use crate::driver::listed::Listed;
 use crate::limits::{Limits, Resource};
 
 /// Maximum bytes of a message.
@@ -46,7 +47,8 @@ impl Kind {
 
 /// Version of the messages between the daemon and its workers and of what daemons keep for their successors.
 /// 5: events that a session opens are added to its record; charges of imported memory name its token; limits
-/// say whose a lease is. 6: workers ask for the programs that use a device.
+/// say whose a lease is. 6: workers ask for the programs that use a device; the numbers of NVIDIA's devices
+/// are kept.
 pub const FORMAT: u32 = 6;
 /// The oldest version whose sessions a daemon takes over.
 pub const OLDEST: u32 = 4;
@@ -269,6 +271,8 @@ pub enum FromWorker {
         backend: String,
         /// Names of the devices.
         devices: Vec<String>,
+        /// All devices of NVIDIA's driver, by number: as the daemon has said, or as CUDA lists them.
+        all: Vec<Listed>,
         /// Free bytes on the device on which the worker has created a context, if known.
         free: Option<u64>,
         /// The key that the worker has made for the connections of its session.

@@ -52,6 +52,7 @@ fn worker(fd: RawFd) {
     let ready = || FromWorker::Ready {
         backend: "hostile".into(),
         devices: vec!["none".into()],
+        all: Vec::new(),
         free: None,
         key: identity::Fingerprint([0; 32]),
     };

@@ -11,16 +11,21 @@
 //! `tests/tests/gpu.rs` runs the same programs on a GPU. Those in [`LONG`] run with `RGPU_STACKED=all`, and
 //! those in [`UNFIT`] with `RGPU_STACKED=unfit`, to see whether they still cannot.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use libtest_mimic::{Arguments, Trial};
+use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{self, Program, portable, told};
 use rgpu_tests::tree;
+use test_kit::eventually;
 
 /// The libraries that the server takes for NVIDIA's, the symbol by which it recognizes rgpu's own and refuses
 /// them, and another of the same length. Nothing else uses these symbols.
@@ -31,10 +36,16 @@ const LIBRARIES: [(&str, &str, &str); 2] =
 /// others than those of the server above, whose windows are the first ([decision 156]).
 ///
 /// [decision 156]: ../../docs/decisions/0156-programs-may-reserve-windows-that-no-device-has.md
-const DEVICES: &str = "2";
-const LAST: &str = "1";
+const DEVICES: &str = "4";
+const LAST: &str = "3";
+/// The two that the library has for a server of which one is lost.
+const LAST_TWO: &str = "2,3";
 
 const TRANSPORTS: [&str; 2] = ["local", "tcp"];
+
+/// Options of a server on the library. A worker's sandbox has what NVIDIA's driver needs, and no sockets in
+/// other folders.
+const ABOVE: [&str; 7] = ["--backend", "cuda", "--sandbox", "off", "--insecure", "--workers", "1"];
 
 /// Programs that take longest. Others show the same parts of the backend. A server learns of a kernel's fault
 /// only after ten seconds here, because the library answers queries of its idle streams without asking.
@@ -106,10 +117,37 @@ fn is_unfit(transport: &str, program: &Program) -> bool {
 /// The daemons, in the order in which they end.
 struct Stack {
     /// Transport, daemon and native socket.
-    bridges: [(&'static str, Daemon, PathBuf); 2],
+    bridges: Vec<(&'static str, Daemon, PathBuf)>,
     _server: Daemon,
     _below: [Daemon; 2],
-    _folder: tempfile::TempDir,
+    /// What makes the library the driver of a server.
+    driver: [(&'static str, PathBuf); 2],
+    folder: tempfile::TempDir,
+}
+
+/// Starts a daemon in this folder.
+fn start(
+    folder: &Path,
+    name: &str,
+    daemon: &str,
+    variables: &[(&str, PathBuf)],
+    arguments: &[&str],
+) -> Result<Daemon> {
+    let mut command = Command::new(tree::binaries().join(daemon));
+    command.envs(variables.iter().cloned());
+    let log = tree::logs().join("stacked").join(format!("{name}.log"));
+    std::fs::create_dir_all(tree::logs().join("stacked"))?;
+    // It is appended to.
+    let _ = std::fs::remove_file(&log);
+    Daemon::start_by(command, arguments, &log, &folder.join(format!("{name}.status")))
+}
+
+/// Starts a bridge to a server, and returns it with its native socket.
+fn bridge(folder: &Path, name: &str, transport: &str, server: &str) -> Result<(Daemon, PathBuf)> {
+    let socket = folder.join(format!("{name}.sock"));
+    let path = socket.display().to_string();
+    let to = ["--insecure", "--transport", transport, "--server", server, "--native-socket", &path];
+    Ok((start(folder, name, "vhost-rgpu", &[], &to)?, socket))
 }
 
 impl Stack {
@@ -118,43 +156,83 @@ impl Stack {
         let folder = tempfile::tempdir()?;
         let at = |name: &str| folder.path().join(name);
         let unix = |name: &str| format!("unix:{}", at(name).display());
-        let start = |name: &str, daemon: &str, variables: &[(&str, PathBuf)], arguments: &[&str]| {
-            let mut command = Command::new(tree::binaries().join(daemon));
-            command.envs(variables.iter().cloned());
-            let log = tree::logs().join("stacked").join(format!("{name}.log"));
-            std::fs::create_dir_all(tree::logs().join("stacked"))?;
-            // It is appended to.
-            let _ = std::fs::remove_file(&log);
-            Daemon::start_by(command, arguments, &log, &at(&format!("{name}.status")))
-        };
-        let bridge = |name: &'static str, transport: &str, server: &str| {
-            let socket = at(&format!("{name}.sock"));
-            let path = socket.display().to_string();
-            let to = ["--insecure", "--transport", transport, "--server", server, "--native-socket", &path];
-            Ok::<_, anyhow::Error>((name, start(name, "vhost-rgpu", &[], &to)?, socket))
-        };
-
         let (below, above) = (unix("below.sock"), unix("above.sock"));
         let gpu =
             ["--backend", "software", "--software-devices", DEVICES, "--workers", "2", "--listen", &below];
-        let gpu = start("below", "rgpu-server", &[], &gpu)?;
-        let (_, to_gpu, socket) = bridge("to-below", "local", &below)?;
+        let gpu = start(folder.path(), "below", "rgpu-server", &[], &gpu)?;
+        let (to_gpu, socket) = bridge(folder.path(), "to-below", "local", &below)?;
 
-        let driver = at("driver");
-        std::fs::create_dir(&driver)?;
+        let libraries = at("driver");
+        std::fs::create_dir(&libraries)?;
         for (name, own, other) in LIBRARIES {
-            hide(&tree::guest_libraries().join(name), &driver.join(name), own, other)?;
+            hide(&tree::guest_libraries().join(name), &libraries.join(name), own, other)?;
         }
-        let variables =
-            [("LD_LIBRARY_PATH", driver), ("RGPU_SOCKET", socket), ("CUDA_VISIBLE_DEVICES", LAST.into())];
+        let driver = [("LD_LIBRARY_PATH", libraries), ("RGPU_SOCKET", socket)];
+        let variables = [&driver[..], &[("CUDA_VISIBLE_DEVICES", LAST.into())]].concat();
         let port = free_port()?;
         let tcp = format!("tcp:127.0.0.1:{port}");
-        // A worker's sandbox has what NVIDIA's driver needs, and no sockets in other folders.
-        let arguments = ["--backend", "cuda", "--sandbox", "off", "--insecure", "--workers", "1"];
-        let arguments = [&arguments[..], &["--listen", &above, "--listen", &tcp]].concat();
-        let server = start("above", "rgpu-server", &variables, &arguments)?;
-        let bridges = [bridge("local", "local", &above)?, bridge("tcp", "tcp", &tcp)?];
-        Ok(Stack { bridges, _server: server, _below: [to_gpu, gpu], _folder: folder })
+        let arguments = [&ABOVE[..], &["--listen", &above, "--listen", &tcp]].concat();
+        let server = start(folder.path(), "above", "rgpu-server", &variables, &arguments)?;
+        let mut bridges = Vec::new();
+        for (transport, server) in TRANSPORTS.into_iter().zip([&above, &tcp]) {
+            let (bridge, socket) = bridge(folder.path(), transport, transport, server)?;
+            bridges.push((transport, bridge, socket));
+        }
+        Ok(Stack { bridges, _server: server, _below: [to_gpu, gpu], driver, folder })
+    }
+
+    /// A server with two devices keeps their numbers when the first one is lost, so that its driver counts
+    /// the second one as the first; the server's next daemon keeps them, too.
+    fn numbers_stay(&self) -> Result<()> {
+        let folder = self.folder.path().join("numbers");
+        std::fs::create_dir(&folder)?;
+        let at = |name: &str| folder.join(name).display().to_string();
+        let (worker, lost, events) = (at("worker"), at("lost"), at("events"));
+        let server = tree::binaries().join("rgpu-server");
+        let script = format!(
+            "#!/bin/sh\n[ ! -e {lost} ] || export CUDA_VISIBLE_DEVICES={LAST}\nexec {} \"$@\"\n",
+            server.display()
+        );
+        std::fs::write(&worker, script)?;
+        std::fs::set_permissions(&worker, std::fs::Permissions::from_mode(0o755))?;
+        mkfifo(&*events, Mode::S_IRUSR | Mode::S_IWUSR)?;
+        let address = format!("unix:{}", at("server.sock"));
+        let own = ["--listen", &address, "--worker-program", &worker, "--software-events", &events];
+        let variables = [&self.driver[..], &[("CUDA_VISIBLE_DEVICES", LAST_TWO.into())]].concat();
+        let arguments = [&ABOVE[..], &own].concat();
+        let server = start(&folder, "numbers", "rgpu-server", &variables, &arguments)?;
+        let (_bridge, socket) = bridge(&folder, "to-numbers", "local", &address)?;
+        // By NVML, which the daemon asks.
+        let known = || -> Result<Vec<serde_json::Value>> {
+            let status = server.status()?;
+            let gpus = status["gpus"].as_array().context("GPUs")?.iter();
+            Ok(gpus.map(|gpu| gpu["uuid"].clone()).collect())
+        };
+        eventually(|| known().is_ok_and(|uuids| uuids.len() == 2 && !uuids[1].is_null()));
+        let [first, second] = <[_; 2]>::try_from(known()?).map_err(|_| anyhow!("not two GPUs"))?;
+        ensure!(first != second, "both are {first}");
+        // By the driver, which the worker asks.
+        let uuids = || -> Result<Vec<serde_json::Value>> {
+            let mut command = Command::new(programs::built("device_list")?);
+            command.env("RGPU_SOCKET", &socket).env("LD_LIBRARY_PATH", tree::guest_libraries());
+            let outcome = programs::run(&mut command, programs::LIMIT)?;
+            outcome.verdict("device_list")?;
+            let uuids = outcome.stdout.lines().filter_map(|line| line.trim().split(',').next());
+            Ok(uuids.filter(|uuid| uuid.starts_with("GPU-")).map(Into::into).collect())
+        };
+        ensure!(uuids()? == [first.clone(), second.clone()], "{:?}", uuids()?);
+
+        std::fs::write(&lost, "")?;
+        std::fs::write(&events, "0 lost\n")?;
+        let ill = || server.status().is_ok_and(|status| status["gpus"][0]["healthy"] == false);
+        eventually(ill);
+        ensure!(uuids()? == [second.clone()], "{:?}", uuids()?);
+        server.signal(Signal::SIGUSR2)?;
+        eventually(|| server.log_text().contains("takes over") && ill());
+        ensure!(uuids()? == [second.clone()], "{:?}", uuids()?);
+        // The daemon's library still has both, as NVML may have a handle of a lost GPU.
+        eventually(|| known().is_ok_and(|uuids| uuids == [first.clone(), second.clone()]));
+        Ok(())
     }
 
     /// Runs a program over a transport, and requires that it passes.
@@ -203,6 +281,13 @@ fn main() -> Result<ExitCode> {
     };
     let stack = if arguments.list { None } else { Some(Arc::new(Stack::start()?)) };
     let mut trials = Vec::new();
+    if asked.is_empty() {
+        let stack = stack.clone();
+        trials.push(Trial::test("numbers_stay_with_their_devices_when_one_is_lost", move || {
+            let stack = stack.as_ref().ok_or("nothing runs while tests are listed")?;
+            Ok(told(stack.numbers_stay())?)
+        }));
+    }
     for program in all {
         for transport in TRANSPORTS {
             if !is_wanted(transport, &program)? {

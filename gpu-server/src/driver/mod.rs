@@ -19,7 +19,8 @@
 //! - [`beside`]: mirrors of the client's memory, for every thread; [`express`]: the few operations that are
 //!   also executed while the dispatcher is busy; [`nvml`]: NVML queries, which need no session;
 //! - [`activity`]: device activity, for profilers;
-//! - [`health`]: what can go wrong with a device; [`watchdog`]: finds kernels that run too long.
+//! - [`listed`]: what identifies a device; [`health`]: what can go wrong with one; [`watchdog`]: finds
+//!   kernels that run too long.
 //!
 //! One thread, the dispatcher, calls a [`Backend`]. No call waits for the device: the GPU's threads report
 //! what finishes later, through [`Pending`](call::Pending) answers and [`Errors`].
@@ -33,6 +34,7 @@ pub mod express;
 pub mod gpu;
 pub mod health;
 pub mod ids;
+pub mod listed;
 pub mod nvml;
 pub mod output;
 pub mod parts;
@@ -54,6 +56,7 @@ pub use beside::Beside;
 pub use call::{Call, Errors};
 pub use gpu::Unavailable;
 
+use self::listed::Listed;
 use self::quota::Quota;
 use self::session::Session;
 use crate::config::{Backend as Choice, Backing};
@@ -63,6 +66,11 @@ pub fn restrict(backend: &mut dyn Backend, backing: &Backing, quota: Quota, numb
     let choice = if backend.name() == "cuda" { Choice::Cuda } else { Choice::Software };
     let backing = Backing { backend: choice, devices: numbers.to_vec(), ..backing.clone() };
     backend.restrict(numbers, nvml::Management::new(&backing, quota))
+}
+
+/// All devices behind a backend from [`make`], by number; none if each number is always the same device's.
+pub fn listed(backend: &dyn Backend, backing: &Backing) -> Result<Vec<Listed>, String> {
+    if backend.name() == "cuda" { cuda::listed(backing) } else { Ok(Vec::new()) }
 }
 
 /// Makes the backend that `backing` selects, for a session with this quota of device memory. It has no
@@ -82,9 +90,7 @@ pub fn make(backing: &Backing, quota: Quota) -> Result<Box<dyn Backend>, Unavail
     let session_backing = Backing { backend: choice, ..backing.clone() };
     let nvml = nvml::Management::new(&session_backing, quota.clone());
     match choice {
-        Choice::Cuda => {
-            Ok(Box::new(Session::new(cuda::Cuda::new(&backing.devices, backing.cupti.clone())?, quota, nvml)))
-        }
+        Choice::Cuda => Ok(Box::new(Session::new(cuda::Cuda::new(backing)?, quota, nvml))),
         _ => Ok(Box::new(Session::new(software::Software::new(backing)?, quota, nvml))),
     }
 }

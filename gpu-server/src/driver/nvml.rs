@@ -42,7 +42,7 @@ impl Management {
     pub fn new(backing: &Backing, quota: Quota) -> Management {
         let (backing, limited) = (backing.clone(), quota.clone());
         let find = move || -> Result<Box<dyn Answers>, u32> {
-            let nvidia = || Nvidia::new(&backing.devices, limited.clone());
+            let nvidia = || Nvidia::new(&backing, limited.clone());
             let software = || Ok(Box::new(Devices::new(&backing, limited.clone())?) as Box<dyn Answers>);
             match backing.backend {
                 Backend::Cuda => Ok(Box::new(nvidia()?)),

@@ -31,7 +31,7 @@ impl State {
         };
         let sum =
             |sessions: &mut dyn Iterator<Item = &Session>| sessions.map(counted).fold(0, u64::saturating_add);
-        let of_client = || self.sessions.values().filter(|session| session.limits.owner() == limits.owner());
+        let of_client = || self.sessions.of(limits.owner());
         let client = sum(&mut of_client());
         match resource {
             Resource::Pinned => client,
@@ -158,7 +158,7 @@ impl State {
 
     /// Tells the workers of a client's sessions what counts against their limits on these devices.
     pub(super) fn publish(&self, client: &str, devices: Range<usize>) {
-        let sessions = || self.sessions.values().filter(|session| session.limits.owner() == client);
+        let sessions = || self.sessions.of(client);
         let (mut all, mut of_principals) = ([0u64; MOST_DEVICES], HashMap::new());
         for session in sessions() {
             let own = of_principals.entry(&session.limits.principal).or_insert([0u64; MOST_DEVICES]);

@@ -33,7 +33,7 @@ pub(super) fn end_sessions(
     let left_queue = count > 0;
     let mut running = state.running();
     let mut over = Vec::new();
-    for (pid, session) in &mut state.sessions {
+    for (pid, session) in state.sessions.iter_mut() {
         if session.ended {
             continue;
         }

@@ -104,14 +104,15 @@ fn run(server: &Server) {
     loop {
         let state = gpus.lock();
         drop(gpus.changed.wait_while(state, |state| !state.wanted).unwrap_or_else(PoisonError::into_inner));
-        let numbers = {
+        let (known, numbers) = {
             let state = server.lock();
-            match &state.serving {
+            let numbers = match &state.serving {
                 Some((backend, _)) if backend == "cuda" => state.devices(&server.options),
                 _ => Vec::new(),
-            }
+            };
+            (Arc::clone(&state.known), numbers)
         };
-        let read = if numbers.is_empty() { Ok(Vec::new()) } else { readings::read(&numbers) };
+        let read = if numbers.is_empty() { Ok(Vec::new()) } else { readings::read(&known, &numbers) };
         if let (Err(status), false) = (&read, failed) {
             tracing::warn!(
                 "NVML does not report the devices' figures (nvmlReturn_t {status}): metrics and status lack them"

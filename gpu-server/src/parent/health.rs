@@ -20,6 +20,7 @@ use super::queue;
 use super::state::{Illness, Server, State};
 use super::workers::{Stage, Worker};
 use crate::config::Serve;
+use crate::driver::cuda::nvml::Devices;
 use crate::driver::cuda::nvml::health::Watch;
 use crate::driver::health::{Event, Verdict};
 use crate::worker_protocol::{Kind, ToWorker};
@@ -51,12 +52,12 @@ fn open_fifo(path: &Path) -> anyhow::Result<std::fs::File> {
     open.with_context(|| format!("--software-events {}", path.display()))
 }
 
-/// Waits until a worker has reported which devices the server serves.
-fn serving(server: &Server) -> (String, Vec<u32>) {
+/// Waits until a worker has reported which devices the server serves, and which there are.
+fn serving(server: &Server) -> (String, Vec<u32>, Arc<Devices>) {
     let mut state = server.lock();
     loop {
         if let Some((backend, _)) = &state.serving {
-            return (backend.clone(), state.devices(&server.options));
+            return (backend.clone(), state.devices(&server.options), Arc::clone(&state.known));
         }
         state = server.changed.wait(state).unwrap_or_else(|e| e.into_inner());
     }
@@ -73,13 +74,13 @@ fn watch_fifo(server: &Server, events: std::fs::File) {
 }
 
 fn watch_nvml(server: &Server) {
-    let (backend, numbers) = serving(server);
+    let (backend, numbers, known) = serving(server);
     if backend != "cuda" {
         return;
     }
     let mut warned = false;
     let mut watch = loop {
-        match Watch::new(&numbers) {
+        match Watch::new(&known, &numbers) {
             Ok(watch) => break watch,
             Err(status) if !warned => {
                 warned = true;

@@ -467,7 +467,7 @@ mod tests {
         state.sessions.insert(7, session);
         let refused = ask_by(&mut state, &grant("b"), &wish(1, true), 3).unwrap_err();
         assert_eq!(refused.0, Reason::LeaseTaken, "devices with sessions are not free: {}", refused.1);
-        state.sessions.clear();
+        state.sessions = Default::default();
         assert_eq!(ask_by(&mut state, &grant("b"), &wish(2, true), 4).unwrap().devices, [2, 3]);
     }
 

@@ -37,7 +37,7 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let measure = move || {
         let (mut pause, mut failed) = (PAUSE, Failed::new());
         loop {
-            let (numbers, settled) = {
+            let (known, numbers, settled) = {
                 let mut state = server.lock();
                 while !state.measure {
                     state = server.measuring.wait(state).unwrap_or_else(|e| e.into_inner());
@@ -50,9 +50,9 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
                     continue;
                 }
                 let numbers = state.well(&server.options).unwrap_or_else(|| state.devices(&server.options));
-                (numbers, state.settled())
+                (Arc::clone(&state.known), numbers, state.settled())
             };
-            let answers = numbers.iter().copied().zip(processes::uses(&numbers)).collect();
+            let answers = numbers.iter().copied().zip(processes::uses(&known, &numbers)).collect();
             pause = note(&server, &answers, &settled, &mut failed);
         }
     };

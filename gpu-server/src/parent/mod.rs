@@ -1,7 +1,7 @@
 //! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`state`]: what the threads share, with every [`session`], below all that acts on it; [`bells`]: what
-//!   wakes them; [`host`]: the server's name; [`text`]: makes what clients and workers say printable;
+//! - [`state`]: what the threads share, with every [`session`] ([`sessions`]), below all that acts on it;
+//!   [`bells`]: what wakes them; [`host`]: the server's name; [`text`]: makes what clients and workers say printable;
 //! - [`listen`]: listening sockets, and connections without a first message; [`control`]: connections with
 //!   one; [`direct`]: connections between workers of two servers;
 //! - [`handshake`]: the first message of a connection; [`grants`]: what a session may have before it begins;
@@ -57,6 +57,7 @@ mod refusals;
 mod residency;
 mod scrape;
 mod session;
+mod sessions;
 mod state;
 mod status;
 mod swap;

@@ -147,8 +147,7 @@ impl State {
 impl State {
     /// The healthy devices, of those that the limits allow, of a client's sessions and leases together.
     pub(super) fn usable_devices_of(&self, limits: &Limits) -> BTreeSet<u32> {
-        let sessions = self.sessions.values().filter(|session| session.kind == Kind::Gpu);
-        let sessions = sessions.filter(|session| session.limits.owner() == limits.owner());
+        let sessions = self.sessions.of(limits.owner()).filter(|session| session.kind == Kind::Gpu);
         let leases = self.leases.all().filter(|lease| lease.account == limits.owner());
         let own = sessions.map(|session| &session.devices).chain(leases.map(|lease| &lease.devices));
         let allowed = |n: &u32| limits.devices.is_empty() || limits.devices.contains(n);

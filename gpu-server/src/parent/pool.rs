@@ -165,6 +165,7 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
 fn for_worker(state: &State, options: &WorkerOptions, well: Option<Vec<u32>>) -> WorkerOptions {
     let mut options = options.clone();
     options.backing.devices = well.unwrap_or(options.backing.devices);
+    options.backing.listed = state.known.listed();
     // `auto` is decided once. If NVIDIA's driver fails later, for example because it was replaced, a worker
     // says so instead of serving a GPU in software.
     let first = state.serving.as_ref().and_then(|(backend, _)| Backend::from_str(backend, false).ok());
@@ -236,6 +237,8 @@ pub(super) mod tests {
     use super::super::watch::{become_ready, remove_worker};
     use super::super::workers::MAX_PAUSE;
     use super::*;
+    use crate::driver::cuda::nvml::Devices;
+    use crate::driver::listed::Listed;
     use crate::limits::Limits;
 
     fn options(flags: &[&str]) -> Serve {
@@ -288,7 +291,7 @@ pub(super) mod tests {
         state.sessions.insert(50, session);
         waiting(&mut state, 32, Kind::Gpu);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 2);
-        state.sessions.clear();
+        state.sessions = Default::default();
         assert_eq!(started(&mut state, &options, Kind::Gpu, 64, now), 32);
     }
 
@@ -352,6 +355,13 @@ pub(super) mod tests {
         state.ill = state.ill.into_values().map(|illness| (0, illness)).collect();
         state.gpu.starting = 0;
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 0, "none could serve");
+    }
+
+    #[test]
+    fn later_workers_count_devices_as_the_first_has_listed_them() {
+        let known = ["a", "b"].map(Listed::test).to_vec();
+        let state = State { known: Arc::new(Devices::new(known.clone())), ..State::default() };
+        assert_eq!(for_worker(&state, &options(&[]).worker, None).backing.listed, known);
     }
 
     #[test]

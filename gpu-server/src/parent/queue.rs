@@ -527,7 +527,7 @@ fn wait(server: &Server) -> Gone {
 /// Kills the workers of sessions that have been over for too long.
 fn part(state: &mut State, gone: &[Presence], now: Instant) {
     let State { sessions, workers, .. } = state;
-    for (pid, session) in sessions {
+    for (pid, session) in sessions.iter_mut() {
         let is_gone = |presence: &Presence| gone.iter().any(|gone| gone.is(presence));
         match session.leaving {
             Leaving::No if session.ended || session.presence.as_ref().is_some_and(is_gone) => {

@@ -240,27 +240,74 @@ fn left(view: &View) -> Bytes {
     missing(&view.movable, &view.away)
 }
 
-/// The sessions that leave and return with this one, itself among them.
-fn unit<'v>(view: &View, views: &'v [View]) -> impl Iterator<Item = &'v View> + use<'v> {
-    let (worker, group) = (view.worker, view.group);
-    views.iter().filter(move |other| other.worker == worker || group.is_some() && other.group == group)
+/// A session, and what it can still move off its devices.
+struct Member<'v> {
+    view: &'v View,
+    left: Bytes,
+}
+
+/// Sessions that leave and return together: one, or all that belong together.
+#[derive(Default)]
+struct Unit<'v> {
+    members: Vec<Member<'v>>,
+    /// What is free once they have left.
+    releases: Bytes,
+}
+
+impl<'v> Unit<'v> {
+    fn add(&mut self, view: &'v View) {
+        let left = left(view);
+        // What is away of sessions that belong together is kept free as long as one of them is there.
+        add(&mut self.releases, if view.group.is_some() { &view.movable } else { &left });
+        self.releases.retain(|_, bytes| *bytes > 0);
+        self.members.push(Member { view, left });
+    }
+
+    /// Those that can move something off their devices.
+    fn there(&self) -> impl Iterator<Item = &Member<'v>> {
+        self.members.iter().filter(|member| !member.left.is_empty())
+    }
+}
+
+/// The units of a step. Each session in line looks at all of them, so they are made once.
+struct Units<'v> {
+    all: Vec<Unit<'v>>,
+    /// Their places, by worker.
+    places: HashMap<u32, usize>,
+}
+
+impl<'v> Units<'v> {
+    fn new(views: &'v [View]) -> Units<'v> {
+        let (mut all, mut places, mut groups) = (Vec::<Unit<'v>>::new(), HashMap::new(), HashMap::new());
+        for view in views {
+            let new = all.len();
+            let place = view.group.map_or(new, |group| *groups.entry(group).or_insert(new));
+            if place == new {
+                all.push(Unit::default());
+            }
+            all[place].add(view);
+            places.insert(view.worker, place);
+        }
+        Units { all, places }
+    }
+
+    fn all(&self) -> &[Unit<'v>] {
+        #[cfg(test)]
+        tests::LOOKED.set(tests::LOOKED.get() + self.places.len());
+        &self.all
+    }
+
+    /// The sessions that leave and return with a worker's, itself among them.
+    fn with(&self, worker: u32) -> &[Member<'v>] {
+        let unit = self.places.get(&worker).and_then(|place| self.all.get(*place));
+        unit.map_or(&[], |unit| &unit.members)
+    }
 }
 
 /// The part of `bytes` that is in `other`, too.
 fn both(bytes: &Bytes, other: &Bytes) -> Bytes {
     let common = |(device, bytes): (&u32, &u64)| Some((*device, (*bytes).min(*other.get(device)?)));
     bytes.iter().filter_map(common).collect()
-}
-
-/// What is free once a session and those that it belongs to have left.
-fn releases(view: &View, views: &[View]) -> Bytes {
-    let mut bytes = Bytes::new();
-    for member in unit(view, views) {
-        // What is away of sessions that belong together is kept free as long as one of them is there.
-        add(&mut bytes, &if view.group.is_some() { member.movable.clone() } else { left(member) });
-    }
-    bytes.retain(|_, bytes| *bytes > 0);
-    bytes
 }
 
 /// How much of `wanted` is missing in `there`.
@@ -331,21 +378,22 @@ impl Residency {
     /// Decides what happens now. `budget`: the bytes of each device; others have room for everything. Every
     /// session that has device memory is in `views`.
     pub(super) fn step(&mut self, now: u64, budget: &Bytes, views: &[View]) -> Decided {
+        let units = Units::new(views);
         let Residency { sessions, leaving, .. } = self;
         sessions.retain(|worker, known| {
-            let stays = views.iter().any(|view| view.worker == *worker);
+            let stays = units.places.contains_key(worker);
             if !stays {
                 leaving.insert(*worker, known.keeps);
             }
             stays
         });
         views.iter().for_each(|view| self.note(now, view));
-        let is_there =
-            |view: &View| !left(view).is_empty() || self.ordered(view.worker) == Some(MemoryOrder::Return);
-        let there: HashSet<u32> =
-            views.iter().filter(|view| is_there(view)).filter_map(|view| view.group).collect();
-        let kept = views.iter().filter(|view| view.group.is_some_and(|group| there.contains(&group)));
-        self.kept = kept.map(|view| view.worker).collect();
+        let is_there = |Member { view, left }: &Member<'_>| {
+            !left.is_empty() || self.ordered(view.worker) == Some(MemoryOrder::Return)
+        };
+        let kept = units.all().iter().filter(|unit| unit.members.iter().any(is_there));
+        let kept = kept.flat_map(|unit| &unit.members).filter(|member| member.view.group.is_some());
+        self.kept = kept.map(|member| member.view.worker).collect();
         let mut used = Bytes::new();
         for view in views {
             add(&mut used, &view.on);
@@ -363,7 +411,7 @@ impl Residency {
         self.reserved.clear();
         let mut decided = Decided::default();
         for view in &line {
-            self.serve(now, view, &mut room, views, &mut decided);
+            self.serve(now, view, &mut room, &units, &mut decided);
         }
         decided.pending = !line.is_empty() || self.sessions.values().any(|known| known.order.is_some());
         decided
@@ -466,7 +514,7 @@ impl Residency {
     }
 
     /// Makes room for a waiting session, or gives it the room that exists.
-    fn serve(&mut self, now: u64, view: &View, room: &mut Room, views: &[View], decided: &mut Decided) {
+    fn serve(&mut self, now: u64, view: &View, room: &mut Room, units: &Units<'_>, decided: &mut Decided) {
         let mut wanted = view.needs.clone();
         let Some(known) = self.sessions.get_mut(&view.worker) else { return };
         let offered = known.offered.take();
@@ -484,7 +532,7 @@ impl Residency {
             // The room is counted as its own, but others may still have to leave it.
             add(&mut wanted, &both(&view.away, &room.owed));
         } else if returns {
-            unit(view, views).for_each(|member| add(&mut wanted, &member.away));
+            units.with(view.worker).iter().for_each(|member| add(&mut wanted, &member.view.away));
         }
         let short = missing(&wanted, &room.free);
         if short.is_empty() {
@@ -501,51 +549,45 @@ impl Residency {
             }
             self.reserve(view.worker, &wanted, room);
             if returns && self.may(now, view) {
-                self.take_back(now, view, views, decided);
+                self.take_back(now, view, units, decided);
             }
             return;
         }
         // What is already leaving may be enough.
         let mut coming = Bytes::new();
-        for other in views {
-            let leaves = |member: &View| self.leaves(now, member, MOVES_WITHIN);
-            if other.group.is_some() {
-                let mut there = unit(other, views).filter(|member| !left(member).is_empty()).peekable();
-                if there.peek().is_some() && there.all(leaves) {
-                    add(&mut coming, &other.movable);
-                }
-            } else if leaves(other) {
-                add(&mut coming, &left(other));
+        for unit in units.all() {
+            let mut there = unit.there().peekable();
+            if there.peek().is_some() && there.all(|member| self.leaves(now, member.view, MOVES_WITHIN)) {
+                add(&mut coming, &unit.releases);
             }
         }
         take(&mut coming, &room.owed);
         // It returns into memory that others are releasing at this moment, so that both move at the same
         // time.
-        let mut given_up = self.given_up(now, views);
+        let mut given_up = self.given_up(now, units);
         take(&mut given_up, &room.owed);
         if returns && self.may(now, view) && missing(&short, &given_up).is_empty() {
             add(&mut room.owed, &short);
             self.reserve(view.worker, &wanted, room);
-            self.take_back(now, view, views, decided);
+            self.take_back(now, view, units, decided);
             return;
         }
         let mut short = missing(&short, &coming);
         let (mut chosen, mut later) = (Vec::new(), Later::default());
-        for (busy, other) in self.candidates(now, view, views, &mut later) {
+        for (busy, unit) in self.candidates(now, view, units, &mut later) {
             if short.is_empty() {
                 break;
             }
-            let released = releases(other, views);
-            if short.keys().any(|device| released.contains_key(device)) {
-                short = missing(&short, &released);
-                chosen.push((busy, other));
+            if short.keys().any(|device| unit.releases.contains_key(device)) {
+                short = missing(&short, &unit.releases);
+                chosen.push((busy, unit));
             }
         }
         if short.is_empty() {
             // Nobody behind it in line may take what is free for it.
             self.reserve(view.worker, &wanted, room);
-            for (busy, other) in chosen {
-                self.send_away(now, other, busy, views, decided);
+            for (busy, unit) in chosen {
+                self.send_away(now, unit, busy, units, decided);
             }
             let nobody_moves = self.sessions.values().all(|known| known.order.is_none());
             if nobody_moves
@@ -554,7 +596,7 @@ impl Residency {
             {
                 decided.no_store.push(view.worker);
             }
-        } else if missing(&short, &self.stuck(now, views, &room.owed)).is_empty() {
+        } else if missing(&short, &self.stuck(now, units, &room.owed)).is_empty() {
             // Nobody leaves for it meanwhile, and nobody takes what is free for it.
             self.reserve(view.worker, &wanted, room);
         } else if let Some(known) = self.sessions.get_mut(&view.worker) {
@@ -571,9 +613,9 @@ impl Residency {
     }
 
     /// Orders a session to return. Those that it belongs to may then return at any time.
-    fn take_back(&mut self, now: u64, view: &View, views: &[View], decided: &mut Decided) {
+    fn take_back(&mut self, now: u64, view: &View, units: &Units<'_>, decided: &mut Decided) {
         if view.group.is_some() {
-            self.kept.extend(unit(view, views).map(|member| member.worker));
+            self.kept.extend(units.with(view.worker).iter().map(|member| member.view.worker));
         }
         self.order(now, view, MemoryOrder::Return, false, decided);
     }
@@ -584,12 +626,13 @@ impl Residency {
     }
 
     /// What sessions that have partly left will release in the next moments.
-    fn given_up(&self, now: u64, views: &[View]) -> Bytes {
+    fn given_up(&self, now: u64, units: &Units<'_>) -> Bytes {
         let mut bytes = Bytes::new();
         let leaves = |view: &&View| {
             view.group.is_none() && self.leaves(now, view, MOVES_WITHIN) && sum(&view.away) > 0
         };
-        for view in views.iter().filter(leaves) {
+        let members = units.all().iter().flat_map(|unit| &unit.members);
+        for view in members.map(|member| member.view).filter(leaves) {
             add(&mut bytes, &view.movable);
             take(&mut bytes, &view.away);
         }
@@ -598,10 +641,12 @@ impl Residency {
 
     /// What sessions have to release that are leaving, and have moved nothing for so long that they are not
     /// counted on. `owed`: what others return into, perhaps of theirs.
-    fn stuck(&self, now: u64, views: &[View], owed: &Bytes) -> Bytes {
+    fn stuck(&self, now: u64, units: &Units<'_>, owed: &Bytes) -> Bytes {
         let mut bytes = Bytes::new();
-        let stuck = |view: &&View| self.leaves(now, view, GIVES_UP) && !self.leaves(now, view, MOVES_WITHIN);
-        views.iter().filter(stuck).for_each(|view| add(&mut bytes, &left(view)));
+        let leaves = |member: &Member<'_>, within| self.leaves(now, member.view, within);
+        let stuck = |member: &&Member<'_>| leaves(member, GIVES_UP) && !leaves(member, MOVES_WITHIN);
+        let members = units.all().iter().flat_map(|unit| &unit.members);
+        members.filter(stuck).for_each(|member| add(&mut bytes, &member.left));
         take(&mut bytes, owed);
         bytes
     }
@@ -620,29 +665,27 @@ impl Residency {
         })
     }
 
-    /// The sessions that may be ordered to leave for `waiting`, in this order, and whether each is busy: of
-    /// those that belong together, one. `later`: what others could release, but not now.
-    fn candidates<'v>(
+    /// The sessions that may be ordered to leave for `waiting`, in this order, and whether they are busy.
+    /// `later`: what others could release, but not now.
+    fn candidates<'u, 'v>(
         &self,
         now: u64,
         waiting: &View,
-        views: &'v [View],
+        units: &'u Units<'v>,
         later: &mut Later,
-    ) -> Vec<(bool, &'v View)> {
+    ) -> Vec<(bool, &'u Unit<'v>)> {
         let mut found = Vec::new();
-        for other in views {
-            let there: Vec<&View> = unit(other, views).filter(|member| !left(member).is_empty()).collect();
-            if there.first().is_none_or(|first| first.worker != other.worker) {
-                continue;
-            }
-            let may = unit(other, views).all(|member| {
-                member.worker != waiting.worker && self.ordered(member.worker) != Some(MemoryOrder::Return)
-            }) && there.iter().all(|member| self.may_leave(member, waiting));
+        for unit in units.all() {
+            let Some(first) = unit.there().next().map(|member| member.view) else { continue };
+            let may =
+                unit.members.iter().map(|member| member.view.worker).all(|worker| {
+                    worker != waiting.worker && self.ordered(worker) != Some(MemoryOrder::Return)
+                }) && unit.there().all(|member| self.may_leave(member.view, waiting));
             if !may {
                 continue;
             }
             let (mut busy, mut since, mut keeps) = (false, 0, false);
-            for member in &there {
+            for member in unit.there().map(|member| member.view) {
                 let Some(known) = self.sessions.get(&member.worker) else { continue };
                 if self.place(member).is_some() && known.not_before <= now {
                     // It can do nothing with what it has.
@@ -660,16 +703,16 @@ impl Residency {
                 keeps |= known.since.saturating_add(residency) > now || known.not_before > now;
                 since = since.max(rested.unwrap_or(known.since));
             }
-            if busy && other.group.is_some() {
-                add(&mut later.busy, &releases(other, views));
+            if busy && first.group.is_some() {
+                add(&mut later.busy, &unit.releases);
             } else if keeps {
-                add(&mut later.kept, &releases(other, views));
+                add(&mut later.kept, &unit.releases);
             } else {
-                found.push((busy, other.principal != waiting.principal, since, other));
+                found.push(((busy, first.principal != waiting.principal, since, first.worker), unit));
             }
         }
-        found.sort_by_key(|(busy, others, since, other)| (*busy, *others, *since, other.worker));
-        found.into_iter().map(|(busy, _, _, other)| (busy, other)).collect()
+        found.sort_by_key(|(order, _)| *order);
+        found.into_iter().map(|((busy, ..), unit)| (busy, unit)).collect()
     }
 
     /// Whether a session may ever be ordered to leave for `waiting`.
@@ -681,11 +724,10 @@ impl Residency {
         })
     }
 
-    /// Orders a session to leave, with those that it belongs to, if there is room for their memory; otherwise
-    /// has room made.
-    fn send_away(&mut self, now: u64, view: &View, busy: bool, views: &[View], decided: &mut Decided) {
-        let leaving: Vec<&View> = unit(view, views).filter(|member| !left(member).is_empty()).collect();
-        let is_leaving = |worker| leaving.iter().any(|member| member.worker == worker);
+    /// Orders sessions to leave together, if there is room for their memory; otherwise has room made.
+    fn send_away(&mut self, now: u64, unit: &Unit<'_>, busy: bool, units: &Units<'_>, decided: &mut Decided) {
+        let leaving: HashSet<u32> = unit.there().map(|member| member.view.worker).collect();
+        let is_leaving = |worker| leaving.contains(&worker);
         let mut taken = self.leaving.values().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
         for (worker, known) in &self.sessions {
             taken = taken.saturating_add(if is_leaving(*worker) { 0 } else { known.keeps });
@@ -694,13 +736,13 @@ impl Residency {
             bytes <= self.rules.memory_each && taken.saturating_add(bytes) <= self.rules.memory
         };
         let mut places = Vec::new();
-        for member in &leaving {
+        for member in unit.there().map(|member| member.view) {
             let bytes = crate::driver::store::memory_for(sum(&member.movable));
             let (fits, small) = (fits(taken, bytes), bytes <= self.rules.memory_each);
             // What goes to a file passes through a chunk of memory.
             let keeps = if fits { bytes } else { crate::driver::store::memory_for(1) };
             taken = taken.saturating_add(keeps);
-            places.push((*member, fits, small, keeps));
+            places.push((member, fits, small, keeps));
         }
         if self.rules.files || places.iter().all(|(_, fits, ..)| *fits) {
             for (member, fits, _, keeps) in places {
@@ -712,7 +754,8 @@ impl Residency {
             return;
         }
         // What sessions keep for reuse, although their memory is on the devices.
-        let keepers = views.iter().filter(|other| {
+        let members = units.all().iter().flat_map(|unit| &unit.members);
+        let keepers = members.map(|member| member.view).filter(|other| {
             let known = self.sessions.get(&other.worker);
             known.is_some_and(|known| known.keeps > 0 && !known.away && known.order.is_none())
         });

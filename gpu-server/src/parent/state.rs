@@ -25,13 +25,14 @@ use super::record::Succession;
 use super::refusals::{LogLimits, Reason, Refusals};
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
-use super::session::Session;
+use super::sessions::Sessions;
 use super::trust::{Principal, Trust};
 use super::workers::{Managed, Pool, Stage, Worker};
 use crate::cache::{self, store::Store};
 use crate::config::Serve;
 use crate::confinement::Confining;
 use crate::cuda_ipc::Shares;
+use crate::driver::cuda::nvml::Devices;
 use crate::policy::{Grant, Policy};
 use crate::worker_protocol::{Kind, Token};
 
@@ -77,7 +78,7 @@ pub(super) struct State {
     /// Every worker process, by process id.
     pub(super) workers: HashMap<u32, Managed>,
     /// By the worker's process id.
-    pub(super) sessions: HashMap<u32, Session>,
+    pub(super) sessions: Sessions,
     pub(super) tokens: HashMap<Token, Arc<Worker>>,
     /// For direct connections from other servers.
     pub(super) tickets: Tickets,
@@ -87,7 +88,9 @@ pub(super) struct State {
     pub(super) leases: Leases,
     /// The backend and devices that workers serve, once a worker has been ready.
     pub(super) serving: Option<(String, Vec<String>)>,
-    /// The options behind them ([`Backing::chosen`](crate::config::Backing::chosen)), for the next daemon.
+    /// All devices of NVIDIA's driver, by number, once a worker that serves them has been ready.
+    pub(super) known: Arc<Devices>,
+    /// The options behind those that are served ([`Backing::chosen`](crate::config::Backing::chosen)), for the next daemon.
     pub(super) chosen: (Vec<u32>, u32),
     pub(super) paces: Paces,
     /// How often the rules for clients were read again.

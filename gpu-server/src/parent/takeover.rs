@@ -105,7 +105,9 @@ pub(super) fn take_over(server: &Arc<Server>, inherited: &mut Inherited) {
         let others = saved.chosen.take().is_some_and(|chosen| chosen != backing.chosen());
         saved.serving.take_if(|(backend, _)| {
             let another = Backend::from_str(backend, false) != Ok(backing.backend);
-            others || (backing.backend != Backend::Auto && another)
+            // Earlier versions did not say which device has which number.
+            let unknown = backend == "cuda" && saved.listed.is_empty();
+            others || unknown || (backing.backend != Backend::Auto && another)
         });
         server.lock().restore(saved);
     }
@@ -338,7 +340,7 @@ fn restore_slots(state: &mut State, gone: &[(u32, Vec<(Token, u16)>)]) {
         state.shares.remove_all_of(owner);
     }
     // After a crash, what is known of memory is only who shares it.
-    for (worker, session) in &mut state.sessions {
+    for (worker, session) in state.sessions.iter_mut() {
         let events = session.opened.iter().map(|(token, _)| *token);
         let tokens = events.chain(session.account.imports.all().map(|(token, _)| token));
         session.linked = tokens.filter_map(|token| state.shares.owner(&token)).collect();
@@ -458,6 +460,8 @@ mod tests {
 
     use super::*;
     use crate::config::Serve;
+    use crate::driver::cuda::nvml::Devices;
+    use crate::driver::listed::Listed;
     use crate::limits::Limits;
     use crate::parent::queue::tests::session_of_limits;
     use crate::worker_protocol::{Counters, FromWorker};
@@ -570,13 +574,43 @@ mod tests {
     }
 
     #[test]
+    fn gpus_keep_their_numbers_under_another_daemon() {
+        let server =
+            Arc::new(Server::new(Serve::from_flags(&["--backend=cuda"]), &mut Inherited::default()).unwrap());
+        let serving = Some(("cuda".to_owned(), vec!["a GPU".to_owned()]));
+        let known = ["a", "b"].map(Listed::test).to_vec();
+        let restored = |listed: &[Listed], before: (Vec<u32>, u32)| {
+            let mut state = server.lock();
+            (state.serving, state.chosen) = (serving.clone(), before);
+            state.known = Arc::new(Devices::new(listed.to_vec()));
+            state.save_daemon(&server.succession, true);
+            (state.serving, state.known) = Default::default();
+            drop(state);
+            take_over(&server, &mut Inherited::default());
+            let state = server.lock();
+            (state.serving.clone(), state.known.listed())
+        };
+        assert_eq!(restored(&known, (Vec::new(), 1)), (serving.clone(), known.clone()));
+        assert_eq!(
+            restored(&known, (vec![1], 1)),
+            (None, known),
+            "those that are chosen have their numbers, too"
+        );
+        assert_eq!(
+            restored(&[], (Vec::new(), 1)),
+            (None, Vec::new()),
+            "an earlier version has not saved them"
+        );
+    }
+
+    #[test]
     fn a_session_whose_lease_the_daemon_before_has_ended_does_not_go_on() {
         let server = Arc::new(Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap());
         let session = |id| restored(&server, "host1", "10.0.0.9:4711", Some((id, "host1/00000001")));
         let sessions = [(1, session(1)), (2, session(2))];
         let mut state = server.lock();
         state.restore(saved_daemon(saved_lease("host1", "host1")));
-        state.sessions.extend(sessions);
+        sessions.into_iter().for_each(|(worker, session)| state.sessions.insert(worker, session));
         // Killed after it has saved that.
         state.save_daemon(&server.succession, true);
         drop(state);

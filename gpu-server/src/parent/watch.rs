@@ -27,6 +27,8 @@ use super::workers::{Stage, Worker};
 use super::{direct, queue};
 use crate::config::Serve;
 use crate::cuda_ipc::{MAX_OF_SESSION, Sharer};
+use crate::driver::cuda::nvml::Devices;
+use crate::driver::listed::Listed;
 use crate::worker_protocol::{self, Counters, FromWorker, Kind, Refusal, Reply, Shared, Token};
 
 /// Starts the thread that receives a worker's messages until it ends.
@@ -112,29 +114,31 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
         let wakes = wakes_others(&message);
         match message {
             FromWorker::Sandbox(_) => {}
-            FromWorker::Ready { backend, devices, free, key } => match become_ready(&mut state, worker) {
-                Ok(kind) => {
-                    worker.set_key(key);
-                    log_devices(&mut state, &server.options, pid, backend, devices);
-                    state.save_daemon(&server.succession, false);
-                    state.pool_mut(kind).succeed(Instant::now(), free);
-                    server.want_measurement(&mut state);
-                    // Before it can have a session: a successor takes over workers with a session, which
-                    // don't send this again.
-                    let _ = worker_protocol::consume(worker.socket().as_fd());
-                    let keep = keep_idle(&mut state, &server.options, worker, kind);
-                    drop(state);
-                    if keep {
-                        queue::serve(server, kind);
+            FromWorker::Ready { backend, devices, all, free, key } => {
+                match become_ready(&mut state, worker) {
+                    Ok(kind) => {
+                        worker.set_key(key);
+                        log_devices(&mut state, &server.options, pid, (backend, devices), all);
+                        state.save_daemon(&server.succession, false);
+                        state.pool_mut(kind).succeed(Instant::now(), free);
+                        server.want_measurement(&mut state);
+                        // Before it can have a session: a successor takes over workers with a session, which
+                        // don't send this again.
+                        let _ = worker_protocol::consume(worker.socket().as_fd());
+                        let keep = keep_idle(&mut state, &server.options, worker, kind);
+                        drop(state);
+                        if keep {
+                            queue::serve(server, kind);
+                        }
+                        server.changed.notify_all();
+                        continue;
                     }
-                    server.changed.notify_all();
-                    continue;
+                    Err(why) => {
+                        broken = Some(why);
+                        break;
+                    }
                 }
-                Err(why) => {
-                    broken = Some(why);
-                    break;
-                }
-            },
+            }
             FromWorker::Failed { reason, full } => {
                 // Sessions of a previous daemon may go on without new ones, and what the operator wanted of
                 // an upgrade can be corrected by another one.
@@ -348,13 +352,19 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
     };
     match message {
         FromWorker::Sandbox(_) => Err("answered a question that nobody asked".into()),
-        FromWorker::Ready { backend, devices, .. } => {
+        FromWorker::Ready { backend, devices, all, .. } => {
             clean(backend);
             devices.iter_mut().for_each(clean);
+            for Listed { name, uuid, pci } in &mut *all {
+                [name, uuid, pci].into_iter().for_each(clean);
+            }
             match &state.serving {
                 // What the daemon says of its devices, to clients and to operators, would be wrong.
                 Some((serving, _)) if serving != backend => {
                     Err(format!("serves devices with {backend}, and not with {serving} like those before it"))
+                }
+                Some(_) if state.known.listed() != *all => {
+                    Err("numbers the devices otherwise than those before it".into())
                 }
                 _ => Ok(()),
             }
@@ -413,11 +423,18 @@ pub(super) fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, S
 
 /// The first worker reports which devices there are. It may have contexts on some that a daemon before this
 /// one has found unhealthy, and then gets no session.
-fn log_devices(state: &mut State, options: &Serve, pid: u32, backend: String, devices: Vec<String>) {
+fn log_devices(
+    state: &mut State,
+    options: &Serve,
+    pid: u32,
+    (backend, devices): (String, Vec<String>),
+    all: Vec<Listed>,
+) {
     if state.serving.is_none() {
         tracing::info!("serving {} device(s) with {backend}: {}", devices.len(), devices.join(", "));
         let before = state.well(options);
         state.serving = Some((backend, devices));
+        state.known = Arc::new(Devices::new(all));
         let well = state.well(options).unwrap_or_else(|| state.devices(options));
         let outdated = before.is_none() && well != state.devices(options);
         state.workers.get_mut(&pid).into_iter().for_each(|managed| managed.outdated = outdated);
@@ -673,12 +690,29 @@ mod tests {
         starting_worker(&mut state, 7, Kind::Gpu);
         let ready = |state: &State, backend: &str| {
             let (backend, devices, key) = (backend.into(), Vec::new(), identity::Fingerprint([0; 32]));
-            check(state, 7, &mut FromWorker::Ready { backend, devices, free: None, key })
+            check(state, 7, &mut FromWorker::Ready { backend, devices, all: Vec::new(), free: None, key })
         };
         assert_eq!(ready(&state, "software"), Ok(()), "the first one decides");
         state.serving = Some(("cuda".into(), vec!["NVIDIA H100".into()]));
         assert_eq!(ready(&state, "cuda"), Ok(()));
         assert!(ready(&state, "software").unwrap_err().contains("software"));
+    }
+
+    #[test]
+    fn devices_keep_the_numbers_that_the_first_worker_has_given_them() {
+        let (mut state, options) = (State::default(), Serve::from_flags(&[]));
+        starting_worker(&mut state, 7, Kind::Gpu);
+        let [a, b] = ["a", "b"].map(Listed::test);
+        let ready = |state: &State, all: &[Listed]| {
+            let (backend, devices, key) = ("cuda".into(), Vec::new(), identity::Fingerprint([0; 32]));
+            let all = all.to_vec();
+            check(state, 7, &mut FromWorker::Ready { backend, devices, all, free: None, key })
+        };
+        assert_eq!(ready(&state, std::slice::from_ref(&b)), Ok(()));
+        let devices = vec!["a GPU".into(), "a GPU".into()];
+        log_devices(&mut state, &options, 7, ("cuda".into(), devices), vec![a.clone(), b.clone()]);
+        assert_eq!(ready(&state, &[a, b.clone()]), Ok(()));
+        assert!(ready(&state, &[b]).unwrap_err().contains("otherwise"));
     }
 
     #[test]
@@ -692,7 +726,8 @@ mod tests {
             state.ill.insert(ill, illness);
             let worker = starting_worker(&mut state, 7, Kind::Gpu);
             become_ready(&mut state, &worker).unwrap();
-            log_devices(&mut state, &options, 7, "software".into(), vec!["a".into(), "b".into()]);
+            let devices = vec!["a".into(), "b".into()];
+            log_devices(&mut state, &options, 7, ("software".into(), devices), Vec::new());
             assert_eq!(keep_idle(&mut state, &options, &worker, Kind::Gpu), kept);
         }
     }
@@ -794,12 +829,11 @@ mod tests {
         let server = queue::tests::server(&[]);
         let mut state = server.lock();
         let mut share = |worker: u32, principal: &str| {
-            let begin = || {
+            if !state.sessions.contains_key(&worker) {
                 let mut session = session_of_limits(Limits::test(principal));
                 session.client = format!("name {worker}");
-                session
-            };
-            state.sessions.entry(worker).or_insert_with(begin);
+                state.sessions.insert(worker, session);
+            }
             let what = Shared::Memory { device: 0, size: 1 };
             matches!(super::share(&server, &mut state, worker, what, None), Reply::Shared(_))
         };

@@ -349,6 +349,7 @@ fn backing() -> Backing {
         software_devices: 1,
         software_events: None,
         software_imitate: Default::default(),
+        listed: Vec::new(),
     }
 }
 

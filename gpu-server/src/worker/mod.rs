@@ -222,9 +222,10 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
             confinement::pageable_memory(&report)?;
         }
         let free = if kind == Kind::Gpu { backend.warm()? } else { None };
-        Ok((backend, free))
+        let all = driver::listed(&*backend, &options.backing)?;
+        Ok((backend, all, free))
     });
-    let (mut backend, free) = match made {
+    let (mut backend, all, free) = match made {
         Ok(made) => made,
         Err(driver::Unavailable { reason, full }) => {
             worker_protocol::send(daemon.as_fd(), &FromWorker::Failed { reason, full }, &[])?;
@@ -236,6 +237,7 @@ pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     let ready = FromWorker::Ready {
         backend: backend.name().into(),
         devices: backend.devices(),
+        all,
         free,
         key: identity.fingerprint(),
     };

@@ -88,7 +88,7 @@ impl GpuMemory for Cuda {
     }
 
     fn number(&self, device: u32) -> u32 {
-        self.device(device).map_or(u32::MAX, |device| device.handle as u32)
+        self.device(device).map_or(u32::MAX, |device| device.number)
     }
 
     fn memory_info(&mut self, device: u32) -> Result<(u64, u64)> {

@@ -45,6 +45,7 @@ use protocol::channel::MAX_DEVICES;
 use protocol::handle::ContextId;
 use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
+use protocol::ops::nvml::uuid_text;
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::arrivals::Arrived;
@@ -55,11 +56,13 @@ use self::streams::CudaStream;
 use super::call::{Errors, Result};
 use super::gpu::{Gpu, STREAM_NON_BLOCKING, Unavailable};
 use super::ids::Ids;
+use super::listed::{Listed, place};
 use super::output::{self, Output};
 use super::ranges::Ranges;
 use super::space::Space;
 use super::store::Lane;
 use super::streams::Streams;
+use crate::config::Backing;
 use crate::shared_event::Lookout;
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
@@ -134,6 +137,8 @@ pub struct Cuda {
 unsafe impl Send for Cuda {}
 
 struct Device {
+    /// Its number on this server.
+    number: u32,
     handle: CUdevice,
     name: String,
     granule: u64,
@@ -157,6 +162,33 @@ pub fn probe() -> Result<u32, String> {
     unsafe { api.device_count(&mut count) }
         .map_err(|status| format!("cuDeviceGetCount: {}", api.name(status)))?;
     Ok(count.max(0) as u32)
+}
+
+/// This machine's devices, by number: those that the daemon knows, and for its first worker those that CUDA
+/// lists.
+pub fn listed(backing: &Backing) -> Result<Vec<Listed>, String> {
+    if backing.listed.is_empty() { list(api::load()?) } else { Ok(backing.listed.clone()) }
+}
+
+/// The devices as CUDA lists them now. One that does not answer has no name and no UUID; nobody needs it who
+/// has not chosen it.
+fn list(api: &Api) -> Result<Vec<Listed>, String> {
+    let one = |ordinal: u32| {
+        let (mut device, mut uuid) = (0, [0; 16]);
+        // SAFETY: writes a device handle.
+        unsafe { api.device_get(&mut device, ordinal as i32) }?;
+        // SAFETY: writes 16 bytes.
+        unsafe { api.device_uuid(&mut uuid, device) }?;
+        let ([domain, bus, number], name) = (pci(api, device), device_name(api, device)?);
+        Ok(Listed { name, uuid: uuid_text(&uuid), pci: format!("{domain:08X}:{bus:02X}:{number:02X}.0") })
+    };
+    let or_unknown = |ordinal| {
+        one(ordinal).unwrap_or_else(|status: Status| {
+            tracing::warn!("CUDA's device {ordinal} cannot be identified: {}", api.name(status));
+            Listed::default()
+        })
+    };
+    Ok((0..probe()?).map(or_unknown).collect())
 }
 
 /// What was found, in lines for display.
@@ -202,26 +234,31 @@ fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
     unsafe { api.device_attribute(&mut value, number, device) }.ok().map(|()| value)
 }
 
+/// A device's domain, bus and number.
+fn pci(api: &Api, device: CUdevice) -> [u32; 3] {
+    // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
+    [50, 33, 34].map(|number| attribute(api, device, number).unwrap_or(0) as u32)
+}
+
 impl Cuda {
-    /// Finds the devices without making a context: see [`make_primary`](Self::make_primary). `chosen`: CUDA's
-    /// ordinals in the order of this server's; empty means all.
-    pub fn new(chosen: &[u32], cupti_path: Option<PathBuf>) -> Result<Cuda, String> {
+    /// Finds the devices without making a context: see [`make_primary`](Self::make_primary).
+    pub fn new(backing: &Backing) -> Result<Cuda, String> {
         let api = api::load()?;
-        let count = probe()?;
-        let all: Vec<u32> =
-            if chosen.is_empty() { (0..count.min(MAX_DEVICES)).collect() } else { chosen.to_vec() };
+        let (known, there) = (listed(backing)?, list(api)?);
+        let all: Vec<u32> = match &*backing.devices {
+            [] => (0..known.len() as u32).take(MAX_DEVICES as usize).collect(),
+            chosen => chosen.to_vec(),
+        };
         if all.is_empty() {
             return Err("CUDA sees no device on this machine".into());
         }
         let mut devices = Vec::new();
-        for number in &all {
-            if *number >= count {
-                return Err(format!("device {number} does not exist: CUDA sees {count}"));
-            }
+        for number in all {
+            let ordinal = place(&known, &there, number)?;
             let what = |step: &str, status: Status| format!("device {number}: {step}: {}", api.name(status));
-            devices.push(open(api, *number).map_err(|(step, status)| what(step, status))?);
+            devices.push(open(api, number, ordinal).map_err(|(step, status)| what(step, status))?);
         }
-        let cuda = Cuda::of(api, devices, cupti_path)?;
+        let cuda = Cuda::of(api, devices, backing.cupti.clone())?;
         output::capture(&cuda.output).map_err(|e| format!("streams for what kernels print: {e}"))?;
         Ok(cuda)
     }
@@ -268,11 +305,12 @@ impl Cuda {
         if self.contexts.contains_key(&ordinal) {
             return Ok(());
         }
-        let device = self.device(ordinal).map_err(|_| Status::INVALID_CONTEXT)?.handle;
+        let Device { number, handle: device, .. } =
+            *self.device(ordinal).map_err(|_| Status::INVALID_CONTEXT)?;
         let begun = Instant::now();
         self.current = None;
         let context = primary(self.api, ordinal, device)?;
-        self.beside.add_context(device as u32, &context.health);
+        self.beside.add_context(number, &context.health);
         let made = begun.elapsed();
         self.contexts.insert(ordinal, context);
         self.current = Some(ordinal);
@@ -471,10 +509,10 @@ impl Cuda {
 }
 
 /// Queries a device without making a context.
-fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
+fn open(api: &Api, number: u32, ordinal: u32) -> Result<Device, (&'static str, Status)> {
     let mut handle = 0;
     // SAFETY: writes a device handle.
-    unsafe { api.device_get(&mut handle, number as i32) }.map_err(|s| ("cuDeviceGet", s))?;
+    unsafe { api.device_get(&mut handle, ordinal as i32) }.map_err(|s| ("cuDeviceGet", s))?;
     let name = device_name(api, handle).map_err(|s| ("cuDeviceGetName", s))?;
     if attribute(api, handle, CAN_USE_STREAM_WORDS) != Some(1) {
         return Err((
@@ -483,6 +521,7 @@ fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
         ));
     }
     Ok(Device {
+        number,
         handle,
         name,
         // CUDA's manual requires no context here. If a driver does require one, the granule is queried with
@@ -594,15 +633,13 @@ impl Gpu for Cuda {
             self.api.device_memory(&mut total, handle)?;
         }
         let read = |number| attribute(self.api, handle, number);
-        // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
-        let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
         let attributes = ATTRIBUTES
             .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
             .collect();
         Ok(DeviceInfoReply {
             name,
             uuid,
-            pci,
+            pci: pci(self.api, handle),
             total_memory: total as u64,
             granule,
             stream_priorities,
@@ -653,7 +690,7 @@ impl Gpu for Cuda {
     }
 
     fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result {
-        let handle_of_device = self.device(device)?.handle;
+        let Device { number, handle: handle_of_device, .. } = *self.device(device)?;
         // The memory belongs to the primary context.
         self.make_primary(device)?;
         let mut handle: CUcontext = std::ptr::null_mut();
@@ -664,7 +701,7 @@ impl Gpu for Cuda {
             // SAFETY: just made, and nobody else knows it.
             let _ = unsafe { self.api.context_destroy(handle) };
         })?;
-        self.beside.add_context(handle_of_device as u32, &made.health);
+        self.beside.add_context(number, &made.health);
         self.contexts.insert(context.0, made);
         Ok(())
     }
@@ -780,6 +817,7 @@ impl Cuda {
     /// One with so many devices and a context on each; the first one's is the home.
     pub(crate) fn fake_of(api: &'static Api, devices: u32) -> Cuda {
         let device = |handle| Device {
+            number: handle as u32,
             handle,
             name: String::new(),
             granule: 1,

@@ -1,8 +1,15 @@
 //! Tests of the state machine.
 
+use std::cell::Cell;
+
 use super::*;
 use crate::driver::store::memory_for;
 use proptest::prelude::*;
+
+thread_local! {
+    /// How many sessions were looked at for others.
+    pub(super) static LOOKED: Cell<usize> = const { Cell::new(0) };
+}
 
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 1 << 20;
@@ -90,6 +97,21 @@ fn where_no_limit_is_known_nobody_leaves_and_whoever_is_away_returns() {
     views[1] = View { away: on(0, 60), returns: true, ..newcomer(2, "b", 0) };
     let decided = residency.step(10 * SECOND, &Bytes::new(), &views);
     assert_eq!(decided.orders, [(2, 1, MemoryOrder::Return, false)]);
+}
+
+/// The daemon decides every 10 ms while anybody waits, and all sessions wait for that.
+#[test]
+fn each_session_in_line_looks_at_the_others_only_a_few_times() {
+    const WAIT: u32 = 100;
+    let mut residency = Residency::new(rules(u64::MAX));
+    // Pairs that belong together, and whose time on the device is not over.
+    let holds = |worker| View { group: Some(worker / 2), began: 10 * SECOND, ..idle(worker, "a", 1) };
+    let waits = |worker| View { began: u64::from(worker), ..newcomer(worker, "b", 1) };
+    let views: Vec<View> = (0..WAIT).map(holds).chain((WAIT..2 * WAIT).map(waits)).collect();
+    LOOKED.set(0);
+    let decided = residency.step(10 * SECOND, &on(0, WAIT.into()), &views);
+    assert_eq!(decided.held_back.len(), WAIT as usize);
+    assert!(LOOKED.get() <= 10 * views.len() * WAIT as usize, "{}", LOOKED.get());
 }
 
 /// Two programs that allocate at the same time would otherwise each wait for the other's part.

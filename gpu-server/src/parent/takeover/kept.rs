@@ -2,12 +2,15 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use handover::clock;
 use protocol::Status;
 use sandbox::{Description, Process};
 use serde::{Deserialize, Serialize};
 
+use crate::driver::cuda::nvml::Devices;
+use crate::driver::listed::Listed;
 use crate::limits::Limits;
 use crate::parent::accounts::imports::Import;
 use crate::parent::audit::hex;
@@ -76,6 +79,9 @@ impl Saved {
 pub(super) struct SavedDaemon {
     pub(super) format: u32,
     pub(super) serving: Option<(String, Vec<String>)>,
+    /// NVIDIA's devices by number, if that daemon saved them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) listed: Vec<Listed>,
     /// The options behind them, if that daemon saved them.
     #[serde(default)]
     pub(super) chosen: Option<(Vec<u32>, u32)>,
@@ -240,6 +246,7 @@ impl State {
         let mut saved = SavedDaemon {
             format: FORMAT,
             serving: self.serving.clone(),
+            listed: self.known.listed(),
             chosen: Some(self.chosen.clone()),
             ill: ill.collect(),
             counts: [
@@ -272,6 +279,7 @@ impl State {
     /// Restores the previous daemon's state.
     pub(super) fn restore(&mut self, saved: SavedDaemon) {
         self.serving = saved.serving;
+        self.known = Arc::new(Devices::new(saved.listed));
         [
             self.sessions_begun,
             self.sessions_lost,

@@ -5,12 +5,13 @@
 //! does not find is looked for at each poll: NVML may find none while another one is lost, so that says
 //! nothing about this one. What does is the answer of a handle that was found before.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use protocol::ops::nvml::{self, FIELD_SIZE, status};
 
+use super::devices::Devices;
 use super::library::{Library, library};
-use super::order;
 use crate::driver::health::Event;
 
 /// The time between two polls.
@@ -95,10 +96,10 @@ impl Watch {
     ///
     /// # Errors
     /// NVML's status, if the library doesn't exist or finds no device.
-    pub fn new(numbers: &[u32]) -> Result<Watch, u32> {
+    pub fn new(all: &Arc<Devices>, numbers: &[u32]) -> Result<Watch, u32> {
         let library = library()?;
-        order::devices(library)?;
-        Ok(Watch(Watching::new(Native { library, set: make_set(library) }, numbers)?))
+        let nvml = Native { library, devices: Arc::clone(all), set: make_set(library) };
+        Ok(Watch(Watching::new(nvml, numbers)?))
     }
 
     /// Waits for events, at most until the next poll. What the driver already requested before is among the
@@ -179,6 +180,7 @@ impl<N: Nvml> Watching<N> {
 /// NVIDIA's library.
 struct Native {
     library: &'static Library,
+    devices: Arc<Devices>,
     /// `nvmlEventSet_t`; `None` if this driver has no events.
     set: Option<usize>,
 }
@@ -189,7 +191,7 @@ impl Nvml for Native {
     }
 
     fn find(&self, number: u32) -> Option<Gpu> {
-        let handle = order::devices(self.library).ok()?.get(number as usize)?.handle(self.library)?;
+        let handle = self.devices.get(number)?.handle(self.library)?;
         let (handle, instance) = match gpu_of_part(self.library, handle) {
             Some(gpu) => (gpu, instance_of(self.library, handle)),
             None => (handle, None),

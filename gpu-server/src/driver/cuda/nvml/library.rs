@@ -68,17 +68,6 @@ impl Library {
         (answer == status::SUCCESS).then_some(found)
     }
 
-    /// The handle of the device with an NVML index.
-    pub fn device_at(&self, index: u32) -> Result<usize, u32> {
-        let function = self.find(c"nvmlDeviceGetHandleByIndex_v2").ok_or(status::FUNCTION_NOT_FOUND)?;
-        let mut found = 0usize;
-        // SAFETY: an index, and a place for one pointer.
-        match unsafe { function(index as usize, std::ptr::from_mut(&mut found) as usize, 0, 0, 0, 0) } {
-            status::SUCCESS => Ok(found),
-            failure => Err(failure),
-        }
-    }
-
     /// Calls a function that only writes one number.
     pub fn number(&self, function: &CStr) -> Result<u32, u32> {
         let function = self.find(function).ok_or(status::FUNCTION_NOT_FOUND)?;

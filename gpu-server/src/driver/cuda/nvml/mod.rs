@@ -1,39 +1,44 @@
-//! NVML queries to NVIDIA's library on this machine (`library`). No query needs a context, and only the order
-//! of the devices may need the CUDA driver (`order`).
+//! NVML queries to NVIDIA's library on this machine (`library`), about the devices that CUDA has listed
+//! (`devices`). No query needs a context.
 
+mod devices;
 pub mod health;
 mod library;
-mod order;
 pub mod processes;
 pub mod readings;
 
 use protocol::ops::nvml::{self, NvmlPair, NvmlQuery, Query, status};
 
+use self::devices::Device;
+pub use self::devices::Devices;
 use self::library::{Library, ask, library};
-use self::order::Listed;
+use crate::config::Backing;
+use crate::driver::cuda;
 use crate::driver::nvml::answers::Answers;
 use crate::driver::quota::Quota;
 
 /// The devices of a session.
 pub struct Nvidia {
-    devices: Vec<&'static Listed>,
+    devices: Vec<Device>,
     /// Their numbers on this server.
     numbers: Vec<u32>,
     quota: Quota,
 }
 
 impl Nvidia {
-    /// The devices with these CUDA ordinals, in this order; if empty, all. The error is an NVML status.
-    pub fn new(chosen: &[u32], quota: Quota) -> Result<Nvidia, u32> {
-        let all = order::devices(library()?)?;
-        let devices: Vec<_> = match chosen {
-            [] => all.iter().collect(),
-            chosen => {
-                let one = |number: &u32| all.get(*number as usize).ok_or(status::NOT_FOUND);
-                chosen.iter().map(one).collect::<Result<_, _>>()?
-            }
+    /// The devices that `backing` selects. The error is an NVML status.
+    pub fn new(backing: &Backing, quota: Quota) -> Result<Nvidia, u32> {
+        library()?;
+        let all = cuda::listed(backing).map_err(|error| {
+            tracing::warn!("NVML: CUDA does not say which devices there are: {error}");
+            status::DRIVER_NOT_LOADED
+        })?;
+        let numbers = match &*backing.devices {
+            [] => (0..all.len() as u32).collect(),
+            chosen => chosen.to_vec(),
         };
-        let numbers = if chosen.is_empty() { (0..devices.len() as u32).collect() } else { chosen.to_vec() };
+        let one = |number: &u32| all.get(*number as usize).cloned().map(Device::new);
+        let devices = numbers.iter().map(one).collect::<Option<_>>().ok_or(status::NOT_FOUND)?;
         Ok(Nvidia { devices, numbers, quota })
     }
 
@@ -46,7 +51,7 @@ impl Nvidia {
 
 impl Answers for Nvidia {
     fn devices(&self) -> Vec<String> {
-        self.devices.iter().map(|device| device.name.clone()).collect()
+        self.devices.iter().map(|device| device.listed.name.clone()).collect()
     }
 
     fn versions(&self) -> [Result<String, u32>; 2] {

@@ -2,8 +2,8 @@
 
 use protocol::ops::nvml::status;
 
+use super::devices::Devices;
 use super::library::library;
-use super::order;
 
 /// Size of an `nvmlProcessInfo_t` in bytes: process ID, used bytes, and two numbers about MIG.
 const ENTRY: usize = 24;
@@ -28,19 +28,18 @@ pub struct Use {
 pub type Answer = Result<Vec<Use>, u32>;
 
 /// The answers for the devices with these numbers, in their order.
-pub fn uses(numbers: &[u32]) -> Vec<Answer> {
+pub fn uses(all: &Devices, numbers: &[u32]) -> Vec<Answer> {
     let begin = || {
         let library = library()?;
-        let function =
-            library.find(c"nvmlDeviceGetComputeRunningProcesses_v3").ok_or(status::FUNCTION_NOT_FOUND)?;
-        Ok((library, function, order::devices(library)?))
+        let function = library.find(c"nvmlDeviceGetComputeRunningProcesses_v3");
+        Ok((library, function.ok_or(status::FUNCTION_NOT_FOUND)?))
     };
-    let (library, function, all) = match begin() {
+    let (library, function) = match begin() {
         Ok(found) => found,
         Err(failure) => return vec![Err(failure); numbers.len()],
     };
     let of = |device: &u32| {
-        let handle = all.get(*device as usize).and_then(|listed| listed.handle(library));
+        let handle = all.get(*device).and_then(|device| device.handle(library));
         let handle = handle.ok_or(status::NOT_FOUND)?;
         let mut count = MOST as u32;
         let mut entries = vec![0u64; MOST * ENTRY / 8];

@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use protocol::ops::nvml::{self, NvmlQuery, Query, status};
 
+use super::devices::Devices;
 use super::library::{Library, ask, library};
-use super::order;
 
 /// Size of an `nvmlProcessUtilizationSample_t` in bytes: process ID, time in µs, and four percentages.
 const SAMPLE: usize = 32;
@@ -41,15 +41,14 @@ pub struct Reading {
 /// The devices with these numbers. A device that does not answer has no figures.
 ///
 /// # Errors
-/// NVML's status, if the library doesn't exist or cannot identify the devices.
-pub fn read(numbers: &[u32]) -> Result<Vec<Reading>, u32> {
+/// NVML's status, if the library doesn't exist.
+pub fn read(all: &Devices, numbers: &[u32]) -> Result<Vec<Reading>, u32> {
     let library = library()?;
-    let all = order::devices(library)?;
     let one = |number: &u32| {
-        let listed = all.get(*number as usize);
-        let name = listed.map(|listed| listed.name.clone()).unwrap_or_default();
+        let device = all.get(*number);
+        let name = device.map(|device| device.listed.name.clone()).unwrap_or_default();
         let blank = Reading { device: *number, name, ..Reading::default() };
-        match listed.and_then(|listed| listed.handle(library)) {
+        match device.and_then(|device| device.handle(library)) {
             Some(handle) => read_one(library, handle, blank),
             None => blank,
         }

@@ -364,6 +364,7 @@ mod tests {
         let backing = Backing {
             backend: Choice::Software,
             devices: Vec::new(),
+            listed: Vec::new(),
             cupti: None,
             software_memory: 64 << 20,
             software_devices: 1,

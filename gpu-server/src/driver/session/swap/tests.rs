@@ -94,6 +94,7 @@ impl World {
             software_devices: 2,
             software_events: None,
             software_imitate: imitate.parse().unwrap(),
+            listed: Vec::new(),
         };
         let quota = Quota::default();
         let nvml = Management::new(&backing, quota.clone());
