@@ -10,7 +10,7 @@ use super::api::{
     CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_ARRAY3D_DESCRIPTOR, CUarray, CUmipmappedArray, ResourceDesc,
     TextureDesc, ViewDesc,
 };
-use super::row_copies::blank;
+use super::row_copies::{blank, copy_box};
 use super::streams::Place;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};
@@ -131,6 +131,12 @@ impl GpuArrays for Cuda {
         dst: &CopyEnd<'_, CudaArray>,
         [width, height, depth]: [u64; 3],
     ) -> Result {
+        // Arrays are the context's own.
+        let end = |end: &CopyEnd<'_, CudaArray>| match end {
+            CopyEnd::Array { .. } => (0, place.device),
+            CopyEnd::Memory { memory, device } => (memory.address, *device),
+        };
+        let contexts = self.contexts_of(place.context, end(src), end(dst))?;
         // One slice at a time: unlike in a three-dimensional copy, the slice pitch need not be a multiple of
         // the row pitch.
         for z in 0..depth {
@@ -163,7 +169,7 @@ impl GpuArrays for Cuda {
             (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, height as usize, 1);
             // SAFETY: arrays and ranges of this session; the session has checked that the box lies inside
             // each.
-            let copied = unsafe { self.api.copy_3d(&copy, place.stream) };
+            let copied = unsafe { copy_box(self.api, place.stream, contexts, copy) };
             self.note(place.context, copied)?;
         }
         Ok(())

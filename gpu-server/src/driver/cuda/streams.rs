@@ -218,6 +218,8 @@ pub struct Place {
     pub(super) id: StreamId,
     pub(super) stream: CUstream,
     pub(super) context: ContextId,
+    /// The context's device.
+    pub(super) device: u32,
     pub(super) health: Arc<Health>,
     pub(super) progress: Arc<Publisher>,
     pub(super) flows: Flows,
@@ -310,8 +312,9 @@ impl Cuda {
         let (stream, context, progress) = (native.handle, *context, Arc::clone(&native.progress));
         let flows = native.flows;
         cx.context = context;
-        let health = Arc::clone(&self.enter_context(context)?.health);
-        Ok(Place { id, stream, context, health, progress, flows })
+        let entered = self.enter_context(context)?;
+        let (device, health) = (entered.device, Arc::clone(&entered.health));
+        Ok(Place { id, stream, context, device, health, progress, flows })
     }
 
     /// Like [`enter_briefly`](Self::enter_briefly), for a call about an attribute that streams have.
@@ -426,8 +429,8 @@ impl Cuda {
             let (context, handle, progress) =
                 (stream.context, stream.native.handle, Arc::clone(&stream.native.progress));
             let flows = stream.native.flows;
-            let health = match self.enter_context(context) {
-                Ok(context) => Arc::clone(&context.health),
+            let (device, health) = match self.enter_context(context) {
+                Ok(context) => (context.device, Arc::clone(&context.health)),
                 Err(status) => {
                     progress.complain(status);
                     gather.tell(status);
@@ -439,6 +442,7 @@ impl Cuda {
                 id: StreamId(id),
                 stream: handle,
                 context,
+                device,
                 health,
                 progress: progress_of_place,
                 flows,
@@ -526,8 +530,8 @@ impl GpuStreams for Cuda {
         self.fence(streams, &place, cx.seq, end)
     }
 
-    fn device_at(_place: &Place) -> u32 {
-        0
+    fn device_at(place: &Place) -> u32 {
+        place.device
     }
 
     fn synchronize_stream(

@@ -92,7 +92,7 @@ impl<G: GpuGraphs> Graphs<G> {
 impl<G: Gpu> Session<G> {
     /// A client's nodes in the GPU's form.
     fn resolve<'a>(&'a self, context: ContextId, nodes: &'a [GraphNode]) -> Result<Vec<Node<'a, G>>> {
-        let home = G::home_of_graph(self.device_of(context)?);
+        let home = self.device_of(context)?;
         let work = |node: &'a GraphNode| {
             Ok(match operation(node)? {
                 Operation::Empty => NodeWork::Empty,
