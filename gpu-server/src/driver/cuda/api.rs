@@ -607,6 +607,20 @@ impl Api {
         Box::leak(Box::new(Api { copy_3d: copy, copy_dtoh: out, ..*Api::idle() }))
     }
 
+    /// Like [`idle`](Api::idle), but unmapping memory takes until [`UNMAPS`] is set, or ten seconds.
+    pub fn slow_to_unmap() -> &'static Api {
+        unsafe extern "C" fn memory_unmap(_: CUdeviceptr, _: usize) -> u32 {
+            for _ in 0..10_000 {
+                if UNMAPS.load(std::sync::atomic::Ordering::Acquire) {
+                    break;
+                }
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            0
+        }
+        Box::leak(Box::new(Api { memory_unmap, ..*Api::idle() }))
+    }
+
     /// Like [`idle`](Api::idle), but contexts and streams have handles that nothing else has, calls that
     /// make, use up or end something are noted ([`calls`](Api::calls)), and those that
     /// [`refuse`](Api::refuse) names fail. All that is a thread's own.
@@ -697,6 +711,10 @@ impl Api {
         REFUSED.set(name);
     }
 }
+
+/// See [`Api::slow_to_unmap`].
+#[cfg(test)]
+pub static UNMAPS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
 
 #[cfg(test)]
 thread_local! {

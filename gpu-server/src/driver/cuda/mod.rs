@@ -55,6 +55,7 @@ use self::staging::Staging;
 use self::streams::CudaStream;
 use super::call::{Errors, Result};
 use super::gpu::{Gpu, STREAM_NON_BLOCKING, Unavailable};
+use super::helper::Helper;
 use super::ids::Ids;
 use super::output::{self, Output};
 use super::ranges::Ranges;
@@ -112,7 +113,7 @@ pub struct Cuda {
     /// The streams that land pieces from other servers, by context; made on demand.
     pieces: Vec<Arc<carrier::PieceStream>>,
     /// Makes mirrors of client memory; started with the first.
-    mirrors: Option<host_map::Helper>,
+    mirrors: Option<Helper>,
     beside: Arc<Reach>,
     words: Arc<Words>,
     completer: Arc<Completer>,
@@ -789,7 +790,7 @@ impl Cuda {
     }
 
     /// One with so many devices and a context on each; the first one's is the home.
-    fn fake_of(api: &'static Api, devices: u32) -> Cuda {
+    pub(in crate::driver) fn fake_of(api: &'static Api, devices: u32) -> Cuda {
         let device = |handle| Device {
             handle,
             name: String::new(),
