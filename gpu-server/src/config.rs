@@ -443,8 +443,8 @@ pub struct Backing {
     #[arg(id = "software.events", long = "software-events", value_name = "PATH", hide = true)]
     pub software_events: Option<PathBuf>,
     /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N,
-    /// hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N,
-    /// separated by commas
+    /// hardware-queues=N, waiting-calls, pageable-memory, no-peers, context-ms=N, call-us=N, block-us=N,
+    /// seed=N, separated by commas
     #[arg(
         id = "software.imitate",
         long = "software-imitate",

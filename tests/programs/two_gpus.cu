@@ -35,6 +35,42 @@ static bool all_are(const std::vector<int> &v, int first, int value)
     return true;
 }
 
+// Copies of each device's memory while the other one is current: contiguous bytes, few and many, and rows.
+static int while_the_other_is_current(int n)
+{
+    const size_t bytes = n * sizeof(int);
+    std::vector<int> host(n), rows(n / 2);
+    for (int d = 0; d < 2; d++) {
+        int *near, *far, few[3] = {7, 8, 9};
+        CHECK(cudaSetDevice(d));
+        CHECK(cudaMalloc(&far, bytes));
+        CHECK(cudaSetDevice(1 - d));
+        CHECK(cudaMalloc(&near, bytes));
+        for (int i = 0; i < n; i++)
+            host[i] = i;
+        CHECK(cudaMemcpy(far, host.data(), bytes, cudaMemcpyHostToDevice));
+        CHECK(cudaMemcpy(far, few, sizeof few, cudaMemcpyHostToDevice));
+        // The first half of each row of 128.
+        CHECK(cudaMemcpy2D(near, 256, far, 512, 256, n / 128, cudaMemcpyDeviceToDevice));
+        CHECK(cudaMemcpy2D(far + n / 2, 512, near, 256, 256, n / 256, cudaMemcpyDeviceToDevice));
+        CHECK(cudaMemcpy2D(rows.data(), 256, far, 512, 256, n / 128, cudaMemcpyDeviceToHost));
+        CHECK(cudaMemcpy(host.data(), far, bytes, cudaMemcpyDeviceToHost));
+        CHECK(cudaMemcpy(few, near, sizeof few, cudaMemcpyDeviceToHost));
+        REQUIRE(few[0] == 7 && few[1] == 8 && few[2] == 9);
+        for (int i = 0; i < n; i++) {
+            // What was copied there and back was once where it comes from.
+            const int from = i >= n / 2 && i % 128 < 64 ? i - n / 2 : i, expected = from < 3 ? 7 + from : from;
+            REQUIRE(host[i] == expected);
+            if (i % 128 < 64)
+                REQUIRE(rows[i / 128 * 64 + i % 128] == expected);
+        }
+        CHECK(cudaFree(near));
+        CHECK(cudaSetDevice(d));
+        CHECK(cudaFree(far));
+    }
+    return 0;
+}
+
 int main()
 {
     int count = 0, can = 0, back = 0;
@@ -75,6 +111,9 @@ int main()
     CHECK(cudaMemcpy(memory[0], memory[1], bytes, cudaMemcpyDefault));
     CHECK(cudaMemcpy(host.data(), memory[0], bytes, cudaMemcpyDeviceToHost));
     REQUIRE(all_are(host, 1, 5));
+
+    if (while_the_other_is_current(1 << 18))
+        return 1;
 
     // Kernels that read the other's memory.
     if (can && back) {

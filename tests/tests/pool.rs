@@ -519,6 +519,18 @@ fn devices_of_one_server_reach_each_others_memory() -> Result<()> {
 }
 
 #[test]
+fn devices_of_one_server_without_access_to_each_other_copy_between_them() -> Result<()> {
+    let rig =
+        Rig::with("pool-no-peers", &["--software-devices", "2", "--software-imitate", "no-peers"], &[])?;
+    for transport in [Transport::Local, Transport::Tcp] {
+        let outcome = programs::run(&mut rig.program(transport, "two_gpus")?, programs::LIMIT)?;
+        outcome.verdict("two_gpus").with_context(|| format!("over {transport:?}"))?;
+        ensure!(outcome.stdout.contains("peers: 0 0"), "{}", outcome.stdout);
+    }
+    Ok(())
+}
+
+#[test]
 fn memory_of_another_process_is_closed_when_no_device_uses_it() -> Result<()> {
     let rig = Rig::with("pool-busy", &["--software-devices", "2"], &[])?;
     let mut program = rig.program(Transport::Local, "ipc_peers")?;

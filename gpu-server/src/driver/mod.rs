@@ -15,6 +15,7 @@
 //! - [`quota`]: the owner of the session's memory limits;
 //! - the session's tables: [`ids`], [`ranges`] (addresses), [`space`] (virtual memory management),
 //!   [`streams`], [`parts`] (of devices), [`rows`] (boxes of rows in memory);
+//! - [`helper`]: threads for calls that may take long;
 //! - [`slots`]: which transfer uses which staging buffer; [`output`]: what kernels print;
 //! - [`beside`]: mirrors of the client's memory, for every thread; [`express`]: the few operations that are
 //!   also executed while the dispatcher is busy; [`nvml`]: NVML queries, which need no session;
@@ -33,6 +34,7 @@ pub mod cuda;
 pub mod express;
 pub mod gpu;
 pub mod health;
+pub mod helper;
 pub mod ids;
 pub mod listed;
 pub mod nvml;

@@ -17,14 +17,18 @@ pub use sys::{
 use protocol::Status;
 use protocol::ops::device::ATOMIC_OPERATIONS;
 
-use crate::driver::gpu::{PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED};
+use crate::driver::gpu::{PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED, PEER_ACCESS_UNSUPPORTED};
 
 /// A symbol that rgpu's own `libcuda` exports, and NVIDIA's does not.
 const OWN_LIBRARY: &[u8] = b"rgpu_libcuda\0";
-/// Results that programs ask for on purpose: no code for this GPU, peer access that is enabled already, and
-/// that is not.
-const EXPECTED: [Status; 3] =
-    [Status::NO_BINARY_FOR_GPU, PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED];
+/// Results that programs ask for on purpose: no code for this GPU, peer access that there is not, that is
+/// enabled already, and that is not.
+const EXPECTED: [Status; 4] = [
+    Status::NO_BINARY_FOR_GPU,
+    PEER_ACCESS_UNSUPPORTED,
+    PEER_ACCESS_ALREADY_ENABLED,
+    PEER_ACCESS_NOT_ENABLED,
+];
 
 macro_rules! api {
     ($($name:ident = $symbol:literal ($($arg:ty),* $(,)?);)*) => {
@@ -152,7 +156,9 @@ api! {
     copy_dtoh = "cuMemcpyDtoHAsync_v2" (*mut c_void, CUdeviceptr, usize, CUstream);
     copy_dtod = "cuMemcpyDtoDAsync_v2" (CUdeviceptr, CUdeviceptr, usize, CUstream);
     copy_any = "cuMemcpyAsync" (CUdeviceptr, CUdeviceptr, usize, CUstream);
+    copy_peer = "cuMemcpyPeerAsync" (CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
     copy_3d = "cuMemcpy3DAsync_v2" (*const CUDA_MEMCPY3D, CUstream);
+    copy_3d_peer = "cuMemcpy3DPeerAsync" (*const CUDA_MEMCPY3D, CUstream);
     set_8 = "cuMemsetD8Async" (CUdeviceptr, u8, usize, CUstream);
     set_16 = "cuMemsetD16Async" (CUdeviceptr, u16, usize, CUstream);
     set_32 = "cuMemsetD32Async" (CUdeviceptr, c_uint, usize, CUstream);
@@ -462,6 +468,16 @@ impl AccessDesc {
 
 const _: () = {
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
+    // `copy_3d_peer` takes the other structure, which has contexts in the reserved places.
+    assert!(size_of::<CUDA_MEMCPY3D>() == size_of::<sys::CUDA_MEMCPY3D_PEER>());
+    assert!(
+        std::mem::offset_of!(CUDA_MEMCPY3D, reserved0)
+            == std::mem::offset_of!(sys::CUDA_MEMCPY3D_PEER, srcContext)
+    );
+    assert!(
+        std::mem::offset_of!(CUDA_MEMCPY3D, reserved1)
+            == std::mem::offset_of!(sys::CUDA_MEMCPY3D_PEER, dstContext)
+    );
     assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
     assert!(size_of::<DevResource>() == size_of::<sys::CUdevResource>());
@@ -613,6 +629,20 @@ impl Api {
         Box::leak(Box::new(Api { copy_3d: copy, copy_dtoh: out, ..*Api::idle() }))
     }
 
+    /// Like [`idle`](Api::idle), but unmapping memory takes until [`UNMAPS`] is set, or ten seconds.
+    pub fn slow_to_unmap() -> &'static Api {
+        unsafe extern "C" fn memory_unmap(_: CUdeviceptr, _: usize) -> u32 {
+            for _ in 0..10_000 {
+                if UNMAPS.load(std::sync::atomic::Ordering::Acquire) {
+                    break;
+                }
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            0
+        }
+        Box::leak(Box::new(Api { memory_unmap, ..*Api::idle() }))
+    }
+
     /// Like [`idle`](Api::idle), but contexts, streams and captured nodes have handles that nothing else has,
     /// calls that make, change, use up or end something are noted ([`calls`](Api::calls)), and those that
     /// [`refuse`](Api::refuse) names fail. All that is a thread's own.
@@ -699,6 +729,35 @@ impl Api {
         unsafe extern "C" fn memory_unmap(address: CUdeviceptr, _: usize) -> u32 {
             note("memory_unmap", address as usize, || ())
         }
+        unsafe extern "C" fn event_record(_: CUevent, stream: CUstream, _: c_uint) -> u32 {
+            note("event_record", stream as usize, || ())
+        }
+        unsafe extern "C" fn stream_wait_event(stream: CUstream, _: CUevent, _: c_uint) -> u32 {
+            note("stream_wait_event", stream as usize, || ())
+        }
+        unsafe extern "C" fn copy_any(_: CUdeviceptr, _: CUdeviceptr, _: usize, stream: CUstream) -> u32 {
+            note("copy_any", stream as usize, || ())
+        }
+        unsafe extern "C" fn copy_peer(
+            _: CUdeviceptr,
+            to: CUcontext,
+            _: CUdeviceptr,
+            _: CUcontext,
+            _: usize,
+            _: CUstream,
+        ) -> u32 {
+            note("copy_peer", to as usize, || ())
+        }
+        unsafe extern "C" fn copy_htod(_: CUdeviceptr, _: *const c_void, _: usize, stream: CUstream) -> u32 {
+            note("copy_htod", stream as usize, || ())
+        }
+        unsafe extern "C" fn copy_3d_peer(copy: *const CUDA_MEMCPY3D, _: CUstream) -> u32 {
+            // SAFETY: the caller's structure.
+            note("copy_3d_peer", unsafe { (*copy).reserved1 } as usize, || ())
+        }
+        unsafe extern "C" fn set_8(_: CUdeviceptr, _: u8, _: usize, stream: CUstream) -> u32 {
+            note("set_8", stream as usize, || ())
+        }
         Box::leak(Box::new(Api {
             stream_create,
             stream_destroy,
@@ -715,6 +774,13 @@ impl Api {
             graph_node_enable,
             copy_3d,
             memory_unmap,
+            event_record,
+            stream_wait_event,
+            copy_any,
+            copy_peer,
+            copy_htod,
+            copy_3d_peer,
+            set_8,
             ..*Api::idle()
         }))
     }
@@ -736,8 +802,8 @@ impl Api {
         Box::leak(Box::new(Api { capture_info, ..*Api::idle() }))
     }
 
-    /// What was called since this was last asked, each with its handle, device, address or
-    /// number of slices.
+    /// What was called since this was last asked, each with its handle, device, address or number of slices.
+    /// Copies that name contexts: with their target's.
     pub fn calls() -> Vec<(&'static str, usize)> {
         CALLS.take()
     }
@@ -747,6 +813,10 @@ impl Api {
         REFUSED.set(name);
     }
 }
+
+/// See [`Api::slow_to_unmap`].
+#[cfg(test)]
+pub static UNMAPS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
 
 #[cfg(test)]
 thread_local! {

@@ -11,7 +11,7 @@ use super::api::{
     CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_ARRAY3D_DESCRIPTOR, CUarray, CUmipmappedArray, ResourceDesc,
     TextureDesc, ViewDesc,
 };
-use super::row_copies::{blank, slices_at_once};
+use super::row_copies::{blank, copy_box, slices_at_once};
 use super::streams::Place;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};
@@ -142,6 +142,12 @@ impl GpuArrays for Cuda {
         extent: [u64; 3],
     ) -> Result {
         let [width, height, depth] = extent;
+        // Arrays are the context's own.
+        let end = |end: &CopyEnd<'_, CudaArray>| match end {
+            CopyEnd::Array { .. } => (0, place.device),
+            CopyEnd::Memory { memory, device } => (memory.address, *device),
+        };
+        let contexts = self.contexts_of(place.context, end(src), end(dst))?;
         // An array's slices can always be copied at once, like packed ones.
         let packed = Pitched { address: 0, pitch: width, slice: width * height };
         let rows = |end: &CopyEnd<'_, CudaArray>| match end {
@@ -180,7 +186,7 @@ impl GpuArrays for Cuda {
             (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, height as usize, slices);
             // SAFETY: arrays and ranges of this session; the session has checked that the box lies inside
             // each.
-            let copied = unsafe { self.api.copy_3d(&copy, place.stream) };
+            let copied = unsafe { copy_box(self.api, place.stream, contexts, copy) };
             self.note(place.context, copied)?;
         }
         Ok(())

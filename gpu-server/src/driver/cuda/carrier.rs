@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex};
 
 use host_bridge::endpoint::{Mapped, Region};
 use protocol::Status;
+use protocol::handle::ContextId;
 
 use super::Cuda;
 use super::api::{Api, CUcontext, CUstream};
 use super::fence::{Completer, Health, Word};
 use super::registration;
-use super::row_copies::copy_rows;
+use super::row_copies::RowCopy;
 use super::streams::{Place, Publisher};
 use crate::driver::call::{End, Result, is_sticky};
 use crate::driver::gpu::{Carrier, Preparer, STREAM_NON_BLOCKING};
@@ -69,22 +70,32 @@ impl Cuda {
     }
 
     /// See [`carrier`](crate::driver::gpu::GpuCopies::carrier). The place's context is current.
-    pub(super) fn make_carrier(&mut self, place: &Place, way: Way) -> Result<Arc<dyn Carrier>> {
+    pub(super) fn make_carrier(&mut self, place: &Place, device: u32, way: Way) -> Result<Arc<dyn Carrier>> {
         self.pieces.retain(|pieces| pieces.health.check().is_ok());
-        let is_it =
-            |pieces: &&Arc<PieceStream>| pieces.way == way && Arc::ptr_eq(&pieces.health, &place.health);
+        // The stream's device may not reach another's memory.
+        let context = if device == place.device { place.context } else { ContextId(device) };
+        let health = Arc::clone(&self.enter_context(context)?.health);
+        let is_it = |pieces: &&Arc<PieceStream>| pieces.way == way && Arc::ptr_eq(&pieces.health, &health);
         let pieces = match self.pieces.iter().find(is_it) {
             Some(pieces) => Arc::clone(pieces),
             None => {
-                let pieces = Arc::new(self.make_piece_stream(place, way)?);
+                let pieces = Arc::new(self.make_piece_stream(place, context, health, way)?);
                 self.pieces.push(Arc::clone(&pieces));
                 pieces
             }
         };
+        self.enter_context(place.context)?;
         Ok(Arc::new(CudaCarrier { pieces, progress: Arc::clone(&place.progress) }))
     }
 
-    fn make_piece_stream(&self, place: &Place, way: Way) -> Result<PieceStream> {
+    /// A stream of this context, which is current.
+    fn make_piece_stream(
+        &self,
+        place: &Place,
+        context: ContextId,
+        health: Arc<Health>,
+        way: Way,
+    ) -> Result<PieceStream> {
         let word = self.words.take().map(Arc::new)?;
         let (mut stream, mut least, mut greatest): (CUstream, _, _) = (std::ptr::null_mut(), 0, 0);
         // SAFETY: writes two integers, and a stream handle.
@@ -95,11 +106,11 @@ impl Cuda {
                 // Now, because its first use may take longer.
                 .and_then(|()| self.api.stream_write(stream, word.address(), 0, 0))
         };
-        self.note(place.context, made)?;
+        self.note(context, made)?;
         Ok(PieceStream {
             api: self.api,
             completer: Arc::clone(&self.completer),
-            health: Arc::clone(&place.health),
+            health,
             home: self.home_of(place),
             way,
             stream,
@@ -111,7 +122,9 @@ impl Cuda {
 
 impl Carrier for CudaCarrier {
     fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End) {
-        let PieceStream { api, completer, health, home, way, stream, word, begun } = &*self.pieces;
+        // The stream is one of the memory's device.
+        let copy = RowCopy { way: self.pieces.way, rows: *rows, contexts: None };
+        let PieceStream { api, completer, health, home, stream, word, begun, .. } = &*self.pieces;
         // SAFETY: a context of this process. Usually this is known and calls no driver. Unregistered memory
         // can be copied too, only more slowly.
         let _ = unsafe { registration::in_place(api, home.handle(), home, bytes.region()) };
@@ -121,9 +134,9 @@ impl Carrier for CudaCarrier {
             let mut offset = offset;
             let copies = bytes.runs().iter().try_for_each(|(at, len)| {
                 // SAFETY: the rows were checked; the bytes are held until the stream has written the word.
-                let copy = unsafe { copy_rows(api, *stream, *way, rows, offset, *at, *len) };
+                let copied = unsafe { copy.enqueue(api, *stream, offset, *at, *len) };
                 offset += *len as u64;
-                copy
+                copied
             });
             // Also behind a part of the copies, if the driver has refused the next one.
             // SAFETY: a live stream of the current context; the word is registered memory.

@@ -17,7 +17,7 @@ use protocol::wire::Bytes;
 use super::Cuda;
 use super::api::{CUstream, WAIT_AT_LEAST};
 use super::registration;
-use super::row_copies::{blank, copy_rows, slices_at_once};
+use super::row_copies::{RowCopy, blank, copy_box, slices_at_once};
 use super::staging::{ANSWER, ChunkPlace, Transfer};
 use super::streams::{CudaStream, Place};
 use crate::driver::call::{Call, Input, Result};
@@ -86,14 +86,13 @@ impl Cuda {
         cx: &Call,
         streams: &mut Streams<CudaStream>,
         place: &Place,
-        way: Way,
-        rows: &Rows,
+        copy: &RowCopy,
         mapped: Mapped,
     ) -> Result {
         let mut offset = 0;
         let copied = mapped.runs().iter().try_for_each(|(at, len)| {
             // SAFETY: the rows were checked; the run is registered and held until it is copied.
-            let copied = unsafe { copy_rows(self.api, place.stream, way, rows, offset, *at, *len) };
+            let copied = unsafe { copy.enqueue(self.api, place.stream, offset, *at, *len) };
             offset += *len as u64;
             self.note(place.context, copied)
         });
@@ -108,7 +107,7 @@ impl Cuda {
         cx: &Call,
         streams: &mut Streams<CudaStream>,
         place: &Place,
-        to: &Rows,
+        copy: &RowCopy,
         placed: Placed,
     ) -> Result {
         let arrived = self.arrived.clone().ok_or(Status::DEVICE_UNAVAILABLE)?;
@@ -119,10 +118,7 @@ impl Cuda {
             let enqueued = unsafe {
                 self.api
                     .stream_wait(place.stream, host, chunk.round, WAIT_AT_LEAST)
-                    .and_then(|()| {
-                        let (at, len) = (chunk.at, chunk.len);
-                        copy_rows(self.api, place.stream, Way::In, to, chunk.offset, at, len)
-                    })
+                    .and_then(|()| copy.enqueue(self.api, place.stream, chunk.offset, chunk.at, chunk.len))
                     .and_then(|()| self.api.stream_write(place.stream, gpu, chunk.round, 0))
             };
             self.note(place.context, enqueued)
@@ -132,13 +128,13 @@ impl Cuda {
         enqueued.and(held)
     }
 
-    fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result {
+    fn upload_at_once(&self, place: &Place, copy: &RowCopy, bytes: &[u8]) -> Result {
         let mut offset = 0;
         for piece in bytes.chunks(TAKEN_AT_ONCE) {
             let host = NonNull::from(piece).cast::<u8>();
             // SAFETY: the rows were checked; the driver has read pageable memory of this size when the call
             // returns.
-            let copied = unsafe { copy_rows(self.api, place.stream, Way::In, to, offset, host, piece.len()) };
+            let copied = unsafe { copy.enqueue(self.api, place.stream, offset, host, piece.len()) };
             self.note(place.context, copied)?;
             offset += piece.len() as u64;
         }
@@ -150,9 +146,10 @@ impl Cuda {
         cx: &Call,
         streams: &mut Streams<CudaStream>,
         place: &Place,
-        to: &Rows,
+        copy: &RowCopy,
         feed: Feed,
     ) -> Result {
+        let to = &copy.rows;
         let packed = to.width * to.height * to.depth;
         let chunk_in = |slot| chunk_of(to, packed, slot);
         let transfer = self.staging.begin(place.flows.inbound, packed, chunk_in, &place.health)?;
@@ -191,7 +188,7 @@ impl Cuda {
                 Some((grants, window))
             }
         };
-        let enqueued = self.enqueue_chunks(place, Way::In, to, transfer.inbound());
+        let enqueued = self.enqueue_chunks(place, copy, transfer.inbound());
         if enqueued.is_err() {
             transfer.abandon_arrivals(&self.completer);
         }
@@ -211,8 +208,7 @@ impl Cuda {
     fn enqueue_chunks(
         &self,
         place: &Place,
-        way: Way,
-        rows: &Rows,
+        copy: &RowCopy,
         chunks: impl Iterator<Item = ChunkPlace>,
     ) -> Result {
         let (api, stream) = (self.api, place.stream);
@@ -221,12 +217,21 @@ impl Cuda {
             // checked the rows.
             let enqueued = unsafe {
                 api.stream_wait(stream, host.0, host.1, WAIT_AT_LEAST)
-                    .and_then(|()| copy_rows(api, stream, way, rows, offset, at, len))
+                    .and_then(|()| copy.enqueue(api, stream, offset, at, len))
                     .and_then(|()| api.stream_write(stream, gpu.0, gpu.1, 0))
             };
             self.note(place.context, enqueued)?;
         }
         Ok(())
+    }
+}
+
+impl Cuda {
+    /// A copy on a place's stream to rows that `device` accesses, or from them.
+    fn row_copy(&self, place: &Place, way: Way, rows: &Rows, device: u32) -> Result<RowCopy> {
+        let (near, far) = ((0, place.device), (rows.at, device));
+        let (source, target) = if way == Way::In { (near, far) } else { (far, near) };
+        Ok(RowCopy { way, rows: *rows, contexts: self.contexts_of(place.context, source, target)? })
     }
 }
 
@@ -237,25 +242,28 @@ impl GpuCopies for Cuda {
         streams: &mut Streams<CudaStream>,
         place: &Place,
         to: &Rows,
-        _device: u32,
+        device: u32,
         data: Input<'_>,
     ) -> Result {
+        let copy = &self.row_copy(place, Way::In, to, device)?;
         match data {
-            Input::Inline(bytes) => self.upload_at_once(place, to, bytes),
+            Input::Inline(bytes) => self.upload_at_once(place, copy, bytes),
             Input::Mapped(mapped) => {
                 if self.in_place(place.context, mapped.region())? {
-                    return self.copy_in_place(cx, streams, place, Way::In, to, mapped);
+                    return self.copy_in_place(cx, streams, place, copy, mapped);
                 }
                 if mapped.len() <= TAKEN_AT_ONCE && mapped.region().is_arena() {
                     let mut bytes = vec![0; mapped.len()];
                     mapped.read(0, &mut bytes);
                     drop(mapped);
-                    return self.upload_at_once(place, to, &bytes);
+                    return self.upload_at_once(place, copy, &bytes);
                 }
-                self.upload_staged(cx, streams, place, to, Feed::Mapped(mapped))
+                self.upload_staged(cx, streams, place, copy, Feed::Mapped(mapped))
             }
-            Input::Incoming(incoming) => self.upload_staged(cx, streams, place, to, Feed::Incoming(incoming)),
-            Input::Placed(placed) => self.upload_placed(cx, streams, place, to, placed),
+            Input::Incoming(incoming) => {
+                self.upload_staged(cx, streams, place, copy, Feed::Incoming(incoming))
+            }
+            Input::Placed(placed) => self.upload_placed(cx, streams, place, copy, placed),
         }
     }
 
@@ -265,20 +273,21 @@ impl GpuCopies for Cuda {
         streams: &mut Streams<CudaStream>,
         place: &Place,
         from: &Rows,
-        _device: u32,
+        device: u32,
         sink: Sink,
     ) -> Result {
+        let copy = &self.row_copy(place, Way::Out, from, device)?;
         let packed = from.width * from.height * from.depth;
         let sink = match sink {
             Sink::Mapped(mapped) if self.in_place(place.context, mapped.region())? => {
-                return self.copy_in_place(cx, streams, place, Way::Out, from, mapped);
+                return self.copy_in_place(cx, streams, place, copy, mapped);
             }
             sink => sink,
         };
         let chunk_in = |slot| chunk_of(from, packed, slot);
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
-        let enqueued = self.enqueue_chunks(place, Way::Out, from, transfer.outbound()).and_then(|()| {
+        let enqueued = self.enqueue_chunks(place, copy, transfer.outbound()).and_then(|()| {
             // What follows on the stream may tell the client that it was done, so the data is queued first.
             transfer.all_sent().try_for_each(|(word, value)| {
                 // SAFETY: registered words that the transfer holds until its fence.
@@ -303,8 +312,8 @@ impl GpuCopies for Cuda {
         Ok(self.make_preparer(place))
     }
 
-    fn carrier(&mut self, place: &Place, _device: u32, way: Way) -> Result<Arc<dyn Carrier>> {
-        self.make_carrier(place, way)
+    fn carrier(&mut self, place: &Place, device: u32, way: Way) -> Result<Arc<dyn Carrier>> {
+        self.make_carrier(place, device, way)
     }
 
     fn download_inline(
@@ -314,8 +323,9 @@ impl GpuCopies for Cuda {
         place: &Place,
         from: u64,
         len: usize,
-        _device: u32,
+        device: u32,
     ) -> Result {
+        let copy = self.row_copy(place, Way::Out, &Rows::line(from, len as u64), device)?;
         // Other transfers of the flow may still occupy a slot; only the answers' own buffers are known to be
         // free.
         let staged = match self.staging.answer(cx.slot) {
@@ -339,7 +349,7 @@ impl GpuCopies for Cuda {
         let copied = at.and_then(|at| {
             let at = Answered(at.ok_or(Status::UNKNOWN)?);
             // SAFETY: the range was checked; the buffer belongs to the command until the fence below.
-            let copied = unsafe { self.api.copy_dtoh(at.0.as_ptr().cast(), from, len, place.stream) };
+            let copied = unsafe { copy.enqueue(self.api, place.stream, 0, at.0, len) };
             self.note(place.context, copied).map(|()| at)
         });
         let at = match copied {
@@ -381,8 +391,14 @@ impl GpuCopies for Cuda {
 /// Copies that need only a stream of the current context: a client's stream, or one that captures.
 impl Cuda {
     pub(super) fn copy_at(&self, context: ContextId, stream: CUstream, op: &LineCopy) -> Result {
-        // SAFETY: ranges of this session; they may lie on two devices.
-        let copied = unsafe { self.api.copy_any(op.dst, op.src, op.len as usize, stream) };
+        let contexts = self.contexts_of(context, (op.src, op.from), (op.dst, op.to))?;
+        // SAFETY: ranges of this session; they may lie on two devices, whose contexts are live.
+        let copied = unsafe {
+            match contexts {
+                None => self.api.copy_any(op.dst, op.src, op.len as usize, stream),
+                Some([from, to]) => self.api.copy_peer(op.dst, to, op.src, from, op.len as usize, stream),
+            }
+        };
         self.note(context, copied)
     }
 
@@ -390,8 +406,9 @@ impl Cuda {
         &self,
         context: ContextId,
         stream: CUstream,
-        BoxCopy { source, target, .. }: &BoxCopy,
+        BoxCopy { source, from, target, to }: &BoxCopy,
     ) -> Result {
+        let contexts = self.contexts_of(context, (source.at, *from), (target.at, *to))?;
         // Unlike in a three-dimensional copy, the slice pitch need not be a multiple of the row pitch.
         let (slices, from, to) = slices_at_once(source, target);
         for z in (0..source.depth).step_by(slices) {
@@ -403,7 +420,7 @@ impl Cuda {
             (copy.WidthInBytes, copy.Height, copy.Depth) =
                 (source.width as usize, source.height as usize, slices);
             // SAFETY: ranges of this session.
-            let copied = unsafe { self.api.copy_3d(&copy, stream) };
+            let copied = unsafe { copy_box(self.api, stream, contexts, copy) };
             self.note(context, copied)?;
         }
         Ok(())
@@ -413,7 +430,7 @@ impl Cuda {
         let (api, dst, value) = (self.api, op.address, op.value);
         let (pitch, width, height) = (op.pitch as usize, op.width as usize, op.height as usize);
         // SAFETY: a range of this session, aligned to its elements.
-        let set = unsafe {
+        let set = |stream| unsafe {
             match (op.element, height) {
                 (1, 1) => api.set_8(dst, value as u8, width, stream),
                 (2, 1) => api.set_16(dst, value as u16, width, stream),
@@ -423,6 +440,8 @@ impl Cuda {
                 _ => api.set_2d_32(dst, pitch, value, width, height, stream),
             }
         };
+        let is_reached = self.is_reached(context, dst, op.device)?;
+        let set = if is_reached { set(stream) } else { self.beside(stream, op.device, set) };
         self.note(context, set)
     }
 }
@@ -509,7 +528,8 @@ mod tests {
         let mut cuda = Cuda::fake(Api::refusing());
         let (call, mut streams, place) = default_stream(&mut cuda);
         let (rows, region, mapped) = two_slices();
-        let copied = cuda.copy_in_place(&call, &mut streams, &place, Way::In, &rows, mapped);
+        let copy = cuda.row_copy(&place, Way::In, &rows, 0).unwrap();
+        let copied = cuda.copy_in_place(&call, &mut streams, &place, &copy, mapped);
         assert_eq!(copied, Err(Status::INVALID_VALUE));
         is_held_until_the_stream_has_passed(&region, &place);
     }
@@ -534,7 +554,7 @@ mod tests {
         let mut cuda = Cuda::fake(Api::refusing());
         let (_, _, place) = default_stream(&mut cuda);
         let (rows, region, mapped) = two_slices();
-        let carrier = cuda.make_carrier(&place, Way::In).unwrap();
+        let carrier = cuda.make_carrier(&place, 0, Way::In).unwrap();
         let (end, ended) = channel();
         carrier.carry(&rows, 0, mapped, 1, Box::new(move |status| end.send(status).unwrap()));
         is_held_until_the_stream_has_passed(&region, &place);

@@ -200,13 +200,26 @@ impl Cuda {
                 return capture.capture(&before, |stream| self.fill_at(context, stream, &fill));
             }
             NodeWork::CopyLine(copy) => {
+                self.check_reach(context, (copy.src, copy.from), (copy.dst, copy.to))?;
                 return capture.capture(&before, |stream| self.copy_at(context, stream, &copy));
             }
             NodeWork::CopyBox(copy) => {
+                self.check_reach(context, (copy.source.at, copy.from), (copy.target.at, copy.to))?;
                 return capture.capture(&before, |stream| self.copy_3d_at(context, stream, &copy));
             }
         }
         Ok(vec![node])
+    }
+
+    /// The driver captures no copy that names contexts.
+    fn check_reach(&self, context: ContextId, source: (u64, u32), target: (u64, u32)) -> Result {
+        if self.contexts_of(context, source, target)?.is_none() {
+            return Ok(());
+        }
+        tracing::warn!(
+            "a graph copies between GPUs that do not reach each other's memory: that is not supported"
+        );
+        Err(Status::NOT_SUPPORTED)
     }
 
     /// Makes the driver's nodes for the client's, and returns those that can be changed.
@@ -364,10 +377,6 @@ impl GpuGraphs for Cuda {
     type Draft = Draft;
     type Conditional = Conditional;
     type Graph = Executable;
-
-    fn home_of_graph(_device: u32) -> u32 {
-        0
-    }
 
     fn make_draft(&mut self, context: ContextId) -> Result<Draft> {
         let mut graph: CUgraph = std::ptr::null_mut();

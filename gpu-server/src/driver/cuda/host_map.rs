@@ -10,7 +10,7 @@
 //! machine.
 
 use std::ffi::c_void;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 
 use host_bridge::endpoint::{InUse, Mapped, Sink};
 use protocol::Status;
@@ -23,6 +23,7 @@ use super::api::{Api, CUcontext};
 use super::reach::Reach;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{GpuHostMemory, GpuMemory};
+use crate::driver::helper::Helper;
 use crate::driver::quota::{MirrorCharge, Quota};
 
 const PAGE: usize = 4096;
@@ -46,34 +47,12 @@ pub struct HostView {
 /// The part of a view that makes it a mirror. It exists once [`Reach`] knows the mirror.
 struct Mirror {
     beside: Arc<Reach>,
+    /// Makes and removes mirrors. The driver may first wait for all work to finish, that work may wait for
+    /// the client's host functions, and those for the dispatcher.
     helper: Helper,
     /// `CUcontext`.
     context: usize,
     api: &'static Api,
-}
-
-type Job = Box<dyn FnOnce() + Send>;
-
-/// The thread that makes and removes mirrors, one at a time. The driver may first wait for all work to
-/// finish, that work may wait for the client's host functions, and those for the dispatcher.
-#[derive(Clone)]
-pub(super) struct Helper(mpsc::Sender<Job>);
-
-impl Helper {
-    fn start() -> Result<Helper> {
-        let (sender, jobs) = mpsc::channel::<Job>();
-        let thread = std::thread::Builder::new().name("rgpu-mirrors".into());
-        thread.spawn(move || jobs.into_iter().for_each(|job| job())).map_err(|e| {
-            tracing::error!("cannot start the thread for mirrors: {e}");
-            Status::OUT_OF_MEMORY
-        })?;
-        Ok(Helper(sender))
-    }
-
-    fn run(&self, job: impl FnOnce() + Send + 'static) {
-        // The thread ends with its last owner.
-        let _ = self.0.send(Box::new(job));
-    }
 }
 
 /// Registers a view's pages with the driver, so that devices access them at the same address.
@@ -225,7 +204,7 @@ impl GpuHostMemory for Cuda {
         let charge = quota.charge_mirror(self.number(device), op.size)?;
         let helper = match &self.mirrors {
             Some(helper) => helper.clone(),
-            None => self.mirrors.insert(Helper::start()?).clone(),
+            None => self.mirrors.insert(Helper::start("rgpu-mirrors")?).clone(),
         };
         let (first, len, api) = (op.address as usize, op.size as usize, self.api);
         let beside = Arc::clone(&self.beside);

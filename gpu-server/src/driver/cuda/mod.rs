@@ -2,7 +2,7 @@
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
 //! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`],
-//!   [`copies`] and [`row_copies`] (with [`staging`] and [`arrivals`] for data to and from the network, and
+//!   [`copies`], [`row_copies`] and [`across`] (with [`staging`] and [`arrivals`] for data to and from the network, and
 //!   [`landing`] for what other servers send), [`kernels`] (with [`link`]), [`graph`], [`green`], [`array`],
 //!   [`texture`]; [`nvml`]; [`activity`] and [`cupti`]: device activity;
 //! - [`registration`]: client memory that CUDA accesses in place; [`reach`]: state that threads other than
@@ -11,6 +11,7 @@
 //! The session has checked everything that a client names before the driver sees it. What a kernel can do is
 //! confined by its process: a worker serves one session.
 
+mod across;
 mod activity;
 pub mod api;
 mod array;
@@ -55,6 +56,7 @@ use self::staging::Staging;
 use self::streams::CudaStream;
 use super::call::{Errors, Result};
 use super::gpu::{Gpu, STREAM_NON_BLOCKING, Unavailable};
+use super::helper::Helper;
 use super::ids::Ids;
 use super::listed::{Listed, place};
 use super::output::{self, Output};
@@ -114,7 +116,7 @@ pub struct Cuda {
     /// The streams that land pieces from other servers, by context; made on demand.
     pieces: Vec<Arc<carrier::PieceStream>>,
     /// Makes mirrors of client memory; started with the first.
-    mirrors: Option<host_map::Helper>,
+    mirrors: Option<Helper>,
     beside: Arc<Reach>,
     words: Arc<Words>,
     completer: Arc<Completer>,
@@ -146,6 +148,8 @@ struct Device {
     mapped: Ranges,
     /// Whether its memory can be shared between processes.
     exports: bool,
+    /// The devices whose memory it can access, once it has a context.
+    reached: Vec<CUdevice>,
 }
 
 struct Context {
@@ -337,6 +341,16 @@ impl Cuda {
         }
         self.reserve_windows()?;
         self.settle()?;
+        let own = self.device(ordinal)?.handle;
+        let others = self.devices.iter().map(|device| device.handle).filter(|other| *other != own);
+        let reached = others.filter_map(|other| match can_access(self.api, own, other) {
+            Ok(can) => can.then_some(Ok(other)),
+            Err(status) => Some(Err(status)),
+        });
+        let reached = reached.collect::<Result<_>>()?;
+        if let Some(device) = self.devices.get_mut(ordinal as usize) {
+            device.reached = reached;
+        }
         self.reach_others(ordinal)
     }
 
@@ -416,12 +430,9 @@ impl Cuda {
     /// Gives a device with a new context access to the other devices' memory, as far as it can access it: see
     /// [`access`](Self::access).
     fn reach_others(&self, ordinal: u32) -> Result {
-        let device = self.device(ordinal)?.handle;
-        for other in self.devices.iter().filter(|other| other.handle != device) {
-            if other.mapped.is_empty() || !self.reaches(device, other.handle)? {
-                continue;
-            }
-            let access = api::AccessDesc::device(device, true);
+        let device = self.device(ordinal)?;
+        let access = api::AccessDesc::device(device.handle, true);
+        for other in self.devices.iter().filter(|other| device.reached.contains(&other.handle)) {
             for (address, size) in other.mapped.iter() {
                 // SAFETY: mapped in one piece.
                 unsafe { self.api.memory_access(address, size as usize, &access, 1) }?;
@@ -486,26 +497,26 @@ impl Cuda {
 
     /// The devices with access to what backs a device's window: every device with a context that can access
     /// it, since copies between devices don't need the program's permission (and the driver's copies of
-    /// mapped memory need access like a kernel's).
+    /// mapped memory need access like a kernel's, or are slower: see [`across`]).
     fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>> {
         let device = self.device(ordinal)?;
         let mut all = vec![api::AccessDesc::device(device.handle, true)];
         let others = (0..).zip(&self.devices).filter(|(other, _)| *other != ordinal);
         for (_, other) in others.filter(|(other, _)| self.contexts.contains_key(other)) {
-            if self.reaches(other.handle, device.handle)? {
+            if other.reached.contains(&device.handle) {
                 all.push(api::AccessDesc::device(other.handle, true));
             }
         }
         Ok(all)
     }
+}
 
-    /// Whether a device can access another's memory.
-    fn reaches(&self, device: api::CUdevice, peer: api::CUdevice) -> Result<bool> {
-        let mut can = 0;
-        // SAFETY: writes one integer.
-        unsafe { self.api.device_can_access(&mut can, device, peer) }?;
-        Ok(can != 0)
-    }
+/// Whether a device can access another's memory.
+fn can_access(api: &Api, device: CUdevice, peer: CUdevice) -> Result<bool> {
+    let mut can = 0;
+    // SAFETY: writes one integer.
+    unsafe { api.device_can_access(&mut can, device, peer) }?;
+    Ok(can != 0)
 }
 
 /// Queries a device without making a context.
@@ -529,6 +540,7 @@ fn open(api: &Api, number: u32, ordinal: u32) -> Result<Device, (&'static str, S
         granule: granule(api, handle).unwrap_or(0),
         mapped: Ranges::default(),
         exports: attribute(api, handle, EXPORTS_FD) == Some(1),
+        reached: Vec::new(),
     })
 }
 
@@ -649,7 +661,7 @@ impl Gpu for Cuda {
 
     fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply> {
         let (device, peer) = (self.device(device)?.handle, self.device(peer)?.handle);
-        let can_access = self.reaches(device, peer)?;
+        let can_access = can_access(self.api, device, peer)?;
         let mut attributes = Vec::new();
         for number in 1..=PEER_ATTRIBUTES as u32 {
             let mut value = 0;
@@ -815,7 +827,7 @@ impl Cuda {
     }
 
     /// One with so many devices and a context on each; the first one's is the home.
-    pub(crate) fn fake_of(api: &'static Api, devices: u32) -> Cuda {
+    pub(in crate::driver) fn fake_of(api: &'static Api, devices: u32) -> Cuda {
         let device = |handle| Device {
             number: handle as u32,
             handle,
@@ -823,6 +835,7 @@ impl Cuda {
             granule: 1,
             mapped: Ranges::default(),
             exports: false,
+            reached: (0..devices as CUdevice).filter(|other| *other != handle).collect(),
         };
         let mut cuda = Cuda::of(api, (0..devices as CUdevice).map(device).collect(), None).unwrap();
         cuda.windows_reserved = cuda.windows.clone();

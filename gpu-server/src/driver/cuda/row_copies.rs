@@ -5,39 +5,73 @@ use std::ptr::NonNull;
 
 use cudarc::driver::sys::CUmemorytype;
 
-use super::api::{Api, CUDA_MEMCPY3D, CUstream};
+use super::api::{Api, CUDA_MEMCPY3D, CUcontext, CUstream};
 use crate::driver::call::Result;
 use crate::driver::rows::{Part, Rows};
 use crate::driver::store::Way;
 
-/// Enqueues the copy of `len` packed bytes from `offset` of `rows` to or from the memory at `host`.
-///
-/// # Safety
-/// The device rows belong to the session. `host` is valid for `len` bytes until the stream has passed this
-/// point, or (towards the device) until the driver has read it.
-pub(super) unsafe fn copy_rows(
-    api: &Api,
-    stream: CUstream,
-    way: Way,
-    rows: &Rows,
-    offset: u64,
-    host: NonNull<u8>,
-    len: usize,
-) -> Result {
-    rows.parts(offset, len as u64, |Part { at, offset, width, rows: count, slices }| {
-        // SAFETY: parts lie inside the `len` bytes.
-        let host = unsafe { host.add(offset as usize) }.as_ptr().cast::<c_void>();
-        if count * slices == 1 {
-            // SAFETY: guaranteed by the caller.
-            return unsafe {
-                match way {
-                    Way::In => api.copy_htod(at, host, width as usize, stream),
-                    Way::Out => api.copy_dtoh(host, at, width as usize, stream),
-                }
-            };
-        }
-        let (mut copy, pitch) = (blank(), rows.pitch.max(width) as usize);
-        match way {
+/// The contexts of a copy's source and target, if the driver must be told: see [`super::across`].
+pub(super) type Contexts = Option<[CUcontext; 2]>;
+
+/// Maximum number of bytes in a row, of a copy that names contexts.
+const LONGEST_ROW: u64 = 1 << 30;
+
+/// A copy between rows on a device and the host.
+pub(super) struct RowCopy {
+    pub(super) way: Way,
+    pub(super) rows: Rows,
+    pub(super) contexts: Contexts,
+}
+
+impl RowCopy {
+    /// Enqueues the copy of `len` packed bytes from `offset` of the rows to or from the memory at `host`.
+    ///
+    /// # Safety
+    /// The device rows belong to the session. `host` is valid for `len` bytes until the stream has passed
+    /// this point, or (towards the device) until the driver has read it.
+    pub(super) unsafe fn enqueue(
+        &self,
+        api: &Api,
+        stream: CUstream,
+        offset: u64,
+        host: NonNull<u8>,
+        len: usize,
+    ) -> Result {
+        self.rows.parts(offset, len as u64, |part| {
+            let Part { at, offset, width, rows, slices } = part;
+            // SAFETY: parts lie inside the `len` bytes.
+            let host = unsafe { host.add(offset as usize) };
+            if rows * slices > 1 {
+                // SAFETY: guaranteed by the caller.
+                return unsafe { self.enqueue_box(api, stream, host, part) };
+            }
+            if self.contexts.is_none() {
+                let host = host.as_ptr().cast::<c_void>();
+                // SAFETY: guaranteed by the caller.
+                return unsafe {
+                    match self.way {
+                        Way::In => api.copy_htod(at, host, width as usize, stream),
+                        Way::Out => api.copy_dtoh(host, at, width as usize, stream),
+                    }
+                };
+            }
+            (0..width).step_by(LONGEST_ROW as usize).try_for_each(|begin| {
+                let (at, width) = (at + begin, LONGEST_ROW.min(width - begin));
+                // SAFETY: this part of the row.
+                unsafe { self.enqueue_box(api, stream, host.add(begin as usize), Part { at, width, ..part }) }
+            })
+        })
+    }
+
+    /// Enqueues the copy of a part, whose packed bytes are at `host`.
+    ///
+    /// # Safety
+    /// As for [`enqueue`](Self::enqueue).
+    unsafe fn enqueue_box(&self, api: &Api, stream: CUstream, host: NonNull<u8>, part: Part) -> Result {
+        let Part { at, width, rows: count, slices, .. } = part;
+        let (mut copy, host) = (blank(), host.as_ptr().cast::<c_void>());
+        let pitch = self.rows.pitch.max(width) as usize;
+        match self.way {
             Way::In => {
                 (copy.srcMemoryType, copy.srcHost, copy.srcPitch) =
                     (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
@@ -51,15 +85,34 @@ pub(super) unsafe fn copy_rows(
                     (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, pitch);
             }
         }
-        let apart = rows.rows_per_slice().filter(|_| slices > 1).unwrap_or(count);
-        (copy.srcHeight, copy.dstHeight) = match way {
+        let apart = self.rows.rows_per_slice().filter(|_| slices > 1).unwrap_or(count);
+        (copy.srcHeight, copy.dstHeight) = match self.way {
             Way::In => (count as usize, apart as usize),
             Way::Out => (apart as usize, count as usize),
         };
         (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, count as usize, slices as usize);
         // SAFETY: guaranteed by the caller.
-        unsafe { api.copy_3d(&copy, stream) }
-    })
+        unsafe { copy_box(api, stream, self.contexts, copy) }
+    }
+}
+
+/// Enqueues a copy in up to three dimensions.
+///
+/// # Safety
+/// Its ends are memory or arrays of the session, or host memory as in [`RowCopy::enqueue`].
+pub(super) unsafe fn copy_box(
+    api: &Api,
+    stream: CUstream,
+    contexts: Contexts,
+    mut copy: CUDA_MEMCPY3D,
+) -> Result {
+    let Some([source, target]) = contexts else {
+        // SAFETY: guaranteed by the caller.
+        return unsafe { api.copy_3d(&copy, stream) };
+    };
+    (copy.reserved0, copy.reserved1) = (source.cast(), target.cast());
+    // SAFETY: guaranteed by the caller; live contexts.
+    unsafe { api.copy_3d_peer(&copy, stream) }
 }
 
 /// How many slices of two boxes of the same size one call can copy, and how many rows there are from one to

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use protocol::Status;
 use protocol::channel::MAX_CONTEXTS;
@@ -21,10 +21,6 @@ use crate::driver::gpu::{EVENT_DISABLE_TIMING, GpuStreams};
 use crate::driver::slots::Flow;
 use crate::driver::streams::{Stream, Streams};
 use crate::shared_event::{Lookout, Moment};
-
-/// An event becomes done right after its word, which others may have seen already. This is the longest wait
-/// for it.
-const BEHIND_WORD: Duration = Duration::from_millis(10);
 
 /// How long a device's reset waits for the other devices' work, if that needs what ends with the device's
 /// context. It may be waiting for a command that comes after the reset.
@@ -189,27 +185,23 @@ impl Interval {
         Interval { start: now(start), end: now(end) }
     }
 
-    /// Measures it in the current context.
+    /// Measures it in the current context. The words of both records have been reached, and an event is done
+    /// before its word.
     fn measure(&self, api: &Api) -> Result<EventElapsedReply> {
         // Locked until the end, so that neither is destroyed meanwhile.
         let (first, other) = lock_both(&self.start.0, &self.end.0);
         let first_event = first.ok_or(Status::INVALID_HANDLE)?;
         let second_event =
             other.as_deref().map_or(Ok(first_event), |event| event.ok_or(Status::INVALID_HANDLE))?;
-        let mut milliseconds = 0.0;
-        let deadline = Instant::now() + BEHIND_WORD;
-        loop {
-            // If it was recorded again, nobody asks for this any more, and the new record may take long.
-            let same = |(timed, record): &(Arc<Timed>, u64)| timed.records.load(Ordering::Acquire) == *record;
-            if !same(&self.start) || !same(&self.end) {
-                return Err(Status::NOT_READY);
-            }
-            // SAFETY: live events, by their locks; writes one number.
-            match unsafe { api.event_elapsed(&mut milliseconds, first_event, second_event) } {
-                Err(Status::NOT_READY) if Instant::now() < deadline => std::hint::spin_loop(),
-                elapsed => return elapsed.map(|()| EventElapsedReply { milliseconds }),
-            }
+        // If it was recorded again, nobody asks for this any more.
+        let same = |(timed, record): &(Arc<Timed>, u64)| timed.records.load(Ordering::Acquire) == *record;
+        if !same(&self.start) || !same(&self.end) {
+            return Err(Status::NOT_READY);
         }
+        let mut milliseconds = 0.0;
+        // SAFETY: live events, by their locks; writes one number.
+        unsafe { api.event_elapsed(&mut milliseconds, first_event, second_event) }?;
+        Ok(EventElapsedReply { milliseconds })
     }
 }
 
@@ -218,6 +210,8 @@ pub struct Place {
     pub(super) id: StreamId,
     pub(super) stream: CUstream,
     pub(super) context: ContextId,
+    /// The context's device.
+    pub(super) device: u32,
     pub(super) health: Arc<Health>,
     pub(super) progress: Arc<Publisher>,
     pub(super) flows: Flows,
@@ -310,8 +304,9 @@ impl Cuda {
         let (stream, context, progress) = (native.handle, *context, Arc::clone(&native.progress));
         let flows = native.flows;
         cx.context = context;
-        let health = Arc::clone(&self.enter_context(context)?.health);
-        Ok(Place { id, stream, context, health, progress, flows })
+        let entered = self.enter_context(context)?;
+        let (device, health) = (entered.device, Arc::clone(&entered.health));
+        Ok(Place { id, stream, context, device, health, progress, flows })
     }
 
     /// Like [`enter_briefly`](Self::enter_briefly), for a call about an attribute that streams have.
@@ -426,8 +421,8 @@ impl Cuda {
             let (context, handle, progress) =
                 (stream.context, stream.native.handle, Arc::clone(&stream.native.progress));
             let flows = stream.native.flows;
-            let health = match self.enter_context(context) {
-                Ok(context) => Arc::clone(&context.health),
+            let (device, health) = match self.enter_context(context) {
+                Ok(context) => (context.device, Arc::clone(&context.health)),
                 Err(status) => {
                     progress.complain(status);
                     gather.tell(status);
@@ -439,6 +434,7 @@ impl Cuda {
                 id: StreamId(id),
                 stream: handle,
                 context,
+                device,
                 health,
                 progress: progress_of_place,
                 flows,
@@ -526,8 +522,8 @@ impl GpuStreams for Cuda {
         self.fence(streams, &place, cx.seq, end)
     }
 
-    fn device_at(_place: &Place) -> u32 {
-        0
+    fn device_at(place: &Place) -> u32 {
+        place.device
     }
 
     fn synchronize_stream(
@@ -714,13 +710,15 @@ impl GpuStreams for Cuda {
         if let Some(timed) = &event.timed {
             timed.records.fetch_add(1, Ordering::AcqRel);
         }
-        let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
-        self.fence(streams, place, seq, move |status| progress.publish(seq, status))?;
         // SAFETY: live handles of one context.
         let recorded = unsafe { self.api.event_record(event.handle, place.stream, flags) };
-        self.note(place.context, recorded)?;
-        let stream = &mut find(streams, place.id)?.native;
-        stream.dirty = true;
+        let recorded = self.note(place.context, recorded);
+        // After the record, so that the event is done when others see the word. Also if the driver has refused
+        // the record: what waits for the stream's progress must end.
+        let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
+        self.fence(streams, place, seq, move |status| progress.publish(seq, status))?;
+        recorded?;
+        let stream = &find(streams, place.id)?.native;
         let (lasting, health) = (Arc::clone(&stream.lasting), Arc::clone(&place.health));
         event.recorded = Some(Recorded { stream: lasting, value: stream.last, health });
         Ok(())
@@ -788,6 +786,8 @@ pub(super) fn ends_at_once(streams: &mut Streams<CudaStream>, id: StreamId) -> u
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
     use crate::doubles::Listener;
 
@@ -816,6 +816,33 @@ mod tests {
         }
         assert!(recorded.outstanding().is_none());
         assert!(matches!(cuda.synchronize_event(&call, &event), Ok(Answer::Now(_))));
+    }
+
+    /// The GPU may do other processes' work between the two.
+    #[test]
+    fn an_event_is_done_before_its_word_tells_so() {
+        let mut cuda = Cuda::fake(Api::noting());
+        let (context, id) = (ContextId(0), StreamId(MAX_CONTEXTS));
+        let mut streams = Streams::default();
+        let native = cuda.make_stream(id, context, 0, 0).unwrap();
+        let handle = native.handle as usize;
+        streams.insert(id.0, Stream { context, green: None, is_blocking: true, native });
+        let mut call = Call::new(Arc::new(Listener::new(|_| {})));
+        let place = cuda.enter_stream(&mut call, &mut streams, id).unwrap();
+        let mut event = cuda.make_event(context, 0).unwrap();
+        Api::calls();
+        cuda.record_event(&call, &mut streams, &place, &mut event, 0).unwrap();
+        assert_eq!(Api::calls(), [("event_record", handle), ("stream_write", handle)]);
+        // That was a fence of all that is on the stream.
+        cuda.synchronize_stream(&mut call, &mut streams, id).unwrap();
+        assert!(Api::calls().is_empty());
+        // The stream's progress goes on without the record.
+        let place = cuda.enter_stream(&mut call, &mut streams, id).unwrap();
+        Api::refuse(Some("event_record"));
+        let refused = cuda.record_event(&call, &mut streams, &place, &mut event, 0);
+        Api::refuse(None);
+        assert_eq!(refused, Err(Status::OUT_OF_MEMORY));
+        assert_eq!(Api::calls(), [("event_record", handle), ("stream_write", handle)]);
     }
 
     #[test]

@@ -51,10 +51,6 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
     /// An instantiated graph.
     type Graph: Send;
 
-    /// The device from which the addresses in a graph's nodes are checked, for a graph in a context of
-    /// `device`. See [`GpuStreams::device_at`](super::GpuStreams::device_at).
-    fn home_of_graph(device: u32) -> u32;
-
     /// Makes an empty draft.
     fn make_draft(&mut self, context: ContextId) -> Result<Self::Draft>;
 

@@ -44,6 +44,9 @@ use super::output::Output;
 use super::space::Space;
 use super::streams::Streams;
 
+/// `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED`: what [`Gpu::enable_peer`] answers for a device that the other one
+/// cannot access.
+pub const PEER_ACCESS_UNSUPPORTED: Status = Status(217);
 /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`: what [`Gpu::enable_peer`] answers the second time.
 pub const PEER_ACCESS_ALREADY_ENABLED: Status = Status(704);
 /// `CUDA_ERROR_PEER_ACCESS_NOT_ENABLED`: what [`Gpu::disable_peer`] answers if there is nothing to revoke.

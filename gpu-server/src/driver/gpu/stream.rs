@@ -65,7 +65,7 @@ pub trait GpuStreams {
         end: End,
     ) -> Result;
 
-    /// The device of a place, or 0 if the GPU accesses all of the session's memory from any of its devices.
+    /// The device of a place.
     fn device_at(place: &Self::Place) -> u32;
 
     /// Answers the call when everything on the stream is done. Sets the call's context.

@@ -14,6 +14,7 @@ use crate::cuda_ipc::Broker;
 use crate::driver::beside::{self, Beside};
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
+use crate::driver::helper::Helper;
 use crate::driver::quota::Charge;
 use crate::driver::space::Memory;
 use crate::driver::store::Place;
@@ -217,16 +218,23 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             return Err(Status::INVALID_VALUE);
         }
         self.gpu.before_waiting_call(&self.streams, op.device)?;
+        let helper = match &self.releases {
+            Some(helper) => helper.clone(),
+            None => self.releases.insert(Helper::start("rgpu-releases")?).clone(),
+        };
         let (_, piece) =
             self.window_mut(op.device)?.pieces.remove(op.address).ok_or(Status::INVALID_VALUE)?;
         let charge = self.forget_piece(op.device, op.size, piece);
         let unback = self.gpu.unback(op.device, op.address, op.size);
         let pending = cx.later();
-        // Its pages stay until the device's work is done, and count as long.
+        // Its pages stay until the device's work is done, and count as long. Then releasing them takes the
+        // driver milliseconds if they are GiBs, and this thread ends waits.
         let end = move |_| {
-            let released = unback();
-            drop(charge);
-            pending.answer(released.map(|()| MemShrinkReply {}));
+            helper.run(move || {
+                let released = unback();
+                drop(charge);
+                pending.answer(released.map(|()| MemShrinkReply {}));
+            });
         };
         self.gpu.after_device(&mut self.streams, op.device, cx.seq, end);
         Ok(Answer::Later)
@@ -493,5 +501,52 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
 
     fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Reply<EventQueryReply> {
         now(EventQueryReply { done: self.is_event_done(op.event)? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::{Backend as Choice, Backing};
+    use crate::doubles::{Listener, Told};
+    use crate::driver::cuda::Cuda;
+    use crate::driver::cuda::api::{Api, UNMAPS};
+    use crate::driver::nvml::Management;
+    use crate::driver::quota::Quota;
+
+    /// The driver takes milliseconds to release GiBs.
+    #[test]
+    fn nothing_else_waits_while_memory_is_released() {
+        let backing = Backing {
+            backend: Choice::Software,
+            devices: Vec::new(),
+            listed: Vec::new(),
+            cupti: None,
+            software_memory: 64 << 20,
+            software_devices: 1,
+            software_events: None,
+            software_imitate: "".parse().unwrap(),
+        };
+        let quota = Quota::default();
+        let nvml = Management::new(&backing, quota.clone());
+        let mut session = Session::new(Cuda::fake_of(Api::slow_to_unmap(), 1), quota, nvml);
+        let (answer, answers) = channel();
+        let mut call = Call::new(Arc::new(Listener::new(move |told: Told<'_>| {
+            if let Told::Reply { status, .. } = told {
+                answer.send(status).unwrap();
+            }
+        })));
+        call.begin(1, 0);
+        let (device, address, size) = (0, window(0), 4096);
+        session.mem_grow(&mut call, MemGrow { device, address, size }).unwrap();
+        call.begin(2, 0);
+        session.mem_shrink(&mut call, MemShrink { device, address, size }).unwrap();
+        assert!(answers.try_recv().is_err(), "it is still being released");
+        UNMAPS.store(true, Ordering::Release);
+        assert_eq!(answers.recv_timeout(Duration::from_secs(60)), Ok(Status::SUCCESS));
     }
 }

@@ -40,6 +40,7 @@ use super::backend::Backend;
 use super::beside::Beside;
 use super::call::{Call, End, Result};
 use super::gpu::{Gpu, Unavailable};
+use super::helper::Helper;
 use super::ids::Ids;
 use super::nvml::Management;
 use super::quota::{Charge, Quota};
@@ -69,6 +70,8 @@ pub struct Session<G: Gpu> {
     /// Client memory that devices access, by its address in the client.
     host_views: HashMap<u64, HostView<G::HostView>>,
     quota: Quota,
+    /// Releases device memory; started with the first that is released.
+    releases: Option<Helper>,
     /// The connection to the client's other sessions.
     broker: Option<Arc<Broker>>,
     /// The connection to other servers.
@@ -110,6 +113,7 @@ impl<G: Gpu> Session<G> {
             space: Space::default(),
             host_views: HashMap::new(),
             quota,
+            releases: None,
             broker: None,
             directs: None,
             still: None,

@@ -201,10 +201,6 @@ impl GpuGraphs for Software {
     type Conditional = Arc<Choice>;
     type Graph = Arc<Instance>;
 
-    fn home_of_graph(device: u32) -> u32 {
-        device
-    }
-
     fn make_draft(&mut self, _context: ContextId) -> Result<Draft> {
         Ok(Draft::default())
     }

@@ -1,5 +1,5 @@
-//! Imitates for tests how NVIDIA's driver makes its caller wait, and how it fails while memory moves
-//! (`--software-imitate`).
+//! Imitates for tests how NVIDIA's driver makes its caller wait, how it fails while memory moves, and GPUs
+//! that lack something (`--software-imitate`).
 //!
 //! Nothing in this backend waits for a device by itself: queues are unlimited, and loading code takes no
 //! longer while kernels run. NVIDIA's driver does wait, and a session must cope with that: while the
@@ -25,6 +25,7 @@ use software_gpu::{Event, Stream};
 /// | `queue=N` | a stream's queue holds N operations; adding another waits until there is room |
 /// | `hardware-queues=N` | streams share N queues; operations in one queue run in order, whichever stream they belong to |
 /// | `waiting-calls` | loading and unloading code, instantiating graphs, growing and shrinking device memory, and destroying or resetting a context wait for all work on the device; meanwhile no other thread copies pieces of direct connections from or to it |
+/// | `no-peers` | devices cannot access each other's memory |
 /// | `context-ms=N` | making a context takes N milliseconds |
 /// | `pageable-memory` | the device claims that kernels can access pageable memory |
 /// | `call-us=N` | commands are delayed by 0 to N microseconds, at random |
@@ -42,6 +43,9 @@ pub struct Imitate {
     pub waiting_calls: bool,
     /// Whether the device claims that kernels can access pageable memory.
     pub pageable_memory: bool,
+    /// Whether devices cannot access each other's memory.
+    #[serde(default)]
+    pub no_peers: bool,
     /// Milliseconds that making a context takes.
     pub context_ms: u32,
     /// Maximum delay of a command, in microseconds.
@@ -77,6 +81,7 @@ impl FromStr for Imitate {
                 "hardware-queues" => imitate.hardware_queues = number()?,
                 "waiting-calls" if value.is_empty() => imitate.waiting_calls = true,
                 "pageable-memory" if value.is_empty() => imitate.pageable_memory = true,
+                "no-peers" if value.is_empty() => imitate.no_peers = true,
                 "context-ms" => imitate.context_ms = number()?,
                 "call-us" => imitate.call_us = number()?,
                 "block-us" => imitate.block_us = number()?,
@@ -85,7 +90,7 @@ impl FromStr for Imitate {
                 "fail-moves" => imitate.fail_moves = number()?,
                 _ => {
                     return Err(format!(
-                        "{item:?} is none of queue=N, hardware-queues=N, waiting-calls, pageable-memory, context-ms=N, call-us=N, block-us=N, seed=N, fail-move=N, fail-moves=N"
+                        "{item:?} is none of queue=N, hardware-queues=N, waiting-calls, pageable-memory, no-peers, context-ms=N, call-us=N, block-us=N, seed=N, fail-move=N, fail-moves=N"
                     ));
                 }
             }
@@ -113,6 +118,9 @@ impl fmt::Display for Imitate {
         }
         if self.pageable_memory {
             items.push("pageable-memory".into());
+        }
+        if self.no_peers {
+            items.push("no-peers".into());
         }
         f.write_str(&items.join(","))
     }
@@ -234,13 +242,14 @@ mod tests {
 
     #[test]
     fn items_are_read_and_written() {
-        let text = "queue=1024,hardware-queues=2,context-ms=250,call-us=30,block-us=5,seed=7,fail-move=12,fail-moves=3,waiting-calls,pageable-memory";
+        let text = "queue=1024,hardware-queues=2,context-ms=250,call-us=30,block-us=5,seed=7,fail-move=12,fail-moves=3,waiting-calls,pageable-memory,no-peers";
         let imitate: Imitate = text.parse().unwrap();
         let all = Imitate {
             queue: 1024,
             hardware_queues: 2,
             waiting_calls: true,
             pageable_memory: true,
+            no_peers: true,
             context_ms: 250,
             call_us: 30,
             block_us: 5,

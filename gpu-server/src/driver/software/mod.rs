@@ -207,11 +207,11 @@ impl Software {
         Ok(software)
     }
 
-    /// Each device with each other one.
+    /// Each device with each other one whose memory it can access.
     fn pairs(&self) -> impl Iterator<Item = (&Gpu, &Gpu)> {
         let others = |device: &'_ Device| {
-            let number = device.number;
-            self.devices.iter().filter(move |other| other.number != number)
+            let (number, reaches) = (device.number, !self.imitate.no_peers);
+            self.devices.iter().filter(move |other| reaches && other.number != number)
         };
         self.devices.iter().flat_map(move |device| others(device).map(move |other| (&device.gpu, &other.gpu)))
     }
@@ -311,8 +311,9 @@ impl driver::Gpu for Software {
     fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply> {
         // A kernel can read and write another device's memory. Atomic operations there are not promised.
         let (mut attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
-        attributes[P2P_ACCESS_SUPPORTED - 1] = 1;
-        Ok(PeerInfoReply { can_access: true, attributes, atomics })
+        let can_access = !self.imitate.no_peers;
+        attributes[P2P_ACCESS_SUPPORTED - 1] = can_access.into();
+        Ok(PeerInfoReply { can_access, attributes, atomics })
     }
 
     fn select(&mut self, devices: &[u32], _windows: &[u32]) -> Result {
@@ -354,10 +355,12 @@ impl driver::Gpu for Software {
         Software::map_again(device, &fresh, space)?;
         for (ordinal, other) in (0..).zip(&self.devices).filter(|(ordinal, _)| *ordinal != device) {
             let old = &self.device(device)?.gpu;
-            other.gpu.disable_peer(old);
-            other.gpu.enable_peer(&fresh);
-            fresh.enable_peer(&other.gpu);
-            old.disable_peer(&other.gpu);
+            if !self.imitate.no_peers {
+                other.gpu.disable_peer(old);
+                other.gpu.enable_peer(&fresh);
+                fresh.enable_peer(&other.gpu);
+                old.disable_peer(&other.gpu);
+            }
             // A kernel of the other device may still use the old memory.
             let old = old.clone();
             streams::after_all(&other.gpu, &self.streams_of_device(streams, ordinal), move |_| drop(old));
@@ -416,6 +419,9 @@ impl driver::Gpu for Software {
     fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {
         if self.context(context)?.device == self.context(peer)?.device {
             return Err(Status::INVALID_DEVICE);
+        }
+        if self.imitate.no_peers {
+            return Err(driver::PEER_ACCESS_UNSUPPORTED);
         }
         if self.peers.insert((context.0, peer.0)) { Ok(()) } else { Err(driver::PEER_ACCESS_ALREADY_ENABLED) }
     }

@@ -96,7 +96,7 @@ impl<G: GpuGraphs> Graphs<G> {
 impl<G: Gpu> Session<G> {
     /// What a client's node does, in the GPU's form.
     fn work<'a>(&'a self, context: ContextId, node: &'a GraphNode) -> Result<NodeWork<'a, G>> {
-        let home = G::home_of_graph(self.device_of(context)?);
+        let home = self.device_of(context)?;
         Ok(match operation(node)? {
             Operation::Empty => NodeWork::Empty,
             Operation::Launch(launch) => {
