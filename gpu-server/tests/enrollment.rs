@@ -121,6 +121,36 @@ fn a_revoked_client_loses_its_sessions_and_gets_no_new_one() {
 }
 
 #[test]
+fn who_enrolls_a_name_that_is_in_use_is_told_so_and_the_replaced_key_is_on_record() {
+    let folder = tempfile::tempdir().unwrap();
+    let audit = folder.path().join("audit");
+    let server = Server::start_protected(&[&format!("--audit-log={}", audit.display())]);
+    let enroll = || {
+        let answer = server.ask(json!({ "enroll": { "name": "host1", "valid_seconds": 3600 } }));
+        (answer["token"].as_str().unwrap().parse().unwrap(), answer["replaces"].clone())
+    };
+    let (token, replaces) = enroll();
+    assert!(replaces.is_null(), "{replaces}");
+    let machine = Machine::new();
+    // The second time, it shows the same key.
+    for _ in 0..2 {
+        machine.join(&server, &token).unwrap();
+    }
+    let before = server.ask(json!({ "clients": {} }))["clients"][0].clone();
+    let (token, replaces) = enroll();
+    assert_eq!(replaces, json!({ "key": before["key"], "since": before["since"] }));
+    assert!(!server.log().contains("is not accepted any more"), "{}", server.log());
+    Machine::new().join(&server, &token).unwrap();
+    assert!(server.log().contains("host1 joins with another key"), "{}", server.log());
+    until("the audit log has the earlier key", || {
+        let text = std::fs::read_to_string(&audit).unwrap();
+        let events = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let replaced: Vec<_> = events.filter(|event| event["event"] == "replaced").collect();
+        replaced.len() == 1 && replaced[0]["key"] == before["key"] && replaced[0]["principal"] == "host1"
+    });
+}
+
+#[test]
 fn what_began_with_a_replaced_key_goes_on_until_its_name_is_revoked() {
     let server = Server::start_protected(&[]);
     let before = joined(&server, "host1");

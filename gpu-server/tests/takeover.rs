@@ -5,6 +5,9 @@
 
 mod support;
 
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::Command;
@@ -122,26 +125,61 @@ fn an_upgrade_keeps_the_process_and_every_session() {
     assert!(server.end(Signal::SIGTERM).success());
 }
 
+/// Runs another process: a file that this one has open for writing while a thread starts something cannot be
+/// executed.
+fn by_another(words: &[&OsStr]) {
+    assert!(Command::new(words[0]).args(&words[1..]).status().unwrap().success());
+}
+
+/// Starts a copy of the program, which can be [replaced](replace).
+fn start_copy(service: &Service) -> Server {
+    let program = service.folder.path().join("rgpu-server");
+    by_another(&["cp".as_ref(), binary().as_os_str(), program.as_os_str()]);
+    service.spawn(program).ready()
+}
+
+/// Puts a script in the program's place as a package manager does it: another file with the same name.
+fn replace(service: &Service, text: &str) {
+    let other = service.folder.path().join("other");
+    let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
+    by_another(&["sh".as_ref(), "-c".as_ref(), write.as_ref(), other.as_os_str(), text.as_ref()]);
+    std::fs::rename(other, service.folder.path().join("rgpu-server")).unwrap();
+}
+
+#[test]
+fn a_daemon_whose_successor_does_not_answer_still_ends_when_it_is_told_to() {
+    let service = Service::new(&[]);
+    let mut server = start_copy(&service);
+    let mark = service.folder.path().join("asked");
+    replace(&service, &format!("#!/bin/sh\ntouch {}\nexec sleep 1000000\n", mark.display()));
+    server.signal(Signal::SIGUSR2);
+    until("the program is asked", || mark.exists());
+    let answer = server.ask(json!({ "upgrade": {} }));
+    assert!(answer["error"].as_str().unwrap().contains("upgraded already"), "{answer}");
+    assert!(server.end(Signal::SIGTERM).success());
+}
+
+#[test]
+fn a_daemon_that_is_told_to_end_while_it_executes_the_next_program_ends() {
+    for _ in 0..5 {
+        let mut server = Server::start(&[]);
+        let mut admin = UnixStream::connect(server.path("admin")).unwrap();
+        admin.write_all(json!({ "upgrade": {} }).to_string().as_bytes()).unwrap();
+        admin.shutdown(Shutdown::Write).unwrap();
+        // It says so right before.
+        let mut said = String::new();
+        BufReader::new(&admin).read_line(&mut said).unwrap();
+        assert!(said.contains("upgrading"), "{said}");
+        assert!(server.end(Signal::SIGTERM).success());
+    }
+}
+
 #[test]
 fn a_program_that_cannot_take_over_is_not_executed() {
     let service = Service::new(&[]);
-    let program = service.folder.path().join("rgpu-server");
-    // By another process: a file that this one has open for writing while a thread starts something cannot be
-    // executed.
-    let by_another = |words: &[&std::ffi::OsStr]| {
-        assert!(Command::new(words[0]).args(&words[1..]).status().unwrap().success());
-    };
-    by_another(&["cp".as_ref(), binary().as_os_str(), program.as_os_str()]);
-    let server = service.spawn(program.clone()).ready();
+    let server = start_copy(&service);
     let mut local = LocalBridge::connect(&server.socket());
-    // As a package manager does it: another file with the same name.
-    let replace = |text: &str| {
-        let other = service.folder.path().join("other");
-        let write = "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\"";
-        by_another(&["sh".as_ref(), "-c".as_ref(), write.as_ref(), other.as_os_str(), text.as_ref()]);
-        std::fs::rename(other, &program).unwrap();
-    };
-    replace("#!/bin/sh\necho it is broken >&2; exit 1\n");
+    replace(&service, "#!/bin/sh\necho it is broken >&2; exit 1\n");
     let answer = server.ask(json!({ "upgrade": {} }));
     assert!(answer["error"].as_str().unwrap().contains("cannot take over: it is broken"), "{answer}");
     // Asking whether it would take over uses an option that older versions do not know.

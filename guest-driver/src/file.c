@@ -49,8 +49,11 @@ static int rgpu_release(struct inode *inode, struct file *file)
 	/*
 	 * The device normally replies immediately. Waiting for it ensures that
 	 * memory is unpinned and uncharged when the program opens the file again.
+	 * Nobody else waits: files that were sent to a socket may be released by
+	 * a kernel thread, or by any process that closes a socket.
 	 */
-	if (rgpu_channel_close(chan) && !(current->flags & PF_EXITING))
+	if (rgpu_channel_close(chan) && chan->mm == current->mm &&
+	    !(current->flags & PF_EXITING))
 		rgpu_wait_event(chan->wait, smp_load_acquire(&chan->closed), RGPU_CLOSE_TIMEOUT);
 	rgpu_channel_put(chan);
 	return 0;

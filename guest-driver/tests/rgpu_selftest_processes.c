@@ -259,6 +259,70 @@ static void test_orphan(void)
 	}
 }
 
+#define DROPPED 30
+
+/* Sends files to a pair of sockets that nobody can receive from, because it is sent, too. */
+static void send_for_ever(const int *fds)
+{
+	union {
+		struct cmsghdr header;
+		char bytes[CMSG_SPACE((DROPPED + 2) * sizeof(int))];
+	} control = {};
+	struct iovec text = { .iov_base = "x", .iov_len = 1 };
+	struct msghdr message = { .msg_iov = &text, .msg_iovlen = 1,
+				  .msg_control = &control, .msg_controllen = sizeof(control) };
+	int sockets[2];
+
+	CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+	control.header = (struct cmsghdr){ .cmsg_len = CMSG_LEN((DROPPED + 2) * sizeof(int)),
+					   .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS };
+	memcpy(CMSG_DATA(&control.header), fds, DROPPED * sizeof(int));
+	memcpy(CMSG_DATA(&control.header) + DROPPED * sizeof(int), sockets, sizeof(sockets));
+	CHECK(sendmsg(sockets[0], &message, 0) == 1);
+	close(sockets[0]);
+	close(sockets[1]);
+}
+
+/*
+ * Leaves channels to another process, which has their files or, with @sent, only closes a socket: then
+ * the kernel looks for files that nobody can receive.
+ */
+static void test_dropped(uint64_t sent)
+{
+	int fds[DROPPED], tell[2], status;
+	void *maps[DROPPED];
+	pid_t pid;
+	char byte;
+
+	CHECK(pipe(tell) == 0);
+	for (int i = 0; i < DROPPED; i++) {
+		fds[i] = open_device();
+		maps[i] = connect_channel(fds[i], 4096);
+	}
+	pid = fork();
+	CHECK(pid >= 0);
+	if (!pid) {
+		int other = socket(AF_UNIX, SOCK_STREAM, 0);
+
+		for (int i = 0; sent && i < DROPPED; i++)
+			close(fds[i]);
+		CHECK(other >= 0 && read(tell[0], &byte, 1) == 1);
+		for (int i = 0; !sent && i < DROPPED; i++)
+			close(fds[i]);
+		close(other);
+		_exit(0);
+	}
+	if (sent)
+		send_for_ever(fds);
+	for (int i = 0; i < DROPPED; i++) {
+		CHECK(munmap(maps[i], 4096) == 0);
+		close(fds[i]);
+	}
+	CHECK(write(tell[1], "x", 1) == 1);
+	CHECK(waitpid(pid, &status, 0) == pid);
+	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 /* Connects, registers memory, prints "ready", and waits to be killed. */
 static void test_hold(void)
 {
@@ -405,6 +469,7 @@ const struct test process_tests[] = {
 	{ "many", NULL, test_many },
 	{ "fork", test_fork, NULL },
 	{ "orphan", test_orphan, NULL },
+	{ "dropped", NULL, test_dropped },
 	{ "hold", test_hold, NULL },
 	{ "connect-slowly", test_connect_slowly, NULL },
 	{ "register-slowly", test_register_slowly, NULL },

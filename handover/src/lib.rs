@@ -44,8 +44,8 @@ mod thread;
 
 pub use inherited::Inherited;
 pub use places::Places;
-pub use program::can_take_over;
-pub use store::Store;
+pub use program::{can_take_over, wait_within};
+pub use store::{Store, open_again};
 pub use text::Text;
 pub use thread::start_thread;
 

@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::stat::fstat;
+use nix::sys::stat::{Mode, fstat};
 
 use crate::manager::Manager;
 use crate::{KEPT, LIST, VARIABLES, clock};
@@ -161,13 +161,23 @@ impl Store {
     /// The name under which this same file is already kept, among the names that begin with `prefix`. A
     /// service manager stores a file only once, so the file must keep its first name.
     pub fn name_of(&self, prefix: &str, fd: &impl AsFd) -> Option<String> {
+        self.find(prefix, fd, |there| is_same(there.as_fd(), fd.as_fd()))
+    }
+
+    /// The same for a file in memory, which may have been [opened again](open_again). Other descriptors have
+    /// no such name.
+    pub fn name_of_memory(&self, prefix: &str, fd: &impl AsFd) -> Option<String> {
+        let own = is_memory(fd).then(|| rights(fd).ok())??;
+        self.find(prefix, fd, |there| is_memory(there) && rights(there).ok() == Some(own))
+    }
+
+    fn find(&self, prefix: &str, fd: &impl AsFd, is: impl Fn(&OwnedFd) -> bool) -> Option<String> {
         // There may be tens of thousands, and the kernel is asked for each comparison of open files.
         let file = identity(fd.as_fd()).ok()?;
         let kept = self.lock();
         let all = kept.files.range((file, prefix.to_owned())..);
         let names = all.map_while(|(other, name)| (*other == file).then_some(name));
-        let is =
-            |name: &str| kept.entries.get(name).is_some_and(|entry| is_same(entry.fd.as_fd(), fd.as_fd()));
+        let is = |name: &str| kept.entries.get(name).is_some_and(|entry| is(&entry.fd));
         names.take_while(|name| name.starts_with(prefix)).find(|name| is(name)).cloned()
     }
 
@@ -250,6 +260,29 @@ fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
     // SAFETY: a plain system call, which compares two descriptors that are open during the call.
     let order = unsafe { libc::syscall(libc::SYS_kcmp, own, own, FILE, one.as_raw_fd(), other.as_raw_fd()) };
     order == 0
+}
+
+/// Whether it is a file in memory: a memfd, or one of tmpfs or hugetlbfs. Its inode is its own.
+fn is_memory(fd: &impl AsFd) -> bool {
+    fcntl(fd, FcntlArg::F_GET_SEALS).is_ok()
+}
+
+/// Whether a file is open for reading, writing or both, as flags of `open(2)`.
+fn rights(fd: &impl AsFd) -> io::Result<OFlag> {
+    let flags = fcntl(fd, FcntlArg::F_GETFL)?;
+    Ok(OFlag::from_bits_retain(flags) & OFlag::O_ACCMODE)
+}
+
+/// Opens a file in memory once more, with the same rights: for a service manager that is another file.
+///
+/// # Errors
+/// If it is something else, or this process may not open it.
+pub fn open_again(fd: &impl AsFd) -> io::Result<OwnedFd> {
+    if !is_memory(fd) {
+        return Err(io::Error::other("it is no file in memory"));
+    }
+    let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+    Ok(nix::fcntl::open(path.as_str(), rights(fd)? | OFlag::O_CLOEXEC, Mode::empty())?)
 }
 
 fn close_on_exec(fd: &OwnedFd, close: bool) -> io::Result<()> {

@@ -40,7 +40,7 @@ pub struct KnownServer {
 #[derive(Debug, Error)]
 pub enum CredentialsError {
     /// There is no key.
-    #[error("this client has no key in {}: join the server with rgpuctl join and a token of rgpuctl enroll, or allow a connection without TLS (--insecure)", folder.display())]
+    #[error("this client has no key in {}: join the server with rgpuctl join and a token of rgpuctl enroll for a name of its own, or allow a connection without TLS (--insecure)", folder.display())]
     NoKey {
         /// The identity folder.
         folder: PathBuf,

@@ -358,6 +358,14 @@ numbers! {
         RELEASED = 4;
         /// `output`: its value.
         OUTPUT = 5;
+        /// `watched`: its value. Comes before the progress and the answers by which the client learns that
+        /// work is done, once a watch has asked for it ([`WATCH_TELLS`](crate::ops::memory::WATCH_TELLS)),
+        /// whenever it changes. With the number N of the session's last watch:
+        ///
+        /// - 2 N: mirrors are as the client has them, by all that it has said.
+        /// - 2 N + 1: they are so once the client has taken over the answer to this watch, which was sent.
+        /// - 0: this is not known.
+        WATCHED = 6, since 8;
     }
 }
 
@@ -495,8 +503,8 @@ layouts! {
         pub index: u32,
         /// The new `seq`.
         pub seq: u64,
-        /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. [`progress::OUTPUT`]: the bytes.
-        /// Otherwise 0.
+        /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. [`progress::OUTPUT`]: the bytes;
+        /// [`progress::WATCHED`]: the word. Otherwise 0.
         pub value: u64,
     }
 

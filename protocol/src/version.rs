@@ -68,7 +68,7 @@ const LIMITS: Numbers = limits! {
     ops::nvml::MAX_OUTPUT, ops::nvml::FIELD_SIZE, ops::nvml::MAX_FIELDS, link::COMPRESSED_FLAG since 1,
     link::DIRECT_VERBS since 2, ops::memory::MOST_REMEMBERED since 4,
     ops::memory::MOST_REMEMBERED_BYTES since 4, ops::memory::MOST_CHANGES since 4,
-    ops::nvml::MOST_PROCESSES since 8,
+    ops::nvml::MOST_PROCESSES since 8, ops::memory::WATCH_TELLS since 8,
 };
 
 /// The fingerprint of `VERSION.major` with this minor number, as this build knows it.

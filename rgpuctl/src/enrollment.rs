@@ -36,8 +36,8 @@ pub struct Admin {
 /// Let another machine use this server: prints a token for `rgpuctl join` there.
 ///
 /// The token works once, until it expires. Anyone who gets it before that can join in the other machine's
-/// place, so send it only over a channel that you trust. When a name joins again, its new key replaces the
-/// old one.
+/// place, so send it only over a channel that you trust. A name belongs to one machine or one user: when it
+/// joins again, the new key replaces the old one.
 #[derive(Args)]
 #[command(after_long_help = "Example:
   gpu7# rgpuctl enroll host1          prints a token
@@ -165,6 +165,15 @@ fn minutes(count: u64) -> String {
     if count == 1 { "1 minute".to_owned() } else { format!("{count} minutes") }
 }
 
+/// How long ago a client joined. `since`: in seconds since 1970.
+fn joined_ago(since: u64) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    match now.saturating_sub(since) / 86400 {
+        1 => "joined 1 day ago".to_owned(),
+        days => format!("joined {days} days ago"),
+    }
+}
+
 /// Prints a token.
 pub fn enroll(arguments: &Enroll) -> Result<ExitCode> {
     let request = json!({ "enroll": {
@@ -172,7 +181,16 @@ pub fn enroll(arguments: &Enroll) -> Result<ExitCode> {
     } });
     let answer = request_answer(&arguments.admin.socket, &request)?;
     let token = answer["token"].as_str().context("rgpu-server gave no token")?;
-    say!("Run this on {}, as root, within {}:\n", arguments.name, minutes(arguments.valid_minutes));
+    let name = &arguments.name;
+    if let Some(since) = answer["replaces"]["since"].as_u64() {
+        say!(
+            "{name} is known already ({}): once this token is used, the key that it has now is not accepted any more, so \
+             its new sessions fail and its leases are not renewed. For another machine or user, take another name.\n",
+            joined_ago(since)
+        );
+    }
+    let within = minutes(arguments.valid_minutes);
+    say!("Run this on {name}, as root, or as the user who is to use this server, within {within}:\n");
     println!("rgpuctl join {token}");
     Ok(ExitCode::SUCCESS)
 }
@@ -249,9 +267,8 @@ pub fn clients(arguments: &Clients) -> Result<ExitCode> {
     let text = |value: &Value| value.as_str().unwrap_or("?").to_owned();
     println!("this server's key  {}", text(&answer["server_key"]));
     for client in answer["clients"].as_array().into_iter().flatten() {
-        let days = now.saturating_sub(client["since"].as_u64().unwrap_or(now)) / 86400;
-        let days = if days == 1 { "1 day".to_owned() } else { format!("{days} days") };
-        println!("{}  key {}  joined {days} ago", text(&client["name"]), text(&client["key"]));
+        let joined = joined_ago(client["since"].as_u64().unwrap_or(now));
+        println!("{}  key {}  {joined}", text(&client["name"]), text(&client["key"]));
     }
     for token in answer["tokens"].as_array().into_iter().flatten() {
         let left = minutes(token["expires"].as_u64().unwrap_or(now).saturating_sub(now).div_ceil(60));

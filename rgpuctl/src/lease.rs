@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -334,6 +334,47 @@ pub fn inventory(arguments: &Inventory) -> Result<ExitCode> {
     Ok(print(&rows, *json, &missing))
 }
 
+/// A lease that this process renews.
+struct Own {
+    server: Server,
+    /// When it ends unless it is renewed.
+    until: Instant,
+    /// Why it was not renewed last, as long as it is not.
+    why: Option<String>,
+}
+
+impl Own {
+    /// A lease of which the server says this now.
+    fn new(Held { server, lease }: &Held, now: Instant) -> Own {
+        Own { server: server.clone(), until: until(lease, now), why: None }
+    }
+
+    /// Notes how a renewal went. Returns whether to try again: a refusal may pass as long as the lease has
+    /// time, but one that has ended does not come back.
+    fn note(&mut self, renewed: Result<Answer, ConnectError>, now: Instant) -> bool {
+        let error = match renewed {
+            Ok(Answer::Lease { lease, .. }) => {
+                (self.until, self.why) = (until(&lease, now), None);
+                return true;
+            }
+            Ok(_) => return true,
+            Err(error) => error,
+        };
+        let why = with_causes(&error);
+        if self.why.as_ref() != Some(&why) {
+            say!("rgpuctl: a lease was not renewed: {why}");
+            self.why = Some(why);
+        }
+        now < self.until || !matches!(error, ConnectError::Refused { answer: Refusal::Denied, .. })
+    }
+}
+
+/// When a lease ends unless it is renewed.
+fn until(lease: &Row, now: Instant) -> Instant {
+    // A server says that, so the sum must not overflow. No lease lasts longer than a year.
+    now + Duration::from_secs(lease.seconds_left.min(31_536_000))
+}
+
 /// Leases that are renewed as long as this value lives, and then released. If this process is killed, they
 /// end when their time is over.
 pub struct Renewed {
@@ -351,16 +392,13 @@ impl Renewed {
         let held = pool::lease(&asker, &place.members()?, wanted, name, HELD_SECONDS)?;
         let servers = pool::servers_of(&held);
         let (stop, stopped) = channel::<()>();
-        let (own_asker, mut own) = (asker.clone(), servers.clone());
+        let own_asker = asker.clone();
+        let mut own: Vec<Own> = held.iter().map(|held| Own::new(held, Instant::now())).collect();
         let work = move || {
             while stopped.recv_timeout(RENEW_EVERY) == Err(RecvTimeoutError::Timeout) {
-                let mut renewed = own_asker.renew_all(&own).into_iter();
-                own.retain(|_| {
-                    let Some(Err(error)) = renewed.next() else { return true };
-                    say!("rgpuctl: a lease was not renewed: {}", with_causes(&error));
-                    // A lease that has ended does not come back.
-                    !matches!(error, ConnectError::Refused { answer: Refusal::Denied, .. })
-                });
+                let servers: Vec<Server> = own.iter().map(|own| own.server.clone()).collect();
+                let mut renewed = own_asker.renew_all(&servers).into_iter();
+                own.retain_mut(|own| renewed.next().is_none_or(|renewed| own.note(renewed, Instant::now())));
             }
         };
         let mut renewed = Renewed { asker, servers, stop: Some(stop), thread: None };
@@ -385,5 +423,48 @@ impl Drop for Renewed {
         // If the thread has panicked, the leases are released all the same.
         self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
         pool::release(&self.asker, &self.servers);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(seconds_left: u64) -> Row {
+        Row {
+            id: "it".into(),
+            principal: "me".into(),
+            name: String::new(),
+            devices: vec![0],
+            exclusive: false,
+            memory: 0,
+            weight: 100,
+            seconds: 0,
+            seconds_left,
+            sessions: 0,
+        }
+    }
+
+    #[test]
+    fn a_lease_whose_renewal_was_refused_is_renewed_again_until_its_time_is_over() {
+        let now = Instant::now();
+        let at = |seconds| now + Duration::from_secs(seconds);
+        let denied = |reason: &str| {
+            let (server, reason) = ("gpu7".to_owned(), reason.to_owned());
+            Err(ConnectError::Refused { server, answer: Refusal::Denied, reason })
+        };
+        let granted = || Ok(Answer::Lease { lease: row(120), key: "key".into() });
+        let held = Held { server: "gpu7".parse().unwrap(), lease: row(120) };
+        let mut own = Own::new(&held, now);
+        assert!(own.note(denied("the certificate has expired"), at(20)));
+        let why = own.why.clone().unwrap();
+        assert!(why.contains("has expired"), "{why}");
+        assert!(own.note(granted(), at(40)) && own.why.is_none());
+        // Its time began again.
+        assert!(own.note(denied("the rules"), at(150)));
+        assert!(!own.note(denied("no such lease"), at(160)));
+        // What is no refusal may pass at any time.
+        let unreachable = Err(ConnectError::Here { source: std::io::ErrorKind::TimedOut.into() });
+        assert!(own.note(unreachable, at(1000)));
     }
 }

@@ -76,7 +76,7 @@ fn refuses(status: u8) -> String {
 #[test]
 fn a_job_that_can_never_have_its_gpus_is_held_with_the_reason() {
     let scontrol = format!("[ \"$1\" != show ] || {{ {SHOWN}; }}");
-    let squeue = ("squeue", "echo 57 56_1");
+    let squeue = ("squeue", "echo 57 56_1 56_1");
     let node = Node::new(&[("rgpuctl", &refuses(4)), ("scontrol", &scontrol), squeue]);
     node.run(Some("prolog_slurmd"));
     let calls = node.calls();
@@ -92,7 +92,7 @@ fn a_job_that_can_never_have_its_gpus_is_held_with_the_reason() {
 #[test]
 fn a_job_whose_gpus_are_not_free_goes_back_into_the_queue() {
     let scontrol = format!("[ \"$1\" != show ] || {{ {SHOWN}; }}");
-    let squeue = ("squeue", "echo 57 57");
+    let squeue = ("squeue", "echo 57 57 57");
     for status in [1, 125] {
         let node = Node::new(&[("rgpuctl", &refuses(status)), ("scontrol", &scontrol), squeue]);
         node.run(Some("prolog_slurmd"));
@@ -108,7 +108,7 @@ fn a_job_whose_gpus_are_not_free_goes_back_into_the_queue() {
 fn a_job_that_slurm_does_not_put_back_is_said_to_have_started() {
     // As Slurm refuses for jobs that are not batch jobs.
     let scontrol = format!("case $1 in show) {SHOWN} ;; requeue*) exit 1 ;; esac");
-    let squeue = ("squeue", "echo 57 57");
+    let squeue = ("squeue", "echo 57 57 57");
     for (status, log, words) in
         [(4, "cannot be held", "never started"), (125, "cannot go back into the queue", "started")]
     {
@@ -125,7 +125,7 @@ fn a_job_that_slurm_does_not_put_back_is_said_to_have_started() {
 fn leases_are_renewed_before_slurmctld_is_asked() {
     let lease = "tcp:gpu1:9700#0";
     let (unknown, silent) = ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "exit 1");
-    for (squeue, ends) in [("echo 57 57", false), (silent, false), ("", true), (unknown, true)] {
+    for (squeue, ends) in [("echo 57 57 57", false), (silent, false), ("", true), (unknown, true)] {
         let node = Node::new(&[("squeue", squeue)]);
         fs::write(node.state().join("57.n1"), lease).unwrap();
         fs::write(node.state().join("57.n1.tasks"), lease).unwrap();

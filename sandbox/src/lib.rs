@@ -24,11 +24,13 @@
 //! - [`filesystem`]: a tree of files that contains only what the process may see;
 //! - [`syscalls`]: the list of allowed system calls, and what happens to others;
 //! - [`inspect`](mod@inspect): the sandbox of a running process, according to the kernel;
-//! - [`service`]: all of this for a daemon that starts many such processes.
+//! - [`service`]: all of this for a daemon that starts many such processes;
+//! - [`foreign`]: looks at descriptors that somebody has sent before the daemon has them.
 
 mod cgroup;
 mod confine;
 mod filesystem;
+pub mod foreign;
 mod inspect;
 mod service;
 mod start;

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::ptr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use caps::{CapSet, Capability};
 use nix::fcntl::OFlag;
@@ -158,9 +159,18 @@ impl Handle {
 
     /// Waits until the process has ended.
     pub fn wait(&self) -> io::Result<()> {
+        self.poll(PollTimeout::NONE).map(drop)
+    }
+
+    /// Waits until the process has ended, for so long at most. Returns whether it has.
+    pub fn ends_within(&self, limit: Duration) -> io::Result<bool> {
+        self.poll(PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX))
+    }
+
+    fn poll(&self, timeout: PollTimeout) -> io::Result<bool> {
         loop {
-            match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE) {
-                Ok(_) => return Ok(()),
+            match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(ended) => return Ok(ended > 0),
                 Err(nix::Error::EINTR) => {}
                 Err(e) => return Err(e.into()),
             }
@@ -355,7 +365,8 @@ impl Drop for Process {
     }
 }
 
-fn reap(pid: libc::pid_t, handle: &Handle) -> io::Result<ExitStatus> {
+/// Waits for the end of a child.
+pub(crate) fn reap(pid: libc::pid_t, handle: &Handle) -> io::Result<ExitStatus> {
     let mut status = 0;
     loop {
         // SAFETY: writes the status to a variable that lives during the call.
@@ -468,7 +479,10 @@ fn in_user_namespace(
 ///
 /// In the copy, locks that other threads hold are never released. Until it runs another program, the copy may
 /// only make system calls, and must not allocate.
-unsafe fn copy(flags: libc::c_int, group: Option<&Group>) -> io::Result<Option<(libc::pid_t, Handle)>> {
+pub(crate) unsafe fn copy(
+    flags: libc::c_int,
+    group: Option<&Group>,
+) -> io::Result<Option<(libc::pid_t, Handle)>> {
     let mut handle: RawFd = -1;
     // SAFETY: a structure of integers, for which zero is valid.
     let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };

@@ -257,8 +257,11 @@ static void timed(const char *name, size_t size, int count) {
     else CHECK(cudaMemcpy(device, up, span, cudaMemcpyHostToDevice));
     CHECK(cudaDeviceSynchronize());
     if (target != source) {
-        // The servers have connected and made their buffers when the time begins.
-        CHECK(cudaMemcpyPeer(target, 1, source, 0, span));
+        // The servers have connected and made their buffers when the time begins. The first large copy opens further connections beside itself.
+        for (int k = 0; k < 4; k++) {
+            CHECK(cudaMemcpyPeer(target, 1, source, 0, span));
+            usleep(500000);
+        }
         CHECK(cudaMemset(target, 0, span));
         CHECK(cudaDeviceSynchronize());
     }

@@ -1,13 +1,19 @@
 #!/usr/bin/env python3
 """Copies between the devices of two servers by size: from worker to worker, and through the program's machine.
 
-    peer_copies.py DIST [--backend cuda|software] [--most MIB] [--rate RATE] [--delay TIME] [--own-devices] [--markdown] [--study FOLDER]
+    peer_copies.py DIST [--backend cuda|software] [--most MIB] [--rate RATE] [--delay TIME] [--own-devices] [--tls] [--both] [--markdown] [--study FOLDER]
     peer_copies.py --draw JSON FOLDER
 
 DIST is a folder that `cargo xtask dist` makes. Two servers run on this machine, on its first device, and so they need no second GPU; with --own-devices, the second server has the second device. A program copies from one to the other, over TCP without TLS: sizes from 4 bytes to
 --most MiB (default: 1024), first one copy at a time (cuMemcpyPeer, then a synchronize), then eight one after the other on a stream (cuMemcpyPeerAsync), each several times, of which the median counts. Each result is compared. This is done once with --direct-to and
-once without it, and in one process on one device for comparison; and once with one connection between the servers (RGPU_DIRECT_CONNECTIONS). The last column compares with what as many plain TCP streams carry in the same run. --rate and --delay put the two servers and the program into network namespaces of their own, joined by a bridge whose
-links have that rate and delay each (`tc` with tbf, or netem if there is a delay, e.g. 10gbit and 100us; needs root). Exit status: 1 if a run fails or a byte is wrong.
+once without it, and in one process on one device for comparison; and once with one connection between the servers (RGPU_DIRECT_CONNECTIONS). The last columns compare with what as many plain TCP streams carry in the same run. --rate and --delay put the two servers and the program into network namespaces of their own, joined by a bridge whose
+links have that rate and delay each (`tc` with tbf, or netem if there is a delay, e.g. 10gbit and 100us; needs root). Exit status: 1 if a run fails, if a byte is wrong, or if servers that should copy directly have made no connection for it.
+
+--tls measures direct copies and those through the program once more, with servers and a client that have keys of their own, which end with the run: the client has joined both servers, and all connections use TLS, but not the plain TCP streams.
+--both makes a second table. "Both at once" are eight copies each way at the same time, on a stream of each device; GB/s of both ways together, compared with as many plain TCP streams each way at the same time. "A ring" is eight copies that each wait for the one before: the first goes from the first device to the second, the
+next takes what came from there back to another place of the first, and so on, each on a stream of the device that it comes from, which waits for an event of the other's; microseconds of one of them and GB/s. Each result is compared here, too. The program takes ten times --most of device memory then.
+
+RGPU_LIB_DIR names the folder of the guest libraries where DIST has none. --study is without --tls and --both.
 
 --study measures more ways, and writes peer-copies.json, peer-copies-latency.svg and peer-copies-bandwidth.svg into the folder; --draw makes the two plots of such a file again. Direct copies are made with pieces of one size, one at a time and several at a time, as the
 program asks for each (RGPU_DIRECT_PIECE, RGPU_DIRECT_DEPTH); with sizes that depend on the copy's, asked for ("adaptive, asked", how servers before version 2.6 of the protocol copy) and by the servers themselves ("adaptive", the default), also with one connection; and so that small copies take
@@ -25,6 +31,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import plot
@@ -45,6 +52,14 @@ STUDY = {
 # Ways that are none between two servers' workers.
 THROUGH, ONE_DEVICE, NATIVE, PLAIN_WAY = "through the program", "one device", "natively", "a plain TCP connection"
 OTHER_WAYS = (THROUGH, ONE_DEVICE, NATIVE, PLAIN_WAY)
+# What the names of ways over TLS end with.
+TLS = ", TLS"
+# What a server logs of each direct connection that it makes.
+CONNECTED = "a direct connection to another server is open"
+# Copies of a ring.
+HOPS = 8
+# What plain streams carry, again and again.
+CHUNK = os.urandom(1 << 20)
 # A size is measured until it has taken so long, in seconds, but within these numbers of times.
 ENOUGH, TIMES = 0.2, (3, 30)
 NAMESPACES = {"program": "10.97.8.1", "first": "10.97.8.2", "second": "10.97.8.3"}
@@ -67,57 +82,126 @@ def sizes(most):
     return lengths
 
 
-def program(most):
-    """Copies between the first two devices; one line for each size: bytes, microseconds of one copy, GB/s of eight."""
-    cuda, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t
+class End:
+    """A device, with a stream and places of so many bytes in its memory. The first one may have what is copied."""
 
-    def check(result):
+    def __init__(self, cuda, ordinal, places, most):
+        self.cuda, self.kept = cuda, 0
+        device, self.context, self.stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        cuda.call("cuDeviceGet", ctypes.byref(device), ordinal)
+        cuda.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        self.use()
+        cuda.call("cuStreamCreate", ctypes.byref(self.stream), 1)
+        self.places = [ctypes.c_uint64() for _ in range(places)]
+        for place in self.places:
+            cuda.call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(most))
+
+    def use(self):
+        self.cuda.call("cuCtxSetCurrent", self.context)
+
+    def wait(self):
+        self.use()
+        self.cuda.call("cuStreamSynchronize", self.stream)
+
+    def fill(self, data):
+        self.kept = 1
+        self.use()
+        self.cuda.call("cuMemcpyHtoD_v2", self.places[0], data, ctypes.c_size_t(len(data)))
+
+    def clear(self, length):
+        """Clears so many bytes of each place but the one that was filled."""
+        self.use()
+        for place in self.places[self.kept :]:
+            self.cuda.call("cuMemsetD8_v2", place, 0, ctypes.c_size_t(length))
+        self.cuda.call("cuCtxSynchronize")
+
+    def compare(self, place, expected):
+        came = ctypes.create_string_buffer(len(expected))
+        self.use()
+        self.cuda.call("cuMemcpyDtoH_v2", came, self.places[place], ctypes.c_size_t(len(expected)))
+        if came.raw != expected:
+            sys.exit(f"{len(expected)} bytes came wrong")
+
+
+class Cuda:
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
+
+    def call(self, name, *arguments):
+        result = getattr(self.library, name)(*arguments)
         if result:
-            sys.exit(f"CUDA error {result}")
+            sys.exit(f"{name}: CUDA error {result}")
 
-    check(cuda.cuInit(0))
-    count = ctypes.c_int()
-    check(cuda.cuDeviceGetCount(ctypes.byref(count)))
-    ends = []
-    for ordinal in range(min(count.value, 2)):
-        device, context, memory = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-        check(cuda.cuDeviceGet(ctypes.byref(device), ordinal))
-        check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-        check(cuda.cuCtxSetCurrent(context))
-        check(cuda.cuMemAlloc_v2(ctypes.byref(memory), size(most)))
-        ends.append((context, memory))
-    if len(ends) == 1:
-        memory = ctypes.c_uint64()
-        check(cuda.cuMemAlloc_v2(ctypes.byref(memory), size(most)))
-        ends.append((ends[0][0], memory))
-    (here, source), (there, target) = ends
-    check(cuda.cuCtxSetCurrent(here))
-    stream = ctypes.c_void_p()
-    check(cuda.cuStreamCreate(ctypes.byref(stream), 1))
-    sent = os.urandom(most)
-    check(cuda.cuMemcpyHtoD_v2(source, sent, size(most)))
+
+def program(most, both):
+    """Copies between the first two devices; one line for each size: bytes, microseconds of one copy, GB/s of eight. With `both`, also GB/s of eight each way, microseconds of a ring's copy, and a ring's GB/s."""
+    cuda, count, size = Cuda(), ctypes.c_int(), ctypes.c_size_t
+    cuda.call("cuDeviceGetCount", ctypes.byref(count))
+    ends = [End(cuda, min(ordinal, count.value - 1), 1 + HOPS // 2 if both else 1, most) for ordinal in range(2)]
+    sent = [os.urandom(most) for _ in range(1 + both)]
+    for end, data in zip(ends, sent):
+        end.fill(data)
+    first, second = ends
+    events = []
+    for hop in range(HOPS):
+        ends[hop % 2].use()
+        events.append(ctypes.c_void_p())
+        cuda.call("cuEventCreate", ctypes.byref(events[hop]), 2)
     for length in sizes(most):
-        def one():
-            check(cuda.cuMemcpyPeer(target, there, source, here, size(length)))
-            check(cuda.cuCtxSynchronize())
+        def copy(here, source, there, target):
+            cuda.call("cuMemcpyPeerAsync", there.places[target], there.context, here.places[source], here.context, size(length), here.stream)
 
-        for _ in range(2):
-            one()
-        check(cuda.cuCtxSetCurrent(there))
-        check(cuda.cuMemsetD8_v2(target, 0, size(length)))
-        check(cuda.cuCtxSynchronize())
-        check(cuda.cuCtxSetCurrent(here))
+        def one():
+            cuda.call("cuMemcpyPeer", second.places[-1], second.context, first.places[0], first.context, size(length))
+            cuda.call("cuCtxSynchronize")
+
         def eight():
             for _ in range(8):
-                check(cuda.cuMemcpyPeerAsync(target, there, source, here, size(length), stream))
-            check(cuda.cuStreamSynchronize(stream))
+                copy(first, 0, second, -1)
+            first.wait()
 
-        latency, rate = repeated(one), 8 * length / repeated(eight) / 1e9
-        came = ctypes.create_string_buffer(length)
-        check(cuda.cuMemcpyDtoH_v2(came, target, size(length)))
-        if came.raw != sent[:length]:
-            sys.exit(f"{length} bytes came wrong")
-        print(length, f"{latency * 1e6:.1f} {rate:.12f}", flush=True)
+        def both_at_once():
+            for _ in range(8):
+                for here, there in ((first, second), (second, first)):
+                    here.use()
+                    copy(here, 0, there, -1)
+            first.wait()
+            second.wait()
+
+        def ring():
+            for hop, event in enumerate(events):
+                here, there = ends[hop % 2], ends[1 - hop % 2]
+                here.use()
+                copy(here, (hop + 1) // 2, there, hop // 2 + 1)
+                cuda.call("cuEventRecord", event, here.stream)
+                there.use()
+                cuda.call("cuStreamWaitEvent", there.stream, event, 0)
+            first.wait()
+
+        def clear():
+            for end in ends:
+                end.clear(length)
+            first.use()
+
+        first.use()
+        for _ in range(2):
+            one()
+        clear()
+        seen = [repeated(one) * 1e6, 8 * length / repeated(eight) / 1e9]
+        second.compare(-1, sent[0][:length])
+        if both:
+            clear()
+            seen.append(16 * length / repeated(both_at_once) / 1e9)
+            for end, data in zip(ends, reversed(sent)):
+                end.compare(-1, data[:length])
+            clear()
+            # If a copy did not wait for the one before, what arrives is not what was sent.
+            ring()
+            first.compare(-1, sent[0][:length])
+            hop = repeated(ring) / HOPS
+            seen += [hop * 1e6, length / hop / 1e9]
+        print(length, *(f"{value:.6g}" for value in seen), flush=True)
 
 
 def call(text):
@@ -172,7 +256,7 @@ class Place:
         return ["ip", "netns", "exec", f"rgpu-peer-{name}"] if self.apart else []
 
     def plain(self, size):
-        """What TCP streams carry from the first server's place to the second's: GB/s of `size` bytes over one and over MOST_CONNECTIONS of them; and one, as `measure`."""
+        """What TCP streams carry from the first server's place to the second's: GB/s of `size` bytes over one, over MOST_CONNECTIONS, and over so many each way at the same time, together; and one, as `measure`."""
         ends = [
             [*self.prefix(name), sys.executable, __file__, way, self.address("second"), str(size)]
             for name, way in (("second", "--take"), ("first", "--give"))
@@ -180,10 +264,35 @@ class Place:
         with subprocess.Popen(ends[0], stdout=subprocess.PIPE, text=True) as taker:
             taker.stdout.readline()
             given = subprocess.run(ends[1], stdout=subprocess.PIPE, text=True, check=True).stdout
-            return [float(taker.stdout.readline()) for _ in (1, MOST_CONNECTIONS)], figures(given)
+            one, several, there = (float(taker.stdout.readline()) for _ in range(3))
+            return [one, several, there + float(given.split()[-1])], figures(given)
+
+
+def give(connection, size):
+    for _ in range(size >> 20):
+        connection.sendall(CHUNK)
+    connection.sendall(CHUNK[: size % (1 << 20)])
+
+
+def give_all(connections, size):
+    """So many bytes over all of them together, which end then."""
+    with concurrent.futures.ThreadPoolExecutor(len(connections)) as threads:
+        list(threads.map(lambda connection: give(connection, size // len(connections)), connections))
+    for connection in connections:
+        connection.shutdown(socket.SHUT_WR)
+
+
+def both_ways(connections, gives, takes, size):
+    """Gives and takes at the same time: GB/s of what comes."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        given = thread.submit(give_all, connections[gives], size)
+        rate = receive(connections[takes])
+        given.result()
+    return rate
 
 
 def plain_end(way, address, size):
+    halves = slice(0, MOST_CONNECTIONS), slice(MOST_CONNECTIONS, None)
     if way == "--take":
         listener = socket.create_server((address, PLAIN))
         print("listening", flush=True)
@@ -197,14 +306,8 @@ def plain_end(way, address, size):
             answers.sendall(b"!")
         for count in (1, MOST_CONNECTIONS):
             print(receive([listener.accept()[0] for _ in range(count)]), flush=True)
+        print(both_ways([listener.accept()[0] for _ in range(2 * MOST_CONNECTIONS)], halves[1], halves[0], size), flush=True)
         return
-    chunk = os.urandom(1 << 20)
-
-    def give(connection, size):
-        for _ in range(size >> 20):
-            connection.sendall(chunk)
-        connection.sendall(chunk[: size % (1 << 20)])
-
     with socket.create_connection((address, PLAIN)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -218,22 +321,29 @@ def plain_end(way, address, size):
             latency, rate = repeated(lambda: exchange(length)), 8 * length / repeated(lambda: exchange(8 * length)) / 1e9
             print(length, f"{latency * 1e6:.1f} {rate:.12f}")
     for count in (1, MOST_CONNECTIONS):
-        connections = [socket.create_connection((address, PLAIN)) for _ in range(count)]
-        with concurrent.futures.ThreadPoolExecutor(count) as threads:
-            list(threads.map(lambda connection: give(connection, size // len(connections)), connections))
-        for connection in connections:
-            connection.close()
+        give_all([socket.create_connection((address, PLAIN)) for _ in range(count)], size)
+    print(both_ways([socket.create_connection((address, PLAIN)) for _ in range(2 * MOST_CONNECTIONS)], halves[0], halves[1], size))
 
 
-def servers(options, place, direct):
-    """Two servers, each of which may connect to the other if `direct` is set."""
-    running, binary = [], options.dist / "bin/rgpu-server"
-    addresses = {name: f"tcp:{place.address(name)}:{PORT + i}" for i, name in enumerate(("first", "second"))}
+def succeed(command):
+    """What the command says."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{command} failed: {done.stderr}")
+    return done.stdout
+
+
+def servers(options, place, direct, folder, tls):
+    """Two servers, each of which may connect to the other if `direct` is set, and rgpuctl's options for using both."""
+    running, binaries = [], options.dist / "bin"
+    addresses = {name: f"{place.address(name)}:{PORT + i}" for i, name in enumerate(("first", "second"))}
     for name, other in (("first", "second"), ("second", "first")):
-        command = [*place.prefix(name), binary, "--backend", options.backend, "--insecure", "--listen", addresses[name]]
-        command += ["--direct-to", addresses[other]] if direct else []
+        command = [*place.prefix(name), binaries / "rgpu-server", "--backend", options.backend, "--listen", f"tcp:{addresses[name]}"]
+        command += ["--direct-to", f"tcp:{addresses[other]}"] if direct else []
+        command += ["--identity", folder / name, "--admin-socket", folder / f"{name}.admin"] if tls else ["--insecure"]
         own = {"CUDA_VISIBLE_DEVICES": str(len(running))} if options.own_devices else {}
-        running.append(subprocess.Popen(command, env=os.environ | own, stderr=subprocess.DEVNULL))
+        with open(folder / f"{name}.log", "wb") as log:
+            running.append(subprocess.Popen(command, env=os.environ | own, stderr=log))
     for i, name in enumerate(addresses):
         reach = f"import socket; socket.create_connection(('{place.address(name)}', {PORT + i}))"
         for _ in range(600):
@@ -242,31 +352,43 @@ def servers(options, place, direct):
             time.sleep(0.1)
         else:
             sys.exit(f"nothing listens at {addresses[name]}")
-    return running, [word for address in addresses.values() for word in ("--server", address.removeprefix("tcp:") + "/0")]
+        if tls:
+            enroll = [binaries / "rgpuctl", "enroll", "program", "--socket", folder / f"{name}.admin", "--address", addresses[name]]
+            token = succeed(enroll).split()[-1]
+            succeed([*place.prefix("program"), binaries / "rgpuctl", "join", "--identity", folder / "program", token])
+    named = [word for address in addresses.values() for word in ("--server", f"{address}/0")]
+    return running, named, ["--identity", folder / "program"] if tls else ["--insecure"]
 
 
 def figures(text):
-    """Bytes to (microseconds of a copy, GB/s of eight)."""
-    return {int(size): (float(one), float(rate)) for size, one, rate in re.findall(r"^(\d+) ([0-9.]+) ([0-9.]+)$", text, re.M)}
+    """Bytes to what was measured: microseconds of a copy, GB/s of eight, and what else the line has."""
+    return {int(size): [float(value) for value in rest.split()] for size, rest in re.findall(r"^(\d+)((?: [0-9.e+-]+)+)$", text, re.M)}
 
 
 def measure(options, place, way, **environment):
     """The figures of a program's copies, which take this way."""
-    running, named = servers(options, place, way not in OTHER_WAYS) if way != NATIVE else ([], [])
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_in(pathlib.Path(folder), options, place, way, environment)
+
+
+def measure_in(folder, options, place, way, environment):
+    tls, direct = way.endswith(TLS), way.removesuffix(TLS) not in OTHER_WAYS
+    running, named, secured = servers(options, place, direct, folder, tls) if way != NATIVE else ([], [], [])
     if way == ONE_DEVICE:
         named = named[:2]
     try:
-        run = [sys.executable, __file__, "--program", str(options.most << 20)]
+        run = [sys.executable, __file__, "--both" if options.both else "--program", str(options.most << 20)]
         if way != NATIVE:
-            run = [*place.prefix("program"), options.dist / "bin/rgpuctl", "run", "--insecure", *named, "--", *run]
+            run = [*place.prefix("program"), options.dist / "bin/rgpuctl", "run", *secured, *named, "--", *run]
         done = subprocess.run(run, env=os.environ | environment, capture_output=True, text=True, check=False)
     finally:
         for server in running:
             server.terminate()
         for server in running:
             server.wait()
-    if done.returncode:
-        print(f"{way} failed: {done.stdout[-500:]} {done.stderr[-2000:]}")
+    logs = [log.read_text(encoding="utf-8") for log in sorted(folder.glob("*.log"))]
+    if done.returncode or direct and any(CONNECTED not in log for log in logs[: 1 + options.both]):
+        print(f"{way} failed: {done.stdout[-500:]} {done.stderr[-2000:]}", *(log[-2000:] for log in logs), sep="\n")
         return None
     return figures(done.stdout)
 
@@ -332,8 +454,12 @@ def main():
     parser.add_argument("--rate")
     parser.add_argument("--delay")
     parser.add_argument("--own-devices", action="store_true")
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--both", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    if options.study and (options.tls or options.both):
+        parser.error("--study is without --tls and --both")
     options.most = options.most or (64 if options.study else 1024)
     place = Place(bool(options.rate))
     try:
@@ -342,29 +468,45 @@ def main():
         if options.study:
             return study(options, place)
         ways = {"direct": {}, "one connection": {"RGPU_DIRECT_CONNECTIONS": "1"}, THROUGH: {}, ONE_DEVICE: {}}
-        seen = [measure(options, place, way, **environment) for way, environment in ways.items()]
-        (one, several), _ = place.plain(min(options.most, 512) << 20)
+        ways |= {f"direct{TLS}": {}, THROUGH + TLS: {}} if options.tls else {}
+        seen = {way: measure(options, place, way, **environment) for way, environment in ways.items()}
+        (one, several, each_way), _ = place.plain(min(options.most, 512) << 20)
     finally:
         if options.rate:
             remove_network()
-    if None in seen:
+    if None in seen.values():
         return 1
-    heading = ["bytes", *(f"{way}, {unit}" for way in ways for unit in ("µs", "GB/s")), "direct / through", f"direct / {MOST_CONNECTIONS} plain", "one connection / plain"]
-    rows = []
-    for size in seen[0]:
-        rates = [figure[size][1] for figure in seen]
-        rows.append([str(size), *(f"{value:.4g}" for figure in seen for value in figure[size]), f"{rates[0] / rates[2]:.2f}", f"{rates[0] / several:.2f}", f"{rates[1] / one:.2f}"])
-    print(f"one plain TCP stream: {one:.2f} GB/s, {MOST_CONNECTIONS}: {several:.2f}; rate {options.rate or 'not limited'}, delay {options.delay or 'none'}")
-    if options.markdown:
-        rows.insert(0, ["---"] * len(heading))
-    for row in [heading, *rows]:
-        print("| " + " | ".join(row) + " |" if options.markdown else "\t".join(row))
+    print(f"one plain TCP stream: {one:.2f} GB/s, {MOST_CONNECTIONS}: {several:.2f}, {MOST_CONNECTIONS} each way: {each_way:.2f}; rate {options.rate or 'not limited'}, delay {options.delay or 'none'}")
+    shares = {"direct / through": ("direct", THROUGH), f"direct / {MOST_CONNECTIONS} plain": ("direct", several), "one connection / plain": ("one connection", one)}
+    if options.tls:
+        secured = f"direct{TLS}"
+        shares |= {f"{secured} / through{TLS}": (secured, THROUGH + TLS), f"{secured} / {MOST_CONNECTIONS} plain": (secured, several), f"{secured} / direct": (secured, "direct")}
+    table(options, seen, {"µs": 0, "GB/s": 1}, 1, shares)
+    if options.both:
+        del shares["one connection / plain"]
+        shares = {name: (way, each_way if other == several else other) for name, (way, other) in shares.items()}
+        shares = {name.replace("plain", "plain each way"): share for name, share in shares.items()}
+        print()
+        table(options, seen, {"both at once, GB/s": 2, "a ring, µs": 3, "a ring, GB/s": 4}, 2, shares)
     return 0
 
 
+def table(options, seen, columns, compared, shares):
+    """Prints these columns of all ways by size; and shares: column `compared` of a way by that of another, or by so many GB/s."""
+    heading = ["bytes", *(f"{way}, {column}" for way in seen for column in columns), *shares]
+    rows = [["---"] * len(heading)] if options.markdown else []
+    for size in seen["direct"]:
+        row = [str(size), *(f"{figure[size][column]:.4g}" for figure in seen.values() for column in columns.values())]
+        for way, other in shares.values():
+            row.append(f"{seen[way][size][compared] / (seen[other][size][compared] if other in seen else other):.2f}")
+        rows.append(row)
+    for row in [heading, *rows]:
+        print("| " + " | ".join(row) + " |" if options.markdown else "\t".join(row))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--program"]:
-        program(int(sys.argv[2]))
+    if sys.argv[1:2] in (["--program"], ["--both"]):
+        program(int(sys.argv[2]), sys.argv[1] == "--both")
     elif sys.argv[1:2] in (["--take"], ["--give"]):
         plain_end(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     else:

@@ -8,7 +8,7 @@ DIST is a folder that `cargo xtask dist` makes. The server lets its sessions use
 first launch was done and for the whole turn, and at the end GB/s each way while memory moved, as the workers measured it, and the sessions' own memory in GB. The first round is not in the summary: programs
 allocate then, and memory of the server's machine is page-locked for the first time.
 
-With --busy, the programs do not take turns: each works for so many seconds without a rest, and the script prints how often each went through its memory. With --created, the programs' memory is that of cuMemCreate: mapped once as a whole, as PyTorch's expandable segments are; or at two addresses, which take turns, too. --native runs the same programs without rgpu with managed memory, while another program holds the rest of the device. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
+With --busy, the programs do not take turns: each works for so many seconds without a rest, and the script prints how often each went through its memory. With --created, the programs' memory is that of cuMemCreate: mapped once as a whole, as PyTorch's expandable segments are; or at two addresses, which take turns, too. --native runs the same programs afterwards without rgpu with managed memory, while another program holds all of the device but --limit-mib: by default they have 2.4 times as much managed memory as is free, which can hang a GPU that others use, too; with --busy they take turns. --folder moves what does not fit into --host-mib (default: that of all sessions and a bit)
 to files there. Exit status: 1 if a program found wrong data or failed.
 
 RGPU_LIB_DIR names the folder of the guest libraries where DIST has none.

@@ -59,12 +59,40 @@ int main(int argc, char **argv) {
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     for (int i = 0; i < 5; i++) put(stream, p, 5, i);
     CHECK(cudaStreamEndCapture(stream, &graph));
+    // Each depends on the kernel ahead of it by that kernel's programmatic port, which is not told without a place for it.
+    cudaGraphNode_t from[4], to[4];
+    cudaGraphEdgeData data[4] = {};
+    size_t edges = 4;
+    CHECK(cudaGraphGetEdges(graph, from, to, data, &edges));
+    REQUIRE(edges == 4, "a chain of 5 with %zu edges", edges);
+    for (const cudaGraphEdgeData &edge : data)
+        REQUIRE(edge.type == cudaGraphDependencyTypeProgrammatic && edge.from_port == cudaGraphKernelNodePortProgrammatic && edge.to_port == 0,
+                "an edge of type %d from port %d to port %d", (int)edge.type, (int)edge.from_port, (int)edge.to_port);
+    cudaError_t lossy = cudaGraphGetEdges(graph, from, to, nullptr, &edges);
+    REQUIRE(lossy == cudaErrorLossyQuery, "edges without their data: %s", cudaGetErrorName(lossy));
+    cudaGetLastError();
     CHECK(cudaGraphInstantiate(&exec, graph, 0));
     for (int round = 0; round < 4; round++) {
         CHECK(cudaGraphLaunch(exec, stream));
         for (int i = 0; i < 5; i++) want = want * 5 + i;
     }
     check(stream, p, want, "a graph of 5, four times");
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+
+    // Behind anything else, such a launch waits for its end.
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK(cudaMemsetAsync(p, 0, N * 4, stream));
+    put(stream, p, 2, 7);
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    edges = 4;
+    CHECK(cudaGraphGetEdges(graph, from, to, data, &edges));
+    REQUIRE(edges == 1 && data[0].type == cudaGraphDependencyTypeDefault && data[0].from_port == cudaGraphKernelNodePortDefault,
+            "%zu edges, the first of type %d from port %d", edges, (int)data[0].type, (int)data[0].from_port);
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphLaunch(exec, stream));
+    want = 7;
+    check(stream, p, want, "a graph behind a fill");
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
 

@@ -369,6 +369,20 @@ fn a_device_that_does_not_answer_hangs_no_program_that_exits() -> Result<()> {
 }
 
 #[test]
+fn nobody_but_the_owner_of_a_channel_waits_for_a_device_that_does_not_answer() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.device.hold(Kind::Destroy);
+    for (sent, destroyed) in [(0, 30), (1, 60)] {
+        // One after the other, they would take five minutes.
+        let process = bed.machine.spawn(&format!("exec rgpu_selftest dropped {sent}"))?;
+        assert!(process.wait(Duration::from_secs(150))?.success());
+        bed.device.wait_until("all are closed", LONG, |d| d.count(Kind::Destroy) == destroyed)?;
+    }
+    bed.device.release();
+    bed.check_idle()
+}
+
+#[test]
 fn a_channel_that_the_device_does_not_destroy_is_destroyed_later() -> Result<()> {
     let bed = Bed::new()?;
     bed.device.refuse_destroys(2);

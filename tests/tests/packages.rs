@@ -176,6 +176,20 @@ fn needrestart_leaves_the_daemons_alone() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn logrotate_moves_the_audit_log_of_the_pages_away_and_tells_the_daemon() -> Result<()> {
+    let folder = unpacked(&["rgpu-server"])?;
+    let rules = std::fs::read_to_string(folder.path().join("etc/logrotate.d/rgpu-server"))?;
+    let pattern = rules.lines().find_map(|line| line.strip_suffix(" {")).context("no files are named")?;
+    let (begin, end) = pattern.split_once('*').with_context(|| format!("{pattern} is one file"))?;
+    let page = std::fs::read_to_string(tree::root().join("docs/access.md"))?;
+    let log = page.split("audit_log = \"").nth(1).and_then(|rest| rest.split('"').next());
+    let log = log.context("docs/access.md names no audit log")?;
+    ensure!(log.starts_with(begin) && log.ends_with(end), "{log} does not fit {pattern}");
+    ensure!(rules.contains("systemctl kill --signal=HUP --kill-who=main rgpu-server.service"), "{rules}");
+    Ok(())
+}
+
 /// A machine that has the packages' files, but has not installed them.
 fn boot(release: Release, newer: &[PathBuf]) -> Result<Machine> {
     let builder = contents(systemd::builder(release)?, &INSTALLED, newer, &["vectorAdd", "idle"])?;

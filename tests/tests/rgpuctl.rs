@@ -647,12 +647,16 @@ fn a_machine_joins_a_server_and_runs_programs_there_until_it_is_revoked() -> Res
     let enrolled = rgpuctl(&[&["enroll", "host1", "--socket", &admin][..], &both].concat())?;
     let mut words: Vec<&str> = enrolled.stdout.split_whitespace().collect();
     ensure!(words.len() == 3 && words[..2] == ["rgpuctl", "join"], "{enrolled:?}");
+    ensure!(!enrolled.stderr.contains("is known already"), "{enrolled:?}");
     words.extend(protected);
     let joined = rgpuctl(&words[1..])?;
     ensure!(joined.status == Some(0) && joined.stdout.contains("\"host1\""), "{joined:?}");
     vector_add(&protected)?.verdict("vectorAdd")?;
     let text = std::fs::read_to_string(&log)?;
     ensure!(text.contains("session begins") && text.contains("principal=\"host1\""), "{text}");
+    // Whoever is about to give its name to another machine is told what that does.
+    let again = rgpuctl(&["enroll", "host1", "--socket", &admin])?;
+    ensure!(again.stderr.contains("host1 is known already (joined 0 days ago)"), "{again:?}");
 
     let refusal = vector_add(&["--insecure"])?;
     ensure!(refusal.stderr.contains("leave --insecure out"), "{refusal:?}");

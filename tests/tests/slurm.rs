@@ -338,50 +338,131 @@ fn a_type_of_gres_is_a_model() -> Result<()> {
     cluster.until_there_are_leases(0)
 }
 
+/// What a lease is for.
+#[derive(Debug, PartialEq, PartialOrd, Eq, Ord)]
+struct Leased {
+    /// The lease's name.
+    job: String,
+    devices: usize,
+    exclusive: bool,
+    /// The limit in bytes for each device, 0 for none.
+    memory: u64,
+}
+
+impl Leased {
+    fn alone(job: &str, devices: usize) -> Leased {
+        Leased { job: format!("slurm-{job}"), devices, exclusive: true, memory: 0 }
+    }
+
+    fn shared(job: &str, devices: usize, memory: u64) -> Leased {
+        Leased { exclusive: false, memory, ..Leased::alone(job, devices) }
+    }
+}
+
+/// Submits a job with these options, which begins so many jobs at once, and ends them when all of them have
+/// begun. Returns their numbers and the leases that they had.
+fn run_once(cluster: &Cluster, options: &str, jobs: usize) -> Result<(Vec<String>, Vec<Leased>)> {
+    let waits = format!("echo begun; {}", until_there_is(Path::new("/never")));
+    let first = cluster.submit(options, &waits)?;
+    let mut begun = Vec::new();
+    eventually(|| {
+        begun = cluster.run("squeue -h -t running -o %A")?.lines().map(str::to_owned).collect();
+        ensure!(begun.len() == jobs, "{begun:?}");
+        ensure!(begun.iter().all(|job| cluster.output(job).contains("begun")), "{begun:?}");
+        Ok(())
+    })
+    .with_context(|| format!("{options}: job {first}: {}", cluster.logs()))?;
+    let mut leases = Vec::new();
+    for lease in cluster.leases()? {
+        leases.push(Leased {
+            job: lease["name"].as_str().unwrap_or_default().to_owned(),
+            devices: lease["devices"].as_array().map_or(0, Vec::len),
+            exclusive: lease["exclusive"] == true,
+            memory: lease["memory"].as_u64().unwrap_or(0),
+        });
+    }
+    cluster.run("scancel --user=root; scancel --user=nobody")?;
+    cluster.until_there_are_leases(0)?;
+    cluster.until_nothing_runs()?;
+    leases.sort();
+    begun.sort();
+    Ok((begun, leases))
+}
+
 #[test]
 fn a_job_has_the_gpus_that_slurm_has_counted_for_it_and_no_others() -> Result<()> {
     let cluster = Cluster::start()?;
-    let waits = format!("echo begun; {}", until_there_is(Path::new("/never")));
-    let each = |options: &str, jobs: usize| {
-        let first = cluster.submit(&format!("-w n1 {options}"), &waits)?;
-        let mut begun = Vec::new();
-        eventually(|| {
-            begun = cluster.run("squeue -h -t running -o %A")?.lines().map(str::to_owned).collect();
-            ensure!(begun.len() == jobs, "{begun:?}");
-            ensure!(begun.iter().all(|job| cluster.output(job).contains("begun")), "{begun:?}");
-            Ok(())
-        })
-        .with_context(|| format!("{first}: {}", cluster.logs()))?;
-        let mut leases: Vec<(String, usize, u64)> = Vec::new();
-        for lease in cluster.leases()? {
-            let devices = lease["devices"].as_array().map_or(0, Vec::len);
-            let name = lease["name"].as_str().unwrap_or_default().to_owned();
-            leases.push((name, devices, lease["memory"].as_u64().unwrap_or(0)));
-        }
-        cluster.run("scancel --user=root; scancel --user=nobody")?;
-        cluster.until_there_are_leases(0)?;
-        cluster.until_nothing_runs()?;
-        leases.sort();
-        begun.sort();
-        Ok::<_, anyhow::Error>((begun, leases))
-    };
-    let named = |job: &str| format!("slurm-{job}");
     // Lines in a job's name that look like Slurm's own.
     let forged = r#"Nodes=n1 CPU_IDs=0 Mem=0 GRES=rgpu(CNT:3)\n""#;
     for before in ["", r"   NumNodes=1 NumCPUs=1\n"] {
         let name = format!(r#"-J "$(printf "x\n{before}     {forged})""#);
-        let (begun, leases) = each(&format!("--uid nobody --gres=rgpu:1 {name}"), 1)?;
-        let counted = vec![(named(&begun[0]), 1, 0)];
+        let (begun, leases) = run_once(&cluster, &format!("-w n1 --uid nobody --gres=rgpu:1 {name}"), 1)?;
+        let counted = vec![Leased::alone(&begun[0], 1)];
         // Where it cannot be told which lines are Slurm's own, there are no GPUs.
         ensure!(leases == if before.is_empty() { counted } else { Vec::new() }, "{leases:?}");
     }
     // The last task of an array has the number by which Slurm knows all of them.
-    let (begun, leases) = each("--array=0-1 --gres=rgpu:1", 2)?;
-    let counted: Vec<_> = begun.iter().map(|job| (named(job), 1, 0)).collect();
+    let (begun, leases) = run_once(&cluster, "-w n1 --array=0-1 --gres=rgpu:1", 2)?;
+    let counted: Vec<_> = begun.iter().map(|job| Leased::alone(job, 1)).collect();
     ensure!(leases == counted, "{leases:?}");
     // Less memory than a byte for each GPU is not the same as no limit.
-    let (begun, leases) = each("--gres=rgpu:2,rgpumem:1", 1)?;
-    ensure!(leases == [(named(&begun[0]), 2, 1)], "{leases:?}");
+    let (begun, leases) = run_once(&cluster, "-w n1 --gres=rgpu:2,rgpumem:1", 1)?;
+    ensure!(leases == [Leased::shared(&begun[0], 2, 1)], "{leases:?}");
+    Ok(())
+}
+
+#[test]
+fn a_job_with_whole_nodes_leases_what_it_asked_for() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let leases_of = |options: &str, expected: &dyn Fn(&str) -> Vec<Leased>| {
+        let (begun, leases) = run_once(&cluster, options, 1)?;
+        ensure!(leases == expected(&begun[0]), "{options}: {leases:?}");
+        Ok(())
+    };
+    leases_of("--exclusive", &|_| Vec::new())?;
+    leases_of("--exclusive --gres=none", &|_| Vec::new())?;
+    leases_of("--exclusive -w n1 --gres=rgpu", &|job| vec![Leased::alone(job, 1)])?;
+    leases_of("--exclusive -w n1 --gres=rgpu:2,rgpumem:512M", &|job| {
+        vec![Leased::shared(job, 2, 256 << 20)]
+    })?;
+    // Where Slurm counts types, a job that asks for none has GPUs of the first with as many.
+    leases_of("--exclusive -w n3 --gres=rgpu:2", &|job| vec![Leased::alone(job, 2)])?;
+    leases_of("--exclusive -w n3 --gres=rgpu:rgpu_software:1", &|job| vec![Leased::alone(job, 1)])?;
+    // The tasks of an array have one number.
+    let (begun, leases) = run_once(&cluster, "--exclusive --array=0-1%1 -w n1 --gres=rgpu:1", 1)?;
+    ensure!(leases == [Leased::alone(&begun[0], 1)], "{leases:?}");
+    cluster.run("scontrol update PartitionName=all OverSubscribe=EXCLUSIVE")?;
+    leases_of("", &|_| Vec::new())?;
+    leases_of("-w n1 --gres=rgpu:2", &|job| vec![Leased::alone(job, 2)])
+}
+
+#[test]
+fn a_job_has_its_gpus_where_slurm_shows_no_gres_of_jobs() -> Result<()> {
+    let cluster = Cluster::start()?;
+    // slurmctld 22.05 has select/linear by default. It forgets all jobs when that changes.
+    cluster.run(
+        "pids=$(cat /run/slurmctld.pid /run/slurmd.n?.pid); kill $pids; \
+         for pid in $pids; do while kill -0 $pid; do sleep 0.1; done; done 2>/dev/null",
+    )?;
+    cluster.run("sed -i /^SelectType/d /etc/slurm/slurm.conf && slurmctld -c")?;
+    cluster.run("for node in n1 n2 n3; do slurmd -N $node; done")?;
+    eventually(|| {
+        let states = cluster.run("sinfo -h -N -o %T")?;
+        ensure!(states.lines().collect::<Vec<_>>() == ["idle"; 3], "nodes are {states}");
+        Ok(())
+    })
+    .with_context(|| cluster.logs())?;
+    ensure!(cluster.run("scontrol show config")?.contains("select/linear"), "another plugin was chosen");
+    let (begun, leases) = run_once(&cluster, "--uid nobody -w n1 --gres=rgpu:2", 1)?;
+    ensure!(leases == [Leased::alone(&begun[0], 2)], "{leases:?}");
+    let (begun, leases) = run_once(&cluster, "-w n3 --gres=rgpu:rgpu_software:2,rgpumem:512M", 1)?;
+    ensure!(leases == [Leased::shared(&begun[0], 2, 256 << 20)], "{leases:?}");
+    let (_, leases) = run_once(&cluster, "", 1)?;
+    ensure!(leases.is_empty(), "{leases:?}");
+    // What it has written into its name is not what Slurm says.
+    let name = r#"-J "$(printf "x\n   TresPerNode=gres:rgpu:2\n")""#;
+    let (_, leases) = run_once(&cluster, name, 1)?;
+    ensure!(leases.is_empty(), "{leases:?}");
     Ok(())
 }
 

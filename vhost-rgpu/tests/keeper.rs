@@ -5,9 +5,9 @@
 mod daemon;
 mod guest;
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -15,7 +15,8 @@ use daemon::Daemon;
 use guest::{Guest, create, message, plain};
 use host_bridge::bridge::SessionConfig;
 use nix::sys::signal::{Signal, kill};
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+use nix::sys::socket::{AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr};
+use nix::sys::socket::{bind, listen, sendmsg, socket};
 use nix::unistd::Pid;
 use protocol::channel::{NO_SLOT, State};
 use protocol::data::{HostIn, HostOut};
@@ -34,6 +35,7 @@ use test_kit::turns::Turns;
 use test_kit::*;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::FrontendReq;
 
 /// Maximum size of the keeper's record in bytes.
 const RECORD: u64 = 16 << 20;
@@ -175,6 +177,79 @@ fn a_guest_does_not_notice_crashes_under_a_service_manager() {
 }
 
 #[test]
+fn a_daemon_that_is_told_to_end_while_another_program_replaces_it_ends_with_its_sessions() {
+    let server = TcpServer::start();
+    let folder = tempfile::tempdir().unwrap();
+    let notify = folder.path().join("notify");
+    // It reads nothing, so an upgrade waits for it when the device processes have ended.
+    let _manager = UnixDatagram::bind(&notify).unwrap();
+    let says = UnixDatagram::unbound().unwrap();
+    says.set_nonblocking(true).unwrap();
+    while says.send_to(b"BUSY=1", &notify).is_ok() {}
+    let mut daemon = Daemon::notifying(&notify, &["--server", &server.config.server.to_string()]);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    daemon.signal(Signal::SIGUSR2);
+    until("another program replaces it", || daemon.log().contains("takes over 1 sessions"));
+    daemon.signal(Signal::SIGTERM);
+    until("it has ended", || daemon.has_ended());
+    eventually(|| server.ended() == 1);
+    assert!(server.trouble().is_empty(), "{:?}", server.trouble());
+}
+
+#[test]
+fn a_daemon_that_is_told_to_end_is_not_upgraded_any_more() {
+    let server = TcpServer::start();
+    let mut daemon = Daemon::start(&["--server", &server.config.server.to_string()]);
+    let mut guest = Guest::connect(&daemon);
+    guest.create(0).synchronize();
+    let process = daemon.status()["device_processes"][0]["process"].as_u64().unwrap() as u32;
+    // The upgrade waits for its report.
+    stop(process);
+    daemon.signal(Signal::SIGUSR2);
+    daemon.signal(Signal::SIGTERM);
+    eventually(|| daemon.log().contains("shutting down"));
+    kill(Pid::from_raw(process as i32), Signal::SIGCONT).unwrap();
+    until("it has ended", || daemon.has_ended());
+    assert!(!daemon.log().contains("takes over"), "{}", daemon.log());
+    eventually(|| server.ended() == 1);
+}
+
+#[test]
+fn two_devices_of_one_guest_go_on_after_crashes_and_without_each_other() {
+    let (server, manager) = (TcpServer::start(), Manager::new());
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let sockets = ["a", "b"].map(|name| folder.path().join(name));
+    let file = format!("{}{}", section("a", &sockets[0], &server), section("b", &sockets[1], &server));
+    let start = || Daemon::kept_configured(&manager, &folder, &file);
+    let crash = |mut daemon: Daemon| {
+        let is_busy = |name| {
+            let record = manager.record(&format!("guest-{name}-record"), RECORD);
+            record.is_some_and(|record| record["words"]["busy"] == true)
+        };
+        eventually(|| !is_busy("a") && !is_busy("b"));
+        daemon.end(Signal::SIGKILL);
+        start()
+    };
+    let daemon = start();
+    let [mut first, mut second] = sockets.each_ref().map(|socket| Guest::at_socket(socket));
+    // QEMU sends the same open file for each device.
+    let memory = first.memories.files().next().unwrap().1.try_clone().unwrap();
+    second.add_memory(1 << 32, session::RAM, &memory);
+    second.settle();
+    let (mut one, mut other) = (first.create(0), second.create(0));
+    let daemon = crash(daemon);
+    one.synchronize();
+    other.synchronize();
+    // It is the first one's file, as far as the service manager knows.
+    drop((one, first));
+    eventually(|| !manager.names().iter().any(|name| name.starts_with("guest-a-")));
+    let daemon = crash(daemon);
+    other.synchronize();
+    assert_eq!(daemon.number("sessions_lost"), 0);
+}
+
+#[test]
 fn nothing_is_kept_of_a_vmm_that_has_left_or_of_a_daemon_that_has_ended() {
     let service = Service::new(&["--server", &FakeServer::good().address.to_string()]);
     let mut daemon = service.start();
@@ -261,6 +336,25 @@ fn install(folder: &Arc<tempfile::TempDir>, script: &str) {
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", write]).arg(folder.path().join("vhost-rgpu")).arg(script);
     assert!(shell.status().unwrap().success());
+}
+
+#[test]
+fn a_vmm_that_sends_a_file_of_an_unknown_file_system_is_disconnected_and_delays_no_upgrade() {
+    let daemon = Daemon::serving(&FakeServer::good());
+    let file = std::fs::File::open("/proc/self/status").unwrap();
+    let rights = [file.as_raw_fd()];
+    let rights = [ControlMessage::ScmRights(&rights)];
+    // In place of a ring's eventfd, and with a message that takes no descriptor.
+    for code in [FrontendReq::SET_VRING_CALL, FrontendReq::GET_FEATURES] {
+        let mut vmm = UnixStream::connect(daemon.vm()).unwrap();
+        let header = [u32::from(code), 1, 8].map(u32::to_ne_bytes).concat();
+        let text = [IoSlice::new(&header), IoSlice::new(&[0; 8])];
+        sendmsg::<()>(vmm.as_raw_fd(), &text, &rights, MsgFlags::empty(), None).unwrap();
+        assert_eq!(vmm.read(&mut [0; 99]).unwrap_or(0), 0);
+    }
+    assert_eq!(daemon.log().matches("it sent a file whose file system").count(), 2, "{}", daemon.log());
+    daemon.upgrade();
+    Guest::connect(&daemon).create(0).synchronize();
 }
 
 #[test]

@@ -8,7 +8,8 @@ use std::io;
 use std::os::fd::AsFd;
 #[cfg(test)]
 use std::sync::atomic::AtomicU64;
-use std::sync::atomic::{AtomicBool, Ordering};
+#[cfg(test)]
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use host_bridge::stream::{QUIET, Stream};
@@ -83,7 +84,6 @@ impl Polls {
 /// Wakes the thread of a receiving end when a piece is about to come.
 pub(super) struct Alarm {
     bell: Bell,
-    is_asleep: AtomicBool,
     bound: Duration,
     /// How often it has woken the thread.
     #[cfg(test)]
@@ -105,7 +105,6 @@ impl Alarm {
         let bell = Bell::new().ok()?;
         Some(Alarm {
             bell,
-            is_asleep: AtomicBool::new(false),
             bound,
             #[cfg(test)]
             woken: AtomicU64::new(0),
@@ -114,7 +113,7 @@ impl Alarm {
 
     #[cfg(test)]
     pub(super) fn is_asleep(&self) -> bool {
-        self.is_asleep.load(Ordering::Acquire)
+        self.bell.is_awaited()
     }
 
     #[cfg(test)]
@@ -129,9 +128,7 @@ impl Alarm {
     /// A piece is about to come. If the thread is just falling asleep, it may miss this, and then wakes when
     /// the piece is here.
     pub(super) fn announce(&self) {
-        if self.is_asleep.load(Ordering::Acquire) {
-            self.bell.ring();
-        }
+        self.bell.ring();
     }
 
     /// Waits until something has come over the connection, or it is over.
@@ -141,9 +138,9 @@ impl Alarm {
             if polls.look(|| stream.is_readable().then_some(())).is_some() {
                 return Ok(());
             }
-            self.is_asleep.store(true, Ordering::Release);
+            self.bell.listen();
             let rang = self.sleep(stream);
-            self.is_asleep.store(false, Ordering::Release);
+            self.bell.ignore();
             let rang = rang?;
             polls.slept(begun.elapsed());
             if !rang {

@@ -4,12 +4,15 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+#[cfg(test)]
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use host_bridge::endpoint::Region;
 use host_bridge::verbs::{Access, Domain, PieceBuffer, Registration, VerbsError};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
+use protocol::channel::SleepFlag;
 use protocol::ops::direct::{MAX_PIECE, PIECES};
 
 use super::in_place::Found;
@@ -39,7 +42,7 @@ pub(super) struct Pool {
     pub(super) common: Arc<Common>,
     pub(super) state: Mutex<PoolState>,
     pub(super) changed: Condvar,
-    /// Rung when a buffer becomes free, for an end over verbs.
+    /// Rung when there is a buffer to take, for an end over verbs.
     pub(super) bell: OnceLock<Arc<Bell>>,
 }
 
@@ -48,11 +51,13 @@ pub(super) struct PoolState {
     pub(super) made: usize,
     pub(super) most: usize,
     pub(super) closed: bool,
+    /// Threads that wait in [`Pool::take`].
+    waiting: usize,
 }
 
 impl Pool {
     pub(super) fn new(common: &Arc<Common>) -> Arc<Pool> {
-        let state = PoolState { free: Vec::new(), made: 0, most: PIECES, closed: false };
+        let state = PoolState { free: Vec::new(), made: 0, most: PIECES, closed: false, waiting: 0 };
         let (state, changed, bell) = (Mutex::new(state), Condvar::new(), OnceLock::new());
         Arc::new(Pool { common: Arc::clone(common), state, changed, bell })
     }
@@ -127,9 +132,21 @@ impl Pool {
     pub(super) fn take(self: &Arc<Pool>) -> Option<Buffer> {
         let mut state = lock(&self.state);
         while state.free.is_empty() && state.made >= state.most && !state.closed {
+            state.waiting += 1;
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
         }
         self.take_from(&mut state)
+    }
+
+    /// A buffer can be taken that could not be before: wakes whoever waits for one.
+    fn has_room(&self, state: MutexGuard<'_, PoolState>) {
+        let waits = state.waiting > 0;
+        drop(state);
+        if waits {
+            self.changed.notify_all();
+        }
+        self.bell.get().inspect(|bell| bell.ring());
     }
 
     /// Closes the pool: nothing can be taken any more. Other connections get the buffers.
@@ -180,27 +197,66 @@ impl Memory {
     }
 }
 
-/// Wakes the thread of one end.
-pub(super) struct Bell(EventFd);
+/// Wakes the thread of one end. It rings only if that thread listens.
+pub(super) struct Bell {
+    rings: EventFd,
+    listens: SleepFlag,
+    /// How often it has rung.
+    #[cfg(test)]
+    rung: AtomicU64,
+}
 
 impl Bell {
     pub(super) fn new() -> io::Result<Bell> {
-        Ok(Bell(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+        Ok(Bell {
+            rings: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            listens: SleepFlag::default(),
+            #[cfg(test)]
+            rung: AtomicU64::new(0),
+        })
     }
 
+    /// There is something for the thread, which others can see already.
     pub(super) fn ring(&self) {
-        // A full counter means that it has rung.
-        let _ = self.0.write(1);
+        if self.listens.take() {
+            // A full counter means that it has rung.
+            let _ = self.rings.write(1);
+            #[cfg(test)]
+            self.rung.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// The thread is about to sleep. It must look once more before it does: whatever was there before this
+    /// does not ring.
+    pub(super) fn listen(&self) {
+        self.listens.announce();
     }
 
     /// Readable when it has rung.
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.rings.as_fd()
     }
 
+    /// The thread has woken, and looks for everything. It may have rung meanwhile.
+    pub(super) fn ignore(&self) {
+        self.listens.cancel();
+    }
+
+    /// The same, and what has rung is over.
     pub(super) fn silence(&self) {
+        self.ignore();
         // It may not have rung.
-        let _ = self.0.read();
+        let _ = self.rings.read();
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_awaited(&self) -> bool {
+        self.listens.is_asleep()
+    }
+
+    #[cfg(test)]
+    pub(super) fn rung(&self) -> u64 {
+        self.rung.load(Ordering::Acquire)
     }
 }
 
@@ -213,6 +269,11 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
+    /// Whether it is ready for a queue of this domain, so that making it ready takes no time.
+    pub(super) fn is_registered(&self, domain: &Arc<Domain>) -> bool {
+        lock(&self.memory.registration).as_ref().is_some_and(|known| Arc::ptr_eq(known.domain(), domain))
+    }
+
     /// Makes it ready for a queue of this domain.
     pub(super) fn register(&mut self, domain: &Arc<Domain>) -> Result<(), VerbsError> {
         self.registration = Some(self.memory.register(domain)?);
@@ -238,9 +299,7 @@ impl Drop for Buffer {
         } else {
             state.free.push(Arc::clone(&self.memory));
         }
-        drop(state);
-        self.pool.changed.notify_all();
-        self.pool.bell.get().inspect(|bell| bell.ring());
+        self.pool.has_room(state);
     }
 }
 
@@ -309,8 +368,9 @@ impl Drop for InUse {
     fn drop(&mut self) {
         if let Some(buffer) = self.0.take() {
             // A new buffer takes its place.
-            lock(&buffer.pool.state).made -= 1;
-            buffer.pool.changed.notify_all();
+            let mut state = lock(&buffer.pool.state);
+            state.made -= 1;
+            buffer.pool.has_room(state);
             std::mem::forget(buffer);
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ const IN_PLACE: u64 = 2;
 pub struct Outgoing {
     pub(super) jobs: Mutex<Option<Sender<Job>>>,
     pub(super) pool: Arc<Pool>,
-    /// Rung for each job, if pieces go over verbs.
+    /// Rung for jobs, if pieces go over verbs.
     pub(super) bell: Option<Arc<Bell>>,
     pub(super) named: Named,
     pub(super) copies: Arc<Copies>,
@@ -44,6 +44,8 @@ pub struct Outgoing {
     in_place: Mutex<(Arc<()>, Option<Instant>)>,
     /// Boxes of which not all pieces have begun, and the memory of all.
     series: Mutex<(VecDeque<Leaving>, InMotion)>,
+    /// Pieces of boxes that have begun, in their order, and what some have ended with.
+    begun: Mutex<VecDeque<(u64, Option<Job>)>>,
     /// Whether its thread is to be awake when a piece of a box is ready.
     wakes: bool,
 }
@@ -67,8 +69,8 @@ impl Outgoing {
         wakes: bool,
     ) -> Outgoing {
         let (jobs, pool) = (Mutex::new(Some(jobs)), Pool::new(bytes));
-        let (named, copies, stream, in_place, series) = Default::default();
-        Outgoing { jobs, pool, bell, named, copies, domain, stream, in_place, series, wakes }
+        let (named, copies, stream, in_place, series, begun) = Default::default();
+        Outgoing { jobs, pool, bell, named, copies, domain, stream, in_place, series, begun, wakes }
     }
 
     /// `queue`: what pieces go over, instead of the socket.
@@ -133,7 +135,17 @@ impl Outgoing {
     /// Begins to send a piece, which must be [filled](Sending::fill) and [finished](Sending::finish). If it
     /// is dropped before that, the other end learns that it will not come.
     pub fn piece(self: &Arc<Outgoing>, number: u64) -> Sending {
-        Sending { outgoing: Arc::clone(self), number, len: 0, buffer: None, by_processor: false }
+        let (len, buffer, by_processor, in_turn) = Default::default();
+        Sending { outgoing: Arc::clone(self), number, len, buffer, by_processor, in_turn }
+    }
+
+    /// The same for a piece of a box. Such pieces are sent in the order in which they begin: those of several
+    /// boxes may be copied by several devices, which are done in any order.
+    fn next_piece(self: &Arc<Outgoing>, number: u64) -> Sending {
+        lock(&self.begun).push_back((number, None));
+        let mut piece = self.piece(number);
+        piece.in_turn = true;
+        piece
     }
 
     /// Does something in the thread that sends.
@@ -194,7 +206,8 @@ impl Outgoing {
                 self.begins();
                 let (_piece, _moving) = (Arc::clone(&lock(&self.in_place).0), Arc::clone(moving));
                 let bytes = InPlace { found, _copying: copying, _moving, _piece };
-                self.push(Job::Piece(next.number, Source::InPlace(bytes), next.len as usize));
+                let piece = Job::Piece(next.number, Source::InPlace(bytes), next.len as usize);
+                self.next_piece(next.number).end(piece);
                 series.pass();
                 continue;
             }
@@ -203,12 +216,12 @@ impl Outgoing {
                     return;
                 }
                 // There is no memory, or the connection is lost.
-                self.push(Job::Nothing(next.number));
+                drop(self.next_piece(next.number));
                 all.pop_front();
                 continue;
             };
             self.begins();
-            let mut sending = self.piece(next.number);
+            let mut sending = self.next_piece(next.number);
             let Some(mapped) = sending.put(buffer, next.len) else {
                 all.pop_front();
                 continue;
@@ -242,18 +255,44 @@ impl Outgoing {
     }
 
     pub(super) fn push(&self, job: Job) {
-        // The connection may just have been lost. What is dropped then may push another job, so not under the
-        // lock.
-        let refused = lock(&self.jobs).as_ref().and_then(|jobs| jobs.send(job).err());
+        // What is dropped may push another job, so not under the lock.
+        let refused = self.give(job);
         drop(refused);
+    }
+
+    /// Gives a job to the thread. Gives it back if the connection has just been lost.
+    fn give(&self, job: Job) -> Option<Job> {
+        let refused = match &*lock(&self.jobs) {
+            Some(jobs) => jobs.send(job).err().map(|SendError(job)| job),
+            None => Some(job),
+        };
         self.bell.iter().for_each(|bell| bell.ring());
+        refused
+    }
+
+    /// A piece of a box has ended. Its job comes when all that began before it have ended, too.
+    fn ended(&self, number: u64, job: Job) {
+        let mut refused = Vec::new();
+        let mut begun = lock(&self.begun);
+        if let Some((_, end)) = begun.iter_mut().find(|(begun, end)| *begun == number && end.is_none()) {
+            *end = Some(job);
+        }
+        while let Some(job) = begun.front_mut().and_then(|(_, end)| end.take()) {
+            begun.pop_front();
+            refused.extend(self.give(job));
+        }
+        // As in `push`.
+        drop(begun);
+        drop(refused);
     }
 }
 
-/// What is to be sent. Numbers ascend on a connection. Streams may reach their pieces in another order; then
-/// the other end learns of a gap, and the client repeats the copy.
+/// What is to be sent. Numbers ascend on a connection. Streams may reach pieces that the client names in
+/// another order; then the other end learns of a gap, and the client repeats the copy.
 pub(super) struct Jobs {
     pub(super) due: Receiver<Job>,
+    /// One that was looked at, and is next.
+    ahead: Option<Job>,
     pub(super) last: u64,
     /// There will be no more.
     pub(super) over: bool,
@@ -266,13 +305,20 @@ pub(super) type Piece = (DirectHeader, Option<(Source, usize)>);
 impl Jobs {
     /// What comes from `due`, for which a thread polls for `bound` at most.
     pub(super) fn new(due: Receiver<Job>, bound: Duration) -> Jobs {
-        Jobs { due, last: 0, over: false, polls: Polls::new(bound) }
+        Jobs { due, ahead: None, last: 0, over: false, polls: Polls::new(bound) }
+    }
+
+    /// Whether the next job is there, and is a piece that will be sent.
+    pub(super) fn has_piece(&mut self) -> bool {
+        self.ahead = self.ahead.take().or_else(|| self.due.try_recv().ok());
+        let last = self.last;
+        matches!(self.ahead, Some(Job::Piece(number, ..) | Job::Nothing(number)) if number > last)
     }
 
     /// The next piece, if there is one now.
     pub(super) fn now(&mut self) -> Option<Piece> {
         loop {
-            match self.due.try_recv() {
+            match self.ahead.take().map_or_else(|| self.due.try_recv(), Ok) {
                 Ok(job) => {
                     if let Some(piece) = self.judge(job) {
                         return Some(piece);
@@ -361,6 +407,8 @@ pub struct Sending {
     pub(super) buffer: Option<InUse>,
     /// The buffer is filled by a processor, so once this is dropped nobody writes there.
     pub(super) by_processor: bool,
+    /// It is a piece of a box.
+    in_turn: bool,
 }
 
 impl Sending {
@@ -388,10 +436,15 @@ impl Sending {
         if status.is_success()
             && let Some(buffer) = self.buffer.take().and_then(InUse::over)
         {
-            self.outgoing.push(Job::Piece(self.number, Source::Buffer(buffer), self.len));
-            self.len = 0;
-            self.number = 0;
+            let piece = Job::Piece(self.number, Source::Buffer(buffer), self.len);
+            self.end(piece);
         }
+    }
+
+    /// Ends it with this job.
+    fn end(&mut self, job: Job) {
+        let number = std::mem::take(&mut self.number);
+        if self.in_turn { self.outgoing.ended(number, job) } else { self.outgoing.push(job) }
     }
 }
 
@@ -401,7 +454,8 @@ impl Drop for Sending {
             drop(self.buffer.take().and_then(InUse::over));
         }
         if self.number > 0 {
-            self.outgoing.push(Job::Nothing(self.number));
+            let nothing = Job::Nothing(self.number);
+            self.end(nothing);
         }
     }
 }

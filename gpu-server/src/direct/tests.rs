@@ -1,3 +1,5 @@
+mod waking;
+
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
@@ -136,6 +138,30 @@ fn memory_does_not_leave_until_a_box_is_sent() {
     assert_eq!(patient.copies(), 2);
     drop(directs.hold_still().expect("nothing moves"));
     for (number, len) in [(1, 2), (2, 1)] {
+        let mut header = DirectHeader::new_zeroed();
+        theirs.read_exact(header.as_mut_bytes()).unwrap();
+        assert_eq!((header.number, header.len), (number, len));
+        theirs.read_exact(&mut [0; 2][..len as usize]).unwrap();
+    }
+}
+
+#[test]
+fn pieces_of_several_devices_are_sent_in_the_order_of_their_numbers() {
+    let (directs, [mut theirs, _from]) = Directs::prepared_double(1);
+    let [slow, fast] = [(); 2].map(|()| Arc::<Patient>::default());
+    let send = |first, device: &Arc<Patient>| {
+        let series = Series::new(Rows::line(0, 3), 2, first, Arc::<Patient>::clone(device)).unwrap();
+        send_all(&directs, 1, series).unwrap();
+    };
+    send(1, &slow);
+    send(3, &fast);
+    assert_eq!([fast.copies(), slow.copies()], [2, 2]);
+    // One device copies none of its pieces, and says nothing more.
+    send(5, &slow);
+    send(7, &fast);
+    assert_eq!(fast.copies(), 2);
+    lock(&slow.0).clear();
+    for (number, len) in [(1, 2), (2, 1), (3, 2), (4, 1), (5, 0), (6, 0), (7, 2), (8, 1)] {
         let mut header = DirectHeader::new_zeroed();
         theirs.read_exact(header.as_mut_bytes()).unwrap();
         assert_eq!((header.number, header.len), (number, len));
@@ -388,7 +414,8 @@ fn sending_over_verbs(verbs: &Verbs, receives: u32) -> (UnixStream, Stream, Arc<
     stream.set_nonblocking(true).unwrap();
     let (jobs, due) = channel();
     let domain = Some(Arc::clone(queue.domain()));
-    let outgoing = Outgoing::new(jobs, &Arc::default(), None, domain, false);
+    let bell = Some(Arc::new(Bell::new().unwrap()));
+    let outgoing = Outgoing::new(jobs, &Arc::default(), bell, domain, false);
     (ours, stream, Arc::new(outgoing), verbs::Sender::new(queue, Jobs::new(due, Duration::ZERO)))
 }
 

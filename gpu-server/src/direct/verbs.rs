@@ -10,6 +10,11 @@
 //!                                             ◀──socket──  a byte: it has posted so many more receives
 //! ```
 //!
+//! Each message and each completion that wakes a thread has its price, most of all with few processors. So
+//! the receiving end says that it has posted receives only when the sending end may run out of them, and
+//! waits for free buffers only when it has few posted; and of pieces that are sent together, the sending end
+//! has the completion of the last one only.
+//!
 //! Up to the byte, either end may decline, and then pieces take the socket. After it, whatever goes wrong
 //! ends the connection at both ends, as on a socket.
 //!
@@ -130,7 +135,7 @@ pub(super) fn ask(stream: &Stream, ours: &DirectQueue) -> io::Result<Result<Dire
 /// Sends the first message, and waits until the peer's device has it.
 fn probe(queue: &mut Pieces<Source>) -> Result<(), String> {
     let failed = |e: VerbsError| e.to_string();
-    queue.send(&DirectHeader::new_zeroed(), None).map_err(failed)?;
+    queue.send(&DirectHeader::new_zeroed(), None, false).map_err(failed)?;
     let until = Instant::now() + WITHIN;
     let mut done = Vec::new();
     loop {
@@ -203,8 +208,9 @@ pub(super) enum Turn {
 /// A receiving end's queue.
 pub(super) struct Receiving {
     pub(super) pieces: Pieces<Buffer>,
-    /// Receives that it should have posted.
+    /// Receives that it should have posted, and those of them of which the sending end does not know.
     most: usize,
+    untold: usize,
     /// The first message has come.
     probed: bool,
     done: Vec<Done<Buffer>>,
@@ -215,8 +221,10 @@ fn prepare(verbs: &Verbs, pool: &Arc<Pool>, theirs: &DirectQueue) -> Result<Rece
     let bell = Bell::new().map_err(|source| VerbsError::Call { what: "making an eventfd".into(), source })?;
     let bell = Arc::clone(pool.bell.get_or_init(|| Arc::new(bell)));
     let pieces = verbs.queue(End::Receiving)?;
-    let mut queue = Receiving { pieces, most: FIRST_RECEIVES, probed: false, done: Vec::new(), bell };
-    if queue.post(pool)? == 0 {
+    let (most, untold, probed, done) = (FIRST_RECEIVES, 0, false, Vec::new());
+    let mut queue = Receiving { pieces, most, untold, probed, done, bell };
+    while queue.post(pool)? {}
+    if std::mem::take(&mut queue.untold) == 0 {
         return Err(VerbsError::Broken("there is no memory for it".into()));
     }
     // The sending end grants nothing, whatever it says.
@@ -225,17 +233,32 @@ fn prepare(verbs: &Verbs, pool: &Arc<Pool>, theirs: &DirectQueue) -> Result<Rece
 }
 
 impl Receiving {
-    /// Posts receives as long as there are buffers. Returns how many.
-    fn post(&mut self, pool: &Arc<Pool>) -> Result<u8, VerbsError> {
-        let mut posted = 0;
+    /// Posts receives as long as there are buffers, but ends with one that has to be registered first, which
+    /// takes long: the sending end does not wait for several of them. Returns whether there may be more.
+    fn post(&mut self, pool: &Arc<Pool>) -> Result<bool, VerbsError> {
         while self.pieces.under_way() < self.most
             && let Some(mut buffer) = pool.try_take()
         {
+            let is_new = !buffer.is_registered(self.pieces.domain());
             buffer.register(self.pieces.domain())?;
             self.pieces.receive(buffer)?;
-            posted += 1;
+            self.untold += 1;
+            if is_new {
+                return Ok(true);
+            }
         }
-        Ok(posted)
+        Ok(false)
+    }
+
+    /// Whether it has few receives, so that it needs each buffer that becomes free. Otherwise it takes them
+    /// when the next piece comes.
+    pub(super) fn is_short(&self) -> bool {
+        self.pieces.under_way() <= self.most / 2
+    }
+
+    /// Receives that the sending end may use as far as it knows.
+    pub(super) fn told(&self) -> usize {
+        self.pieces.under_way().saturating_sub(self.untold)
     }
 
     /// Takes what has come, and posts receives for more.
@@ -259,16 +282,20 @@ impl Receiving {
         if ended? {
             return Ok(Turn::Over);
         }
-        if came && self.pieces.under_way() <= self.most / 2 {
+        if came && self.is_short() {
             self.most = (self.most * 2).min(PIECES);
         }
-        let posted = self.post(&incoming.pool).map_err(broken)?;
-        if posted > 0 && stream.write_all(&[posted]).is_err() {
-            // The sending end has just closed the connection. The next turn sees that, and takes what has
-            // come before.
-            return Ok(Turn::Worked);
+        let more = self.post(&incoming.pool).map_err(broken)?;
+        if self.untold > 0 && self.told() <= self.most / 2 {
+            // There are no more than `PIECES`.
+            let receives = std::mem::take(&mut self.untold) as u8;
+            if stream.write_all(&[receives]).is_err() {
+                // The sending end has just closed the connection. The next turn sees that, and takes what
+                // has come before.
+                return Ok(Turn::Worked);
+            }
         }
-        Ok(if came { Turn::Worked } else { Turn::Idle(None) })
+        Ok(if came || more { Turn::Worked } else { Turn::Idle(None) })
     }
 }
 
@@ -278,7 +305,11 @@ pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving
     loop {
         match queue.turn(incoming, stream)? {
             Turn::Worked => {}
-            Turn::Idle(limit) => rest.take(&queue.pieces, stream, &queue.bell, limit)?,
+            Turn::Idle(limit) => {
+                if rest.begins(&queue.pieces, &queue.bell, queue.is_short())? {
+                    rest.sleep(&queue.pieces, stream, &queue.bell, limit)?;
+                }
+            }
             Turn::Over => return Ok(()),
         }
     }
@@ -286,29 +317,56 @@ pub(super) fn receive(incoming: &Incoming, stream: &Stream, mut queue: Receiving
 
 /// How a thread waits for its queue pair, after turns in which nothing has happened.
 #[derive(Default)]
-struct Rest {
+pub(super) struct Rest {
     is_armed: bool,
+    listens: bool,
 }
 
 impl Rest {
-    /// Sleeps until something happens, or for `limit`. The first time it only has the next completion wake
-    /// the thread, because one may have come since the last turn: completions during work wake nobody.
-    fn take<B: PieceBuffer>(
+    /// Has the next completion wake the thread and, if it `listens`, the bell. Returns whether it may sleep:
+    /// otherwise something may have come since the last turn, because what comes during work wakes nobody.
+    pub(super) fn begins<B: PieceBuffer>(
+        &mut self,
+        pieces: &Pieces<B>,
+        bell: &Bell,
+        listens: bool,
+    ) -> io::Result<bool> {
+        let is_ready = self.is_armed && (self.listens || !listens);
+        if !std::mem::replace(&mut self.is_armed, true) {
+            pieces.arm().map_err(broken)?;
+        }
+        if listens && !std::mem::replace(&mut self.listens, true) {
+            bell.listen();
+        }
+        Ok(is_ready)
+    }
+
+    /// Sleeps until something happens, or for `limit`.
+    pub(super) fn sleep<B: PieceBuffer>(
         &mut self,
         pieces: &Pieces<B>,
         stream: &Stream,
         bell: &Bell,
         limit: Option<Duration>,
     ) -> io::Result<()> {
-        if !std::mem::replace(&mut self.is_armed, true) {
-            return pieces.arm().map_err(broken);
+        wait(&self.fds(pieces, stream, bell), limit)?;
+        if self.listens {
+            bell.silence();
         }
-        let [done, device, failed] = pieces.fds();
-        wait(&[done, device, failed, stream.as_fd(), bell.as_fd()], limit)?;
-        bell.silence();
         pieces.disarm();
-        self.is_armed = false;
+        *self = Rest::default();
         Ok(())
+    }
+
+    /// What it sleeps on.
+    pub(super) fn fds<'e, B: PieceBuffer>(
+        &self,
+        pieces: &'e Pieces<B>,
+        stream: &'e Stream,
+        bell: &'e Bell,
+    ) -> Vec<BorrowedFd<'e>> {
+        let rung = self.listens.then(|| bell.as_fd());
+        pieces.fds().into_iter().chain([stream.as_fd()]).chain(rung).collect()
     }
 }
 
@@ -382,7 +440,8 @@ impl Sender {
             if let Some((Source::Buffer(buffer), _)) = &mut piece {
                 buffer.register(self.pieces.domain()).map_err(broken)?;
             }
-            self.pieces.send(&header, piece).map_err(broken)?;
+            let more = self.jobs.has_piece();
+            self.pieces.send(&header, piece, more).map_err(broken)?;
         }
         let waits = self.next.is_some() || self.pieces.under_way() > 0;
         if self.jobs.over && !waits {
@@ -416,7 +475,11 @@ pub(super) fn send(
         after();
         match turn {
             Turn::Worked => {}
-            Turn::Idle(limit) => rest.take(&sender.pieces, stream, bell, limit)?,
+            Turn::Idle(limit) => {
+                if rest.begins(&sender.pieces, bell, true)? {
+                    rest.sleep(&sender.pieces, stream, bell, limit)?;
+                }
+            }
             Turn::Over => return Ok(()),
         }
     }

@@ -227,6 +227,7 @@ impl Pending {
             Ok(reply) => {
                 let mut payload = Vec::new();
                 reply.put(&mut Writer(&mut payload));
+                self.client.before_news();
                 self.client.reply(self.seq, self.slot, Status::SUCCESS, &payload);
             }
             Err(status) => refuse(&self.client, self.context, self.seq, self.slot, status),
@@ -249,6 +250,7 @@ fn refuse(client: &Arc<dyn Client>, context: ContextId, seq: u64, slot: u16, sta
     if is_sticky(status) && context != UNNAMED {
         Errors::new(Arc::clone(client)).publish(context, status, 0);
     }
+    client.before_news();
     client.reply(seq, slot, status, &[]);
 }
 
@@ -269,6 +271,7 @@ impl Errors {
         let sticky = u32::from(is_sticky(status)) << 31;
         let update =
             ProgressUpdate { kind: progress::ERROR, index: context.0 | sticky, seq, value: status.0.into() };
+        self.client.before_news();
         self.client.publish(&[update]);
     }
 
@@ -279,6 +282,7 @@ impl Errors {
 
     /// Raises the stream's progress word to `seq`.
     pub fn progress(&self, stream: u32, seq: u64) {
+        self.client.before_news();
         self.client.publish(&[ProgressUpdate { kind: progress::STREAM, index: stream, seq, value: 0 }]);
     }
 }

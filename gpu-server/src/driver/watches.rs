@@ -12,18 +12,23 @@
 //! first as often as it can, then less and less often until the watch is over or replaced. Without a watch it
 //! sleeps. Everything else is compared every few milliseconds and before the client gets something new, so
 //! that it then has nothing that is older than that.
+//!
+//! A client may ask to be told of it ([`WATCH_TELLS`]). Then everything is compared before the client learns
+//! that work is done as well, and what has changed is told first: a word says whether the client has
+//! everything ([`Watches::before_news`]). So it can keep what it has over the end of work.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
+use protocol::link::{ProgressUpdate, progress};
 use protocol::ops::memory::{
     HostFetch, HostWatch, HostWatchReply, MOST_CHANGES, MOST_REMEMBERED, MOST_REMEMBERED_BYTES,
-    MOST_WATCHED_BYTES, WordPatch,
+    MOST_WATCHED_BYTES, WATCH_TELLS, WordPatch,
 };
 use protocol::polling::MIRROR_WATCHER;
 use protocol::wire::{Wire, Writer};
@@ -45,6 +50,8 @@ const MOST_STILL: usize = 512;
 const SELDOM: Duration = Duration::from_millis(4);
 /// The longest that a watch lasts. In tests it ends when they say so, however busy the machine is.
 const MOST_TIME: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 1 });
+/// Maximum bytes that are compared before the client learns that work is done. It takes some microseconds.
+const MOST_BEFORE_NEWS: usize = 128 << 10;
 /// Maximum bytes of one [`HostFetch`].
 const MOST_FETCHED: u64 = 16 << 20;
 
@@ -58,14 +65,18 @@ struct Shared {
     changed: Condvar,
     /// Number of threads that need the lock. The thread that compares leaves it to them.
     wanted: AtomicUsize,
+    /// Whether the client is told of [`progress::WATCHED`].
+    tells: AtomicBool,
 }
 
 #[derive(Default)]
 struct State {
     copies: Copies,
     watch: Option<Watch>,
-    /// The number of the last watch that was answered with words, and these.
-    told: Option<(u64, Vec<WordPatch>)>,
+    /// The number of the last watch that was answered with changes, and these, until the next one.
+    told: Option<(u64, HostWatchReply)>,
+    /// The client's [`progress::WATCHED`].
+    word: u64,
     has_thread: bool,
     over: bool,
 }
@@ -161,6 +172,14 @@ impl Copies {
         others.copied().filter(|address| self.differs(beside, *address)).collect()
     }
 
+    /// Whether mirrors are like the copies once the client has taken over an answer.
+    fn are_after(&self, beside: &dyn Beside, answer: &HostWatchReply) -> bool {
+        let mut after = Copies(self.0.clone());
+        after.0.retain(|address, _| !answer.changed.contains(address));
+        answer.words.iter().for_each(|patch| after.patch(patch));
+        !after.0.keys().any(|address| after.differs(beside, *address))
+    }
+
     /// Those that are at these addresses, [`len_of`](Self::len_of) bytes.
     fn parts(&self, addresses: &[u64]) -> Vec<Part> {
         let copies = addresses.iter().filter_map(|address| self.0.get_key_value(address));
@@ -174,16 +193,17 @@ impl State {
         self.copies.0.retain(|address, _| has.contains(address));
     }
 
-    /// The answer to a watch, once something has changed. A mirror that is gone has changed.
+    /// The answer to a watch, once something has changed. A mirror that is gone has changed. `all`: what is
+    /// not watched is compared, too, although that was done a moment ago.
     ///
     /// # Errors
     /// `INVALID_VALUE` if so; the session may be over.
-    fn compare(&mut self) -> Result<Option<HostWatchReply>, Status> {
+    fn compare(&mut self, all: bool) -> Result<Option<HostWatchReply>, Status> {
         let Some(watch) = &mut self.watch else { return Ok(None) };
         let (copies, watched) = (&self.copies, &watch.watched);
         let beside = watch.beside.upgrade().ok_or(Status::INVALID_VALUE)?;
         if !watched.iter().any(|address| copies.differs(&*beside, *address)) {
-            if watch.compared.elapsed() < SELDOM {
+            if !all && watch.compared.elapsed() < SELDOM {
                 return Ok(None);
             }
             let changed = copies.changed(&*beside, watched);
@@ -210,8 +230,29 @@ impl State {
         // These are read after what the client gets.
         let mut changed = copies.changed(&*beside, watched);
         changed.extend(many);
-        self.told = Some((watch.number, words.clone()));
-        Ok(Some(HostWatchReply { words, changed }))
+        let reply = HostWatchReply { words, changed };
+        self.told = Some((watch.number, reply.clone()));
+        Ok(Some(reply))
+    }
+
+    /// The client's [`progress::WATCHED`], after everything was compared. Answers the watch if something has
+    /// changed.
+    fn compare_before_news(&mut self, beside: &dyn Beside) -> u64 {
+        if self.copies.len() > MOST_BEFORE_NEWS {
+            return 0;
+        }
+        let Some(number) = self.watch.as_ref().map(|watch| watch.number) else {
+            let told = self.told.as_ref().filter(|(_, told)| self.copies.are_after(beside, told));
+            return told.map_or(0, |(number, _)| 2 * number + 1);
+        };
+        match self.compare(true) {
+            Ok(None) => 2 * number,
+            Ok(Some(reply)) => {
+                self.watch.take().inspect(|watch| watch.answer(Ok(reply)));
+                2 * number + 1
+            }
+            Err(_) => 0,
+        }
     }
 }
 
@@ -249,7 +290,7 @@ impl Shared {
                 continue;
             };
             let over = (lasted >= most).then(|| Ok(nothing()));
-            if let Some(answer) = state.compare().transpose().or(over) {
+            if let Some(answer) = state.compare(false).transpose().or(over) {
                 if let Some(watch) = state.watch.take() {
                     watch.answer(answer);
                 }
@@ -335,6 +376,24 @@ impl Watches {
         Ok((bytes, changed))
     }
 
+    /// Called before the client learns that work is done. Compares what the client has, tells it what devices
+    /// have changed, and says whether it then has everything ([`progress::WATCHED`]).
+    pub fn before_news(&self, client: &dyn Client, beside: &dyn Beside) {
+        if !self.0.tells.load(Ordering::Acquire) {
+            return;
+        }
+        let mut state = self.0.lock_first();
+        // A client that has nothing gets what is there when it asks.
+        if state.copies.0.is_empty() {
+            return;
+        }
+        let value = state.compare_before_news(beside);
+        // Published under the lock, so that the client has the words in their order.
+        if std::mem::replace(&mut state.word, value) != value {
+            client.publish(&[ProgressUpdate { kind: progress::WATCHED, index: 0, seq: 0, value }]);
+        }
+    }
+
     /// Begins a watch, which replaces the one before.
     ///
     /// # Errors
@@ -348,10 +407,11 @@ impl Watches {
         op: &HostWatch,
     ) -> Result<(), Status> {
         let mut state = self.0.lock_first();
-        if let Some((number, words)) = state.told.take().filter(|(number, _)| *number == op.after) {
+        if let Some((number, told)) = state.told.take().filter(|(number, _)| *number == op.after) {
             tracing::trace!(number, "the client has taken over the words of a watch");
-            words.iter().for_each(|patch| state.copies.patch(patch));
+            told.words.iter().for_each(|patch| state.copies.patch(patch));
         }
+        self.0.tells.store(op.number & WATCH_TELLS != 0, Ordering::Release);
         state.keep(&op.has);
         if op.watched.len() > MOST_REMEMBERED || state.copies.len_of(&op.watched) > MOST_WATCHED_BYTES {
             return Err(Status::INVALID_VALUE);
@@ -370,7 +430,7 @@ impl Watches {
             beside: Arc::downgrade(beside),
             seq,
             slot,
-            number: op.number,
+            number: op.number & !WATCH_TELLS,
             watched: op.watched.clone(),
             begun: Instant::now(),
             most: Duration::from_micros(op.most_us.into()).min(MOST_TIME),
@@ -651,6 +711,21 @@ mod tests {
             self.mirror.1.begin(&self.client, &beside, (number, 0), &op).expect("a watch");
         }
 
+        /// The word, if the client is told another one.
+        fn news(&self) -> Option<u64> {
+            let (sender, told) = channel();
+            let client = Listener::new(move |told: Told<'_>| {
+                let Told::Published(updates) = told else { return };
+                let words = updates.iter().map(|update| (update.kind, update.value));
+                words.for_each(|word| sender.send(word).expect("the test waits"));
+            });
+            self.mirror.1.before_news(&client, &*self.mirror);
+            drop(client);
+            let words: Vec<(u32, u64)> = told.iter().collect();
+            assert!(words.len() < 2 && words.iter().all(|(kind, _)| *kind == progress::WATCHED), "{words:?}");
+            words.first().map(|(_, value)| *value)
+        }
+
         /// The number of the watch, the words and the other ranges.
         fn answer(&self) -> (u64, Vec<(u64, u64)>, Vec<u64>) {
             let (seq, reply) = self.answers.recv_timeout(LONG).expect("an answer");
@@ -677,6 +752,40 @@ mod tests {
         assert_eq!(test.answer(), (2, vec![(second + 8, 0x100)], vec![third]));
         test.begin(3, 2, &[first, second], &[first, second], 1000);
         assert_eq!(test.answer(), (3, vec![], vec![]));
+    }
+
+    #[test]
+    fn before_the_client_learns_of_the_end_of_work_it_is_told_what_has_changed() {
+        let test = Test::new();
+        let has = [0, MIRROR_PAGE];
+        has.iter().for_each(|page| _ = test.fetch(*page, PAGE, &has).expect("a mirror"));
+        // What a client of before says: nobody tells it.
+        test.begin(1, 0, &[0], &has, HOUR_US);
+        assert_eq!(test.news(), None);
+        let watch = |number, after| test.begin(number | WATCH_TELLS, after, &[0], &has, HOUR_US);
+        watch(2, 0);
+        assert_eq!(test.answer().0, 1);
+        assert_eq!(test.news(), Some(4));
+        assert_eq!(test.news(), None, "as before");
+        // What is not watched as well, and at once.
+        test.mirror.set(PAGE, 1);
+        assert_eq!(test.news(), Some(5));
+        assert_eq!(test.answer(), (2 | WATCH_TELLS, vec![], vec![MIRROR_PAGE]));
+        // It has not been taken over, which the word presumes.
+        assert_eq!(test.news(), None);
+        test.mirror.set(0, 7);
+        assert_eq!(test.news(), Some(0));
+        watch(3, 2);
+        // Whoever sees the change first.
+        assert_eq!(test.news(), Some(7));
+        assert_eq!(test.answer(), (3 | WATCH_TELLS, vec![(0, 7)], vec![MIRROR_PAGE]));
+        test.begin(4 | WATCH_TELLS, 3, &[0], &[0], HOUR_US);
+        assert_eq!(test.news(), Some(8));
+        // Too much to compare each time.
+        for page in 0..=MOST_BEFORE_NEWS as u64 / MIRROR_PAGE {
+            test.mirror.1.0.lock().copies.remember((page + 9) * MIRROR_PAGE, vec![0; PAGE]);
+        }
+        assert_eq!(test.news(), Some(0));
     }
 
     #[test]

@@ -2,8 +2,8 @@
 //! until the daemon has ended ([`drain`]).
 //!
 //! ```text
-//!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …}, which contains addresses and this
-//!   server's key
+//!   {"enroll": {"name": "host1", "valid_seconds": 3600}}     {"token": …, "replaces": null}; the token
+//!   contains addresses and this server's key
 //!   {"clients": {}}                                          {"clients": [{"name", "key", "since"}], "tokens": [{"name", "expires"}]}
 //!   {"revoke": {"name": "host1"}}                            {"ended_sessions": 2}
 //!   {"leases": {}}                                           {"leases": [{"id", "principal", "devices", …}]}
@@ -15,8 +15,9 @@
 //!   "failed": null}
 //! ```
 //!
-//! `starting`: the first worker is still to become ready. `failed`: why the last worker could not be started,
-//! if none has become ready since.
+//! `replaces`: the client that has this name already, with `key` and `since`; its key is not accepted any
+//! more once another machine has used the token. `starting`: the first worker is still to become ready.
+//! `failed`: why the last worker could not be started, if none has become ready since.
 //!
 //! A failed request is answered with `{"error": "why"}`.
 
@@ -104,12 +105,9 @@ fn serve(server: &Arc<Server>, stream: UnixStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Executes the installed program, and reports that right before. Runs in its own thread, so that other
-/// requests are still answered.
+/// Executes the installed program, and reports that right before.
 fn upgrade(server: &Arc<Server>, stream: UnixStream) -> std::io::Result<()> {
-    let server = Arc::clone(server);
-    let work = move || admin::upgrade(&stream, |say| takeover::upgrade(&server, say));
-    std::thread::Builder::new().name("rgpu-upgrade".into()).spawn(work).map(drop)
+    takeover::start(server, move |server| admin::upgrade(&stream, |say| takeover::upgrade(server, say)))
 }
 
 fn version(server: &Server) -> Value {
@@ -154,9 +152,12 @@ fn enroll(
 ) -> Result<Value, String> {
     let addresses = in_token(addresses, || own_addresses(server))?;
     let secret = trust.enroll(name, Duration::from_secs(valid_seconds)).map_err(|e| with_causes(&e))?;
+    let principals = trust.principals();
+    let known = principals.clients().iter().find(|client| client.name == name);
+    let replaces = known.map(|client| json!({ "key": client.key, "since": client.since }));
     tracing::info!(principal = name, valid_seconds, "issued a token");
     let token = Token { server: trust.fingerprint(), secret, addresses };
-    Ok(json!({ "token": token.to_string() }))
+    Ok(json!({ "token": token.to_string(), "replaces": replaces }))
 }
 
 /// The addresses for a token: those that were given, or as many of this machine's as there is room for.

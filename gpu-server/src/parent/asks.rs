@@ -102,11 +102,7 @@ fn answer(
     let malformed = |why: String| Refused(Reason::Malformed, why);
     let question = Question::parse(question).map_err(|e| malformed(e.to_string()))?;
     // Its access may have been revoked since it connected.
-    if let Some(why) = server.may_not_begin(who) {
-        return Err(Refused(Reason::NotAllowed, why));
-    }
-    let grant = server.policy().grant(&who.name, &server.options.share);
-    let grant = grant.map_err(|why| Refused(Reason::NotAllowed, why))?;
+    let grant = server.granted(who)?;
     let key =
         |text: &str| Secret::from_text(text).ok_or_else(|| malformed("this is not a lease's key".into()));
     match question {
@@ -135,9 +131,9 @@ fn answer(
                     "the client has gone before its lease was granted".into(),
                 ));
             }
-            leases::take(server, &gpus, &grant, who, &wish)
+            leases::take(server, &gpus, who, &wish)
         }
-        Question::Renew { key: text } => leases::renew(server, &grant, who, &key(&text)?),
+        Question::Renew { key: text } => leases::renew(server, who, &key(&text)?),
         Question::Release { key: text } => leases::release(server, &who.name, &key(&text)?),
     }
 }
@@ -171,7 +167,10 @@ mod tests {
 
     use super::*;
     use crate::config::Serve;
+    use crate::parent::queue::tests::server;
     use handover::Inherited;
+    use identity::Fingerprint;
+    use test_kit::eventually;
 
     #[test]
     fn a_client_that_has_gone_gets_no_lease() {
@@ -191,6 +190,34 @@ mod tests {
         assert_eq!(ask(None, connection), 0);
         let (client, connection) = UnixStream::pair().unwrap();
         assert_eq!(ask(Some(client), connection), 1);
+    }
+
+    #[test]
+    fn a_client_that_is_revoked_while_it_waits_for_figures_gets_no_lease() {
+        let folder = tempfile::tempdir().unwrap();
+        let identity = format!("--identity={}", folder.path().display());
+        let server = server(&["--software-devices=1", "--listen=tcp:127.0.0.1:0", &identity]);
+        let trust = server.trust.as_ref().unwrap();
+        let key = Fingerprint([7; 32]);
+        let token = trust.enroll("host", Duration::from_secs(3600)).unwrap();
+        trust.change(|all| all.join(&token, key, 0)).unwrap();
+        let mut who = Principal::named("host");
+        who.key = Some(key);
+        let (_client, connection) = UnixStream::pair().unwrap();
+        let (connection, peer) = (Arc::new(Control::Local(connection)), "another host".to_owned());
+        let question = br#"{"lease":{"gpus":1,"seconds":60}}"#.to_vec();
+        let mut state = server.lock();
+        state.serving = Some(("software".into(), vec!["a GPU".into()]));
+        std::thread::scope(|threads| {
+            let ask = Ask { connection, peer, who, question, since: Instant::now() };
+            threads.spawn(|| serve(&server, &{ ask }));
+            // It has been found to be a client, and then waits for the state.
+            eventually(|| server.gpus.wanted());
+            assert!(trust.revoke("host").unwrap());
+            drop(state);
+        });
+        assert_eq!(server.lock().leases.all().count(), 0);
+        assert_eq!(server.refusals.all().find(|(reason, _)| *reason == Reason::NotAllowed).unwrap().1, 1);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! The audit log: a line of JSON for each session that began, was refused or ended, for each lease that was
-//! granted or ended, and for each client that joined or was revoked.
+//! granted or ended, and for each client that joined, got another key or was revoked.
 //!
 //! ```text
 //!   {"time": "2026-11-22T21:55:00.123Z", "event": "started", "session": "6f…", "principal": "host1", "key": "a1…", "peer": "10.0.0.7:4711", "client": …, "program": …, "pid": …, "transport": "tcp", "devices": [0]}
@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use handover::Places;
+use identity::Fingerprint;
 use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -43,8 +44,10 @@ pub(super) const BRIEFLY: Duration = Duration::from_millis(100);
 struct Shared {
     /// Lines that were passed to the thread and not written yet.
     waiting: AtomicU64,
-    /// Lines lost because the queue was full.
+    /// Lines lost because the queue was full, since the log last said so.
     lost: AtomicU64,
+    /// All lines that are not in the log, also because they could not be written.
+    missing: AtomicU64,
     /// Whether to reopen the file.
     reopen: AtomicBool,
 }
@@ -72,7 +75,13 @@ impl Audit {
         if sender.try_send(line(event, about)).is_err() {
             shared.waiting.fetch_sub(1, Ordering::Relaxed);
             shared.lost.fetch_add(1, Ordering::Relaxed);
+            shared.missing.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// How many events are not in the log, if there is one.
+    pub(super) fn missing(&self) -> Option<u64> {
+        self.0.as_ref().map(|(_, shared)| shared.missing.load(Ordering::Relaxed))
     }
 
     /// A session began.
@@ -142,7 +151,13 @@ impl Audit {
         self.event("joined", json!({ "principal": principal.name, "key": key(principal), "peer": peer }));
     }
 
-    /// A client's key is no longer known.
+    /// A client's earlier key is no longer known, because it joins with another one.
+    pub(super) fn replaced(&self, principal: &Principal, earlier: &Fingerprint, peer: &str) {
+        let about = json!({ "principal": principal.name, "key": earlier.to_string(), "peer": peer });
+        self.event("replaced", about);
+    }
+
+    /// A client is no longer known.
     pub(super) fn revoked(&self, name: &str) {
         self.event("revoked", json!({ "principal": name }));
     }
@@ -222,6 +237,9 @@ impl Writer {
                 self.write(&line("lost", json!({ "lines": lost })));
             }
             self.write(&next);
+            if self.failed {
+                self.shared.missing.fetch_add(1, Ordering::Relaxed);
+            }
             self.shared.waiting.fetch_sub(1, Ordering::Release);
         }
     }
@@ -298,6 +316,18 @@ mod tests {
         let events: Vec<_> = lines(&path).into_iter().map(|line| line["event"].clone()).collect();
         assert_eq!(events, ["lost", "revoked", "revoked"]);
         assert_eq!(lines(&path)[0]["lines"], 2);
+        assert_eq!(audit.missing(), Some(2));
+    }
+
+    #[test]
+    fn events_that_find_the_disk_full_are_counted() {
+        let audit = Audit::open(Some(Path::new("/dev/full"))).unwrap();
+        for name in ["one", "other"] {
+            audit.revoked(name);
+        }
+        audit.flush(FLUSH_WITHIN);
+        assert_eq!(audit.missing(), Some(2));
+        assert_eq!(Audit::open(None).unwrap().missing(), None);
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl Control {
 
     /// Sends bytes. It is an error if the client has left so much unread that there is no room, and makes
     /// none for so long.
-    fn send(&self, bytes: &[u8], patience: Duration) -> io::Result<()> {
+    pub(super) fn send(&self, bytes: &[u8], patience: Duration) -> io::Result<()> {
         let deadline = Instant::now() + patience;
         let when_there_is_room = |write: &mut dyn FnMut() -> io::Result<usize>| loop {
             match write() {

@@ -77,7 +77,7 @@ metrics::families! {
     WAITING_LONGEST: Gauge "rgpu_server_longest_wait" ["seconds"] { "kind" };
     /// How long sessions waited for their worker before they began.
     WAITED: Histogram "rgpu_server_wait" ["seconds"] { "kind" };
-    /// Worker processes by kind and stage: starting, ready or serving.
+    /// Worker processes by kind and stage: starting, ready, serving, or failed and not yet gone.
     WORKERS: Gauge "rgpu_server_workers" { "kind", "stage" };
     /// Workers that ended unexpectedly once they were ready.
     WORKERS_CRASHED: Counter "rgpu_server_workers_crashed" {};
@@ -85,6 +85,10 @@ metrics::families! {
     WORKERS_FAILED: Counter "rgpu_server_workers_failed" { "kind" };
     /// Sessions that ended because a kernel ran too long (--kernel-seconds).
     KERNELS_OVERRUN: Counter "rgpu_server_kernels_overrun" {};
+
+    /// Events that are not in the audit log, because its disk is full or too slow. Exists only with
+    /// --audit-log.
+    AUDIT_LOST: Counter "rgpu_server_audit_lost" {};
 
     /// Maximum memory of this machine for device memory (--swap-memory). These figures exist only with
     /// --swap-memory or --swap-folder.

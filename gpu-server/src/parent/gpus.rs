@@ -57,6 +57,12 @@ impl Gpus {
         (state.at, state.readings) = (Some(Instant::now() + 10 * STALE), Arc::new(readings));
     }
 
+    /// Whether somebody waits for figures, for tests.
+    #[cfg(test)]
+    pub(super) fn wanted(&self) -> bool {
+        self.lock().wanted
+    }
+
     fn want(&self, state: &mut State) {
         if !state.is_fresh(FRESH) {
             state.wanted = true;

@@ -298,7 +298,6 @@ fn too_many(grant: &Grant, why: String) -> String {
 pub(super) fn take(
     server: &Server,
     gpus: &[Known],
-    grant: &Grant,
     who: &Principal,
     wish: &Wish,
 ) -> Result<ask::Answer, Refused> {
@@ -310,8 +309,10 @@ pub(super) fn take(
     if state.stopped() {
         return Err(Refused(Reason::Draining, "the server is shutting down".into()));
     }
+    // A client that is revoked after this point, or has other rules, is found among the leases.
+    let grant = server.granted(who)?;
     let fresh = Fresh { id, key, now: Instant::now() };
-    let lease = state.lease(gpus, grant, who, wish, server.options.max_leases, fresh)?.clone();
+    let lease = state.lease(gpus, &grant, who, wish, server.options.max_leases, fresh)?.clone();
     state.save_daemon(&server.succession, true);
     server.audit.leased(&lease);
     let row = state.row(&lease, Instant::now());
@@ -323,15 +324,11 @@ pub(super) fn take(
 }
 
 /// Restarts a lease's time, if the rules still give it to its owner.
-pub(super) fn renew(
-    server: &Server,
-    grant: &Grant,
-    who: &Principal,
-    key: &Secret,
-) -> Result<ask::Answer, Refused> {
+pub(super) fn renew(server: &Server, who: &Principal, key: &Secret) -> Result<ask::Answer, Refused> {
     let mut state = server.lock();
+    let grant = server.granted(who)?;
     let now = Instant::now();
-    let lease = state.renew(grant, who, key, now)?;
+    let lease = state.renew(&grant, who, key, now)?;
     state.save_daemon(&server.succession, true);
     Ok(ask::Answer::Lease { lease: state.row(&lease, now), key: key.to_text() })
 }

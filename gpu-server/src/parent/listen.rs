@@ -588,8 +588,13 @@ impl Join {
     fn serve(self, server: &Server) {
         let Join { connection, peer, hello, certificates } = self;
         let Some(trust) = server.trust.as_ref().filter(|_| !connection.is_closed()) else { return };
-        let who = trust.join(&certificates, &hello.secret);
-        handshake::serve(server, connection, &peer, &hello, Vec::new(), who);
+        let joined = trust.join(&certificates, &hello.secret);
+        if let Ok((who, Some(key))) = &joined {
+            let name = &who.name;
+            tracing::warn!(peer, "{name} joins with another key; {key} is not accepted any more");
+            server.audit.replaced(who, key, &peer);
+        }
+        handshake::serve(server, connection, &peer, &hello, Vec::new(), joined.map(|(who, _)| who));
     }
 }
 

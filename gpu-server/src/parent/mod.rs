@@ -68,11 +68,15 @@ mod turns;
 mod watch;
 mod workers;
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use handover::{Inherited, Places};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 pub use self::host::server_name;
 use self::state::{Server, read_policy};
@@ -157,16 +161,17 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     crate::log::start(&options.log);
     let only_cuda = driver::present::decide_backend(&mut options.worker.backing);
     options.mps = options.mps.map(std::path::absolute).transpose().context("the folder for --mps")?;
-    // It ends with this function.
     let service = options.mps.as_deref().map(mps::Service::start).transpose()?;
     let mut ending = SigSet::empty();
     ending.add(Signal::SIGTERM);
     ending.add(Signal::SIGINT);
     ending.add(Signal::SIGHUP);
     ending.add(Signal::SIGUSR2);
-    // Before any thread starts: all threads inherit the mask, so that signals wait for the thread that
-    // handles them.
+    // Before any thread starts: all threads inherit the mask, so that signals arrive only through the
+    // descriptor.
     ending.thread_block().context("blocking signals")?;
+    let signals = SignalFd::with_flags(&ending, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+        .context("a descriptor for signals")?;
 
     // Each session's shared memory needs descriptors; in the software backend, so does each allocation.
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -214,18 +219,19 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
 
     let told = Arc::clone(&server);
     std::thread::Builder::new().name("rgpu-signals".into()).spawn(move || {
-        while let Ok(signal) = ending.wait() {
-            if signal == Signal::SIGHUP {
-                reload(&told);
-                continue;
+        loop {
+            match next_signal(&told, &signals) {
+                Ok(Signal::SIGHUP) => reload(&told),
+                Ok(Signal::SIGUSR2) => upgrade(&told),
+                Ok(signal) => {
+                    tracing::info!("{signal}");
+                    drain::within(&told, told.options.drain_seconds);
+                }
+                Err(e) => {
+                    tracing::error!("signals are not heard any more: {e}");
+                    return;
+                }
             }
-            if signal == Signal::SIGUSR2 {
-                let Err(why) = takeover::upgrade(&told, |_| ());
-                tracing::error!("SIGUSR2: not upgraded: {why}");
-                continue;
-            }
-            tracing::info!("{signal}");
-            drain::within(&told, told.options.drain_seconds);
         }
     })?;
     let mut state = server.lock();
@@ -234,6 +240,9 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     }
     if let Some(mut fatal) = state.fatal.clone() {
         only_cuda.iter().for_each(|why| fatal.extend(["; ", why]));
+        drop(state);
+        // There are no sessions.
+        service.into_iter().for_each(mps::Service::end);
         bail!(fatal);
     }
     drop(state);
@@ -242,5 +251,70 @@ pub fn main(mut options: Serve) -> anyhow::Result<()> {
     // The next daemon starts from scratch.
     server.succession.store.forget_all();
     drop(files);
+    service.into_iter().for_each(mps::Service::end);
     Ok(())
+}
+
+/// Upgrades because of a signal. Others are heard meanwhile.
+fn upgrade(server: &Arc<Server>) {
+    let not_upgraded = |why: &dyn std::fmt::Display| tracing::error!("SIGUSR2: not upgraded: {why}");
+    let work = move |server: &Server| {
+        let Err(why) = takeover::upgrade(server, |_| ());
+        not_upgraded(&why);
+    };
+    takeover::start(server, work).unwrap_or_else(|e| not_upgraded(&e));
+}
+
+/// Waits for a signal. It is taken under the state's lock: whoever executes another program has that lock,
+/// and the signal stays pending for that program.
+fn next_signal(server: &Server, signals: &SignalFd) -> nix::Result<Signal> {
+    loop {
+        match poll(&mut [PollFd::new(signals.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(e) => return Err(e),
+        }
+        let mut state = server.lock();
+        if let Some(taken) = signals.read_signal()? {
+            let signal = Signal::try_from(taken.ssi_signo.cast_signed())?;
+            state.told_to_end |= matches!(signal, Signal::SIGTERM | Signal::SIGINT);
+            return Ok(signal);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::queue::tests::server;
+    use super::*;
+
+    #[test]
+    fn a_signal_stays_pending_as_long_as_the_next_program_may_be_executed() {
+        let server = server(&[]);
+        let (say, hear) = channel();
+        std::thread::scope(|threads| {
+            let state = server.lock();
+            threads.spawn(|| {
+                let mut ending = SigSet::empty();
+                ending.add(Signal::SIGTERM);
+                ending.thread_block().unwrap();
+                let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+                let signals = SignalFd::with_flags(&ending, flags).unwrap();
+                // Only to this thread.
+                nix::sys::signal::raise(Signal::SIGTERM).unwrap();
+                say.send(nix::unistd::gettid()).unwrap();
+                assert_eq!(next_signal(&server, &signals), Ok(Signal::SIGTERM));
+            });
+            let status = format!("/proc/self/task/{}/status", hear.recv().unwrap());
+            for _ in 0..100 {
+                let status = std::fs::read_to_string(&status).unwrap();
+                assert!(status.lines().any(|line| line == "SigPnd:\t0000000000004000"), "{status}");
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            assert!(!state.told_to_end);
+            drop(state);
+        });
+        assert!(server.lock().told_to_end);
+    }
 }

@@ -3,7 +3,8 @@
 //! Workers find the service by [two variables](variables) and one folder of sockets. It takes clients of
 //! several users (`-multiuser-server`), because each worker has its own. Its control daemon runs apart from
 //! this one, as workers survive a daemon that crashes or is upgraded; the next daemon finds it in the folder.
-//! It ends when the daemon ends in an orderly way.
+//! It ends when the daemon ends in an orderly way. One that cannot start leaves it to the sessions of the
+//! daemon before.
 //!
 //! CUDA says nothing if it does not find the service: its programs then run without. So the daemon looks from
 //! time to time whether the service runs, and starts it again. While that fails, clients take turns.
@@ -15,15 +16,16 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use nix::sys::signal::SigSet;
 
 use super::state::Server;
+use crate::lock::lock;
 
 /// The command that starts the service and talks to it. It is part of NVIDIA's driver.
 const CONTROL: &str = "nvidia-cuda-mps-control";
@@ -31,8 +33,6 @@ const CONTROL: &str = "nvidia-cuda-mps-control";
 const QUIT: &str = "quit -t 5\n";
 /// How long the command may take.
 const WITHIN: Duration = Duration::from_secs(20);
-/// How often it is asked whether the command has ended.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// How often the service is looked for.
 const CHECK_EVERY: Duration = Duration::from_secs(10);
 
@@ -46,9 +46,13 @@ pub(super) fn variables(folder: &Path) -> [(&'static str, PathBuf); 2] {
     [("CUDA_MPS_PIPE_DIRECTORY", sockets(folder)), ("CUDA_MPS_LOG_DIRECTORY", folder.join("log"))]
 }
 
-/// The running service. It ends with this value.
+/// The running service.
 #[derive(Debug)]
-pub(super) struct Service(Control);
+pub(super) struct Service {
+    control: Control,
+    /// Whether it was told to end. Held while it is started or ended.
+    ended: Arc<Mutex<bool>>,
+}
 
 impl Service {
     /// Starts the service in `folder`, which is created if needed, unless it runs there already.
@@ -65,17 +69,17 @@ impl Service {
         }
         let already = if control.ensure()? { "" } else { " already" };
         tracing::info!("NVIDIA's Multi-Process Service runs in {}{already}", control.folder.display());
-        Ok(Service(control))
+        Ok(Service { control, ended: Arc::default() })
     }
 
     /// Starts the thread that looks whether the service still runs.
     pub(super) fn watch(&self, server: &Arc<Server>) -> anyhow::Result<()> {
-        let (server, control) = (Arc::clone(server), self.0.clone());
+        let (server, control, ended) = (Arc::clone(server), self.control.clone(), Arc::clone(&self.ended));
         let watch = move || {
             loop {
                 std::thread::sleep(CHECK_EVERY);
-                // It is about to be told to end.
-                if server.lock().draining() {
+                let ended = lock(&ended);
+                if *ended || server.lock().draining() {
                     return;
                 }
                 note(&server, control.ensure());
@@ -87,11 +91,12 @@ impl Service {
             .context("starting to watch NVIDIA's Multi-Process Service")?;
         Ok(())
     }
-}
 
-impl Drop for Service {
-    fn drop(&mut self) {
-        match self.0.run(&[], QUIT) {
+    /// Ends the service. No session may use it any more.
+    pub(super) fn end(self) {
+        let mut ended = lock(&self.ended);
+        *ended = true;
+        match self.control.run(&[], QUIT) {
             Ok(said) if said.status.success() => {}
             Ok(said) => tracing::warn!("NVIDIA's Multi-Process Service does not end: {}", said.status),
             Err(e) => tracing::warn!("NVIDIA's Multi-Process Service cannot be told to end: {e}"),
@@ -175,7 +180,7 @@ impl Control {
             // One that does not read has ended, and its status says so.
             let _ = stdin.write_all(input.as_bytes());
         }
-        let status = wait(&mut child, self.within)?;
+        let status = handover::wait_within(&mut child, self.within)?;
         let mut said = String::new();
         // One that has succeeded may have started the service, which keeps these open.
         if !status.success() {
@@ -183,23 +188,6 @@ impl Control {
             child.stderr.take().map(|mut out| out.read_to_string(&mut said)).transpose()?;
         }
         Ok(Ended { status, said })
-    }
-}
-
-/// Waits for a process; ends it if it takes too long.
-fn wait(child: &mut Child, within: Duration) -> io::Result<ExitStatus> {
-    let begun = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(status);
-        }
-        if begun.elapsed() > within {
-            child.kill()?;
-            child.wait()?;
-            let why = format!("it has not ended within {} s", within.as_secs());
-            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
-        }
-        std::thread::sleep(LOOK_EVERY);
     }
 }
 
@@ -238,11 +226,12 @@ mod tests {
         let start = format!("-d -multiuser-server {} none", sockets(&control.folder).display());
         assert_eq!(asked(folder.path()), ["get_server_list".to_owned(), start]);
         assert!(sockets(&control.folder).is_dir());
-        // A daemon that was killed.
-        std::mem::forget(first);
+        // A daemon that was killed, or could not start.
+        drop(first);
+        assert_eq!(asked(folder.path()), [] as [&str; 0]);
         let next = Service::start_by(control).unwrap();
         assert_eq!(asked(folder.path()), ["get_server_list"]);
-        drop(next);
+        next.end();
         assert_eq!(asked(folder.path()), ["quit -t 5"]);
         assert!(!folder.path().join("up").exists());
     }
@@ -263,12 +252,12 @@ mod tests {
     fn a_service_that_has_ended_is_started_again() {
         let folder = tempfile::tempdir().unwrap();
         let service = Service::start_by(control(folder.path(), true)).unwrap();
-        assert!(!service.0.ensure().unwrap());
+        assert!(!service.control.ensure().unwrap());
         std::fs::remove_file(folder.path().join("up")).unwrap();
-        assert!(service.0.ensure().unwrap() && folder.path().join("up").exists());
+        assert!(service.control.ensure().unwrap() && folder.path().join("up").exists());
         control(folder.path(), false);
         std::fs::remove_file(folder.path().join("up")).unwrap();
-        assert!(service.0.ensure().is_err());
+        assert!(service.control.ensure().is_err());
     }
 
     #[test]

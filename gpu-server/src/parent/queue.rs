@@ -53,11 +53,11 @@ const TELL_EVERY: Duration = Duration::from_secs(1);
 /// client's host waits for it for 10 seconds before it lets a guest reuse the memory that it shares with the
 /// worker.
 const LEAVES_WITHIN: Duration = Duration::from_secs(8);
-/// How long the worker of any other session may stay when it has reported the session's end. It still has to
-/// keep what its client sent last ([the cache](crate::cache)), and the driver takes long to end a process
-/// that has much memory. One that stayed for good would have its devices and their memory without counting
-/// for its client.
-const EXITS_WITHIN: Duration = Duration::from_secs(60);
+/// How long any other worker may stay when it has reported its session's end, or has closed its connection.
+/// It still has to keep what its client sent last ([the cache](crate::cache)), and the driver takes long to
+/// end a process that has much memory. One that stayed for good would have its devices and their memory
+/// without counting for its client.
+pub(super) const EXITS_WITHIN: Duration = Duration::from_secs(60);
 
 /// Adds a client to the queue, and serves it if a worker is ready.
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {

@@ -195,6 +195,8 @@ pub(super) struct Swapping {
 pub(super) struct Residency {
     rules: Rules,
     sessions: HashMap<u32, Known>,
+    /// Bytes of this machine's memory that workers may still have whose sessions have ended.
+    leaving: HashMap<u32, u64>,
     /// Free memory reserved for those in line, in their order.
     reserved: Vec<(u32, Bytes)>,
     /// Sessions that belong to others of which some are on the devices: their room there is kept.
@@ -359,6 +361,12 @@ impl Residency {
         before.fold(0, |sum: u64, (_, bytes)| sum.saturating_add(bytes.get(&device).copied().unwrap_or(0)))
     }
 
+    /// A worker has ended, and has nothing any more.
+    pub(super) fn gone(&mut self, worker: u32) {
+        self.sessions.remove(&worker);
+        self.leaving.remove(&worker);
+    }
+
     /// A worker's order cannot be given.
     pub(super) fn refuse(&mut self, worker: u32, now: u64) {
         if let Some(known) = self.sessions.get_mut(&worker) {
@@ -371,7 +379,14 @@ impl Residency {
     /// session that has device memory is in `views`.
     pub(super) fn step(&mut self, now: u64, budget: &Bytes, views: &[View]) -> Decided {
         let units = Units::new(views);
-        self.sessions.retain(|worker, _| units.places.contains_key(worker));
+        let Residency { sessions, leaving, .. } = self;
+        sessions.retain(|worker, known| {
+            let stays = units.places.contains_key(worker);
+            if !stays {
+                leaving.insert(*worker, known.keeps);
+            }
+            stays
+        });
         views.iter().for_each(|view| self.note(now, view));
         let is_there = |Member { view, left }: &Member<'_>| {
             !left.is_empty() || self.ordered(view.worker) == Some(MemoryOrder::Return)
@@ -713,7 +728,7 @@ impl Residency {
     fn send_away(&mut self, now: u64, unit: &Unit<'_>, busy: bool, units: &Units<'_>, decided: &mut Decided) {
         let leaving: HashSet<u32> = unit.there().map(|member| member.view.worker).collect();
         let is_leaving = |worker| leaving.contains(&worker);
-        let mut taken: u64 = 0;
+        let mut taken = self.leaving.values().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
         for (worker, known) in &self.sessions {
             taken = taken.saturating_add(if is_leaving(*worker) { 0 } else { known.keeps });
         }

@@ -105,6 +105,9 @@ fn collect(server: &Server, started: SystemTime) -> Samples {
             samples.add(family, &[], value);
         }
     }
+    if let Some(missing) = server.audit.missing() {
+        samples.add(&f::AUDIT_LOST, &[], missing);
+    }
     let state = server.lock();
     let backend = state.serving.as_ref().map_or("", |(backend, _)| backend.as_str());
     samples.add(&f::INFO, &[env!("CARGO_PKG_VERSION"), backend], 1u64);

@@ -22,7 +22,7 @@ use super::mps;
 use super::pace::Paces;
 use super::queue::parked::Parked;
 use super::record::Succession;
-use super::refusals::{LogLimits, Refusals};
+use super::refusals::{LogLimits, Reason, Refusals};
 use super::residency::Swapping;
 use super::scrape::totals::{Settled, Waits};
 use super::sessions::Sessions;
@@ -33,7 +33,7 @@ use crate::config::Serve;
 use crate::confinement::Confining;
 use crate::cuda_ipc::Shares;
 use crate::driver::cuda::nvml::Devices;
-use crate::policy::Policy;
+use crate::policy::{Grant, Policy};
 use crate::worker_protocol::{Kind, Token};
 
 /// The daemon's state.
@@ -99,8 +99,11 @@ pub(super) struct State {
     pub(super) fatal: Option<String>,
     /// Set once the daemon is shutting down.
     pub(super) drain: Option<Drain>,
-    /// Another program is about to take over. Once this is set, no worker starts and no session begins.
+    /// A signal has told the daemon to end.
+    pub(super) told_to_end: bool,
+    /// Another program is about to take over.
     pub(super) upgrading: bool,
+    /// Set for that: no worker starts and no session begins.
     pub(super) closed: bool,
     /// Unhealthy devices, by number.
     pub(super) ill: BTreeMap<u32, Illness>,
@@ -212,6 +215,13 @@ impl Server {
     pub(super) fn may_not_begin(&self, principal: &Principal) -> Option<String> {
         let doubt = self.trust.as_ref().and_then(|trust| trust.doubt(principal));
         doubt.or_else(|| self.not_allowed(&principal.name))
+    }
+
+    /// What the rules of now give a client verified as this principal. An error: it may begin nothing.
+    pub(super) fn granted(&self, principal: &Principal) -> Result<Grant, Refused> {
+        let doubt = self.trust.as_ref().and_then(|trust| trust.doubt(principal));
+        let grant = doubt.map_or_else(|| self.policy().grant(&principal.name, &self.options.share), Err);
+        grant.map_err(|why| Refused(Reason::NotAllowed, why))
     }
 
     /// Why sessions and leases of this principal may not go on, if so.

@@ -1,7 +1,7 @@
 //! The status socket. It sends one JSON object to each connection and closes it.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::Write;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,6 +10,7 @@ use handover::Inherited;
 use sandbox::Inspected;
 use serde_json::json;
 
+use super::control::Control;
 use super::listen::{Files, serve_unix};
 use super::session::Session;
 use super::state::{Illness, Server, State};
@@ -24,12 +25,17 @@ pub(super) fn start(
     inherited: &mut Inherited,
     files: &mut Files,
 ) -> anyhow::Result<()> {
-    serve_unix(server, (path, 0o660), "rgpu-status", (inherited, files), |server, mut stream| {
-        let text = format!("{:#}\n", describe(server));
-        // The client may be gone, or may not read.
-        let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
-        let _ = stream.write_all(text.as_bytes());
+    serve_unix(server, (path, 0o660), "rgpu-status", (inherited, files), |server, stream| {
+        send(stream, &format!("{:#}\n", describe(server)), READ_WITHIN);
     })
+}
+
+/// How long a client may take to read the status, while others wait.
+const READ_WITHIN: Duration = Duration::from_secs(5);
+
+fn send(stream: UnixStream, text: &str, within: Duration) {
+    // The client may be gone, or may not read.
+    let _ = Control::Local(stream).send(text.as_bytes(), within);
 }
 
 fn describe(server: &Server) -> serde_json::Value {
@@ -229,4 +235,27 @@ fn row(worker: u32, session: &Session, readings: &[Reading]) -> serde_json::Valu
         "memory_away": sum(session.devices.iter().map(|number| session.account.away(*number))),
         "sm_percent": (!percents.is_empty()).then(|| percents.iter().sum::<u32>()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn a_client_that_reads_slowly_does_not_keep_others_waiting_until_it_has_read_all() {
+        let text = "x".repeat(1 << 20);
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let reads = std::thread::spawn(move || {
+            let mut count = 0;
+            while matches!(theirs.read(&mut [0]), Ok(1)) {
+                count += 1;
+            }
+            count
+        });
+        send(ours, &text, Duration::ZERO);
+        let count = reads.join().unwrap();
+        assert!(count < text.len(), "{count}");
+    }
 }

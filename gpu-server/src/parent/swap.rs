@@ -456,10 +456,13 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::super::queue::tests::{server, session_of_limits};
+    use super::super::watch::remove_worker;
     use super::super::workers::Managed;
     use super::*;
     use crate::driver::cuda::nvml::readings::Reading;
+    use crate::driver::store::memory_for;
     use crate::limits::Limits;
+    use crate::pages::Whereabouts;
     use crate::worker_protocol::{Refusal, Reply};
     use std::sync::atomic::AtomicBool;
     use test_kit::{PATIENCE, eventually};
@@ -668,6 +671,54 @@ mod tests {
         step();
         assert_eq!(reserved(&server), 50);
         assert!(matches!(server.lock().charge(2, 2, DEVICE, 50, None), Reply::Charged));
+    }
+
+    #[test]
+    fn what_an_ended_session_keeps_counts_until_its_worker_is_gone() {
+        let server = server(&["--swap-memory=1G"]);
+        {
+            let filled = state(&[1, 2, 3]);
+            let mut state = server.lock();
+            (state.sessions, state.swapping) = (filled.sessions, filled.swapping);
+            // Room for one of them.
+            let (memory, memory_each) = (memory_for(60), memory_for(60));
+            state.swapping.as_mut().unwrap().residency =
+                Residency::new(Rules { memory, memory_each, ..Rules::default() });
+            for worker in [1, 2] {
+                state.workers.insert(worker, Managed::fake(worker, Stage::Serving));
+            }
+        }
+        // A session has 60 bytes of the device's 100, which the next one needs.
+        let memory = |worker: u32, set: &dyn Fn(&Whereabouts)| {
+            set(&server.lock().sessions[&worker].account.meter().memory);
+        };
+        let takes = |worker: u32| {
+            assert!(matches!(server.lock().charge(worker, 1, DEVICE, 60, None), Reply::Charged));
+            memory(worker, &|memory| memory.needs[0].store(0, Ordering::Relaxed));
+            memory(worker, &|memory| memory.movable[0].store(60, Ordering::Relaxed));
+        };
+        let waits = |worker: u32| {
+            let refused = server.lock().charge(worker, 1, DEVICE, 60, None);
+            assert!(matches!(refused, Reply::Refused(Refusal::Crowded)));
+            memory(worker, &|memory| memory.needs[0].store(60, Ordering::Relaxed));
+        };
+        let ordered_for = |other: u32, worker: u32| {
+            // However long this test stands still.
+            server.lock().sessions.get_mut(&worker).unwrap().account.set_asked(true);
+            step(&server, &Files(channel().0));
+            server.lock().swapping.as_ref().unwrap().residency.is_asked(other)
+        };
+        takes(1);
+        waits(2);
+        assert!(ordered_for(1, 2));
+        memory(1, &|memory| memory.away[0].store(60, Ordering::Relaxed));
+        memory(1, &|memory| memory.done.store(1 << 32 | 1, Ordering::Relaxed));
+        takes(2);
+        waits(3);
+        server.lock().sessions.get_mut(&1).unwrap().ended = true;
+        assert!(!ordered_for(2, 3), "there is no memory for it");
+        remove_worker(&mut server.lock(), 1, true, "ended", None);
+        assert!(ordered_for(2, 3));
     }
 
     #[test]

@@ -360,6 +360,12 @@ impl Server {
     }
 }
 
+/// Starts a thread that [upgrades](upgrade), so that signals and other requests are heard meanwhile.
+pub(super) fn start(server: &Arc<Server>, work: impl FnOnce(&Server) + Send + 'static) -> io::Result<()> {
+    let server = Arc::clone(server);
+    std::thread::Builder::new().name("rgpu-upgrade".into()).spawn(move || work(&server)).map(drop)
+}
+
 /// Executes the installed program, which takes over all sessions. Calls `say` right before. Returns only if
 /// that is impossible; this daemon then continues.
 pub(super) fn upgrade(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Infallible, String> {
@@ -415,7 +421,8 @@ fn make_way(server: &Server, say: impl FnOnce(&serde_json::Value)) -> Result<Inf
     store.wait_until_sent();
     server.audit.flush(audit::FLUSH_WITHIN);
     let state = wait(UNUSED_WITHIN, &|state| !Server::unsettled(state));
-    if state.draining() {
+    // A signal that is taken later waits for the lock, and so for the next program.
+    if state.draining() || state.told_to_end {
         return Err("the server is shutting down".into());
     }
     if Server::unsettled(&state) {

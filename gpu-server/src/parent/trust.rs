@@ -200,7 +200,7 @@ impl Trust {
         let files = self.files();
         let Some(authority) = &files.authority else {
             return Err(format!(
-                "the server does not know this client's key {key}: run rgpuctl enroll on the server and rgpuctl join on the client"
+                "the server does not know this client's key {key}: run rgpuctl enroll on the server and rgpuctl join on the client, under a name that nobody else has"
             ));
         };
         match authority.principal(certificates, UnixTime::now()) {
@@ -242,21 +242,28 @@ impl Trust {
         Some(format!("the certificate of {name} does not count any more: {why}"))
     }
 
-    /// Redeems a token for the key in these certificates.
+    /// Redeems a token for the key in these certificates. Returns the client, and the key that it replaces if
+    /// its name had another one.
     pub(super) fn join(
         &self,
         certificates: &[CertificateDer<'_>],
         secret: &[u8; 32],
-    ) -> Result<Principal, String> {
+    ) -> Result<(Principal, Option<Fingerprint>), String> {
         let key = key(certificates)?;
-        let name = self.change(|all| all.join(&Secret(*secret), key, now())).map_err(|e| match e {
+        let (joined, before) = self.change(|all| {
+            let before = all.clients().to_vec();
+            (all.join(&Secret(*secret), key, now()), before)
+        });
+        let name = joined.map_err(|e| match e {
             JoinError::File(e) => {
                 tracing::error!("cannot store a client's key: {}", host_bridge::framing::with_causes(&e));
                 "the server cannot store this client's key; its log says why".to_owned()
             }
             e => e.to_string(),
         })?;
-        Ok(Principal { name, key: Some(key), certificates: None })
+        let replaced = before.into_iter().find(|client| client.name == name && client.key != key);
+        let who = Principal { name, key: Some(key), certificates: None };
+        Ok((who, replaced.map(|client| client.key)))
     }
 
     /// Issues a token.

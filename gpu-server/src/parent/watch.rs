@@ -245,6 +245,7 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     }
     direct::forget(pid);
     let broken = broken.or(failed);
+    take_down(server, worker, broken.clone());
     let ended = process.wait();
     let mut how = ended.as_ref().map_or_else(unknown, |status| describe(*status));
     if process.group().is_some_and(sandbox::Group::ran_out_of_memory) {
@@ -269,6 +270,27 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut process: Process) {
     server.bell.ring();
     server.changed.notify_all();
     server.nudge.nudge();
+}
+
+/// How long a worker that has not said why it ends may stay until another one starts in its place: how it
+/// ends may say why.
+const SAYS_WHY: Duration = Duration::from_secs(2);
+
+/// Waits until a worker ends that nobody hears any more, and kills it if it does not: a driver whose device
+/// fails may never end it.
+fn take_down(server: &Server, worker: &Worker, why: Option<String>) {
+    if why.is_none() && worker.ends_within(SAYS_WHY) {
+        return;
+    }
+    let why = why.unwrap_or_else(|| "it has closed its connection and does not end".to_owned());
+    if fail_to_start(&mut server.lock(), worker.pid(), why) {
+        server.changed.notify_all();
+        server.nudge.nudge();
+    }
+    if !worker.ends_within(queue::EXITS_WITHIN) {
+        tracing::error!(worker = worker.pid(), "a worker that nobody hears any more does not end; killed");
+        worker.kill();
+    }
 }
 
 /// Whether a message changes something that the daemon's other threads wait for: those that begin and end
@@ -326,7 +348,7 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
     };
     let serving = |what: &str| match stage {
         Stage::Serving => Ok(()),
-        Stage::Starting | Stage::Idle => Err(format!("{what} without a session")),
+        Stage::Starting | Stage::Idle | Stage::Failed => Err(format!("{what} without a session")),
     };
     match message {
         FromWorker::Sandbox(_) => Err("answered a question that nobody asked".into()),
@@ -351,7 +373,9 @@ fn check(state: &State, pid: u32, message: &mut FromWorker) -> Result<(), String
             clean(reason);
             match stage {
                 Stage::Starting => Ok(()),
-                Stage::Idle | Stage::Serving => Err("said that it cannot start after it had started".into()),
+                Stage::Idle | Stage::Serving | Stage::Failed => {
+                    Err("said that it cannot start after it had started".into())
+                }
             }
         }
         FromWorker::Share { .. } | FromWorker::Unshare { .. } => serving("shared an object"),
@@ -536,6 +560,24 @@ fn ended(state: &mut State, pid: u32, lost: Option<&str>, counters: Counters) {
     state.save(pid);
 }
 
+/// A worker that is starting will not be ready: another one may start in its place, although its process may
+/// still be there. Returns whether it was starting.
+fn fail_to_start(state: &mut State, pid: u32, why: String) -> bool {
+    let Some(kind) = state.starting(pid) else { return false };
+    let outdated = state.workers.get_mut(&pid).is_some_and(|managed| {
+        managed.stage = Stage::Failed;
+        managed.outdated
+    });
+    // These were killed on purpose.
+    let on_purpose = state.stopped() || outdated;
+    let pool = state.pool_mut(kind);
+    pool.starting -= 1;
+    if !on_purpose {
+        pool.fail(Instant::now(), why);
+    }
+    true
+}
+
 /// Removes a worker whose process has ended. Returns its session, if it had one, and why that ended.
 pub(super) fn remove_worker(
     state: &mut State,
@@ -544,8 +586,9 @@ pub(super) fn remove_worker(
     how: &str,
     broken: Option<String>,
 ) -> Option<(Session, String)> {
-    let starting = state.starting(pid);
+    fail_to_start(state, pid, broken.unwrap_or_else(|| format!("it {how}")));
     let removed = state.workers.remove(&pid);
+    let failed = removed.as_ref().is_some_and(|managed| managed.stage == Stage::Failed);
     let kind = removed.as_ref().map_or(Kind::Gpu, |managed| managed.kind);
     let mut tokens: Vec<Token> = state.shares.of(pid).map(|(token, _)| *token).collect();
     state.shares.remove_all_of(pid);
@@ -556,16 +599,12 @@ pub(super) fn remove_worker(
     pool.idle.retain(|w| w.pid() != pid);
     // The worker's device memory is free again.
     pool.free = None;
-    if starting.is_some() {
-        pool.starting -= 1;
-        if !draining {
-            pool.fail(Instant::now(), broken.unwrap_or_else(|| format!("it {how}")));
-        }
-    } else if pool.full {
+    if pool.full && !failed {
         // There may be room now.
         pool.not_before = None;
     }
     let session = state.sessions.remove(&pid);
+    state.swapping.iter_mut().for_each(|swapping| swapping.residency.gone(pid));
     for other in state.sessions.values_mut() {
         other.linked.remove(&pid);
     }
@@ -603,9 +642,11 @@ mod tests {
     use super::super::queue::tests::session_of_limits;
     use super::*;
     use crate::limits::{Limits, Resource};
+    use crate::parent::workers::Managed;
     use crate::shared_event::SharedEvent;
     use sandbox::Report;
     use std::collections::BTreeSet;
+    use test_kit::eventually;
 
     #[test]
     fn a_worker_may_report_ready_only_once() {
@@ -691,13 +732,49 @@ mod tests {
         }
     }
 
+    /// A worker that is starting, which the daemon listens to, and its end of their socket. Its process never
+    /// ends by itself.
+    fn starting_process(server: &Arc<Server>) -> (Arc<Worker>, OwnedFd) {
+        let (ours, theirs) = worker_protocol::pair().unwrap();
+        let command = sandbox::Command::new("/bin/sleep", "sleep").arguments(["1000000"]);
+        let process = sandbox::start_unconfined(&command, &[]).unwrap();
+        let worker = Arc::new(Worker::new(ours, &process, None, None));
+        let mut state = server.lock();
+        state.workers.insert(worker.pid(), Managed::starting(&worker, Kind::Gpu, false));
+        state.gpu.starting += 1;
+        drop(state);
+        start_watching(server, &worker, process).unwrap();
+        (worker, theirs)
+    }
+
+    #[test]
+    fn another_worker_may_start_while_one_that_could_not_does_not_end() {
+        for (said, why) in [(true, "no driver"), (false, "it has closed its connection and does not end")] {
+            let server = queue::tests::server(&[]);
+            let (worker, socket) = starting_process(&server);
+            if said {
+                let failed = FromWorker::Failed { reason: why.into(), full: false };
+                worker_protocol::send(socket.as_fd(), &failed, &[]).unwrap();
+            }
+            drop(socket);
+            eventually(|| server.lock().gpu.starting == 0);
+            let state = server.lock();
+            assert!(state.workers.contains_key(&worker.pid()) && state.gpu.last_failure == why);
+            drop(state);
+            worker.kill();
+            eventually(|| server.lock().workers.is_empty());
+            let state = server.lock();
+            assert_eq!((state.gpu.starting, state.gpu.failed), (0, 1));
+        }
+    }
+
     #[test]
     fn a_workers_messages_must_fit_its_stage() {
         let mut state = State::default();
         starting_worker(&mut state, 7, Kind::Gpu);
         let ended = || FromWorker::Ended { lost: None, counters: Counters::default() };
         let wrong = |state: &State, mut message: FromWorker| check(state, 7, &mut message).is_err();
-        for stage in [Stage::Starting, Stage::Idle] {
+        for stage in [Stage::Starting, Stage::Failed, Stage::Idle] {
             state.workers.get_mut(&7).unwrap().stage = stage;
             assert!(wrong(&state, ended()));
             assert!(wrong(&state, FromWorker::Counters(Counters::default())));

@@ -125,6 +125,11 @@ impl Worker {
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Write);
     }
 
+    /// Waits until the worker has ended, for so long at most. Returns whether it has.
+    pub(super) fn ends_within(&self, limit: Duration) -> bool {
+        self.handle.as_ref().is_some_and(|handle| handle.ends_within(limit).unwrap_or(false))
+    }
+
     /// Kills the worker.
     pub(super) fn kill(&self) {
         self.handle.iter().for_each(Handle::kill);
@@ -180,6 +185,8 @@ pub(super) enum Stage {
     Idle,
     /// It has its session.
     Serving,
+    /// It could not start, and ends.
+    Failed,
 }
 
 impl Stage {
@@ -189,6 +196,7 @@ impl Stage {
             Stage::Starting => "starting",
             Stage::Idle => "ready",
             Stage::Serving => "serving",
+            Stage::Failed => "failed",
         }
     }
 }

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use host_bridge::endpoint::{Client, Commands, Lost, Mapped, Region, Sink, Source};
 use identity::Identity;
@@ -82,6 +82,7 @@ struct AnyClient {
     seen: Mutex<Seen>,
     sent: AtomicU64,
     executed: AtomicU64,
+    before_news: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl AnyClient {
@@ -112,10 +113,19 @@ impl Client for AnyClient {
             assert!(update.seq <= self.sent.load(Ordering::SeqCst), "{update:?}");
             // A wrong index is left out.
             assert!(
-                [progress::STREAM, progress::ERROR, progress::OUTPUT].contains(&update.kind),
+                [progress::STREAM, progress::ERROR, progress::OUTPUT, progress::WATCHED]
+                    .contains(&update.kind),
                 "{update:?}"
             );
         }
+    }
+
+    fn before_news(&self) {
+        self.before_news.get().inspect(|news| news());
+    }
+
+    fn set_before_news(&self, news: Box<dyn Fn() + Send + Sync>) {
+        assert!(self.before_news.set(news).is_ok(), "twice");
     }
 
     fn executed(&self, seq: u64) {
@@ -358,6 +368,7 @@ pub fn session_any(bytes: &[u8]) -> u64 {
         seen: Mutex::default(),
         sent: AtomicU64::new(0),
         executed: AtomicU64::new(0),
+        before_news: OnceLock::new(),
     });
     let quota = Quota::default();
     let mut backend = driver::make(&backing(), quota.clone()).map_err(|e| e.reason).expect("a software GPU");

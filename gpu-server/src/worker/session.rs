@@ -11,7 +11,7 @@ use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
 use protocol::ops::memory::{MemGrow, MemoryCreate};
 use protocol::ops::nvml::NvmlSystem;
-use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
+use protocol::ops::{self, Class, Lane, Malformed, Op, OpInfo, Outcome, dispatch};
 
 use protocol::trace::{RECORDER, Stage};
 
@@ -52,6 +52,12 @@ pub fn run(
     };
     dispatcher.timeline.begin(&mut *dispatcher.backend, &mut dispatcher.call);
     let (beside, directs) = (dispatcher.backend.beside(), Arc::clone(&shared.directs));
+    let (mirrors, told) = (Arc::downgrade(&beside), Arc::downgrade(client));
+    client.set_before_news(Box::new(move || {
+        if let (Some(beside), Some(client)) = (mirrors.upgrade(), told.upgrade()) {
+            beside.watches().before_news(&*client, &*beside);
+        }
+    }));
     let ahead = Ahead::new(commands, Express { client: Arc::clone(client), beside, directs });
     let lost = std::thread::scope(|scope| {
         let _ending = ahead.ending();
@@ -220,6 +226,10 @@ impl Dispatcher<'_> {
         match outcome {
             Outcome::Done | Outcome::Later => {}
             Outcome::Replied => {
+                // Those of the express lane are about mirrors, and not about work.
+                if info.lane != Lane::Express {
+                    self.call.client.before_news();
+                }
                 self.call.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &self.reply)
             }
             Outcome::Failed(status) => self.failed(info, &record, status),

@@ -525,6 +525,11 @@ impl Session {
         T::INFO.since == 0 || T::INFO.since <= self.minor
     }
 
+    /// Minor number of the version that the session speaks.
+    pub fn minor(&self) -> u16 {
+        self.minor
+    }
+
     #[inline]
     fn record<'a, T: Op<'a>>(&self, op: &T, slot: u16) -> Result<u64, Status> {
         self.check()?;

@@ -13,7 +13,8 @@
 //! whether it sends the bytes or says that they are known. What was found for it is kept until all of that
 //! block has come one way or the other. Both are bounded: beyond that, blocks are not known, and are not
 //! gathered. So are questions, because a disk may take seconds to answer one: beyond that, the answer is that
-//! the block is not known, and nobody looks for it.
+//! the block is not known, and nobody looks for it. Questions are answered before gathered blocks are written
+//! to the disk, which takes longer; they find these blocks, too.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -62,7 +63,9 @@ pub(crate) struct Blocks {
 
 #[derive(Default)]
 struct State {
-    tasks: VecDeque<Task>,
+    questions: VecDeque<Question>,
+    /// Blocks that are gathered and not kept yet.
+    unkept: VecDeque<Unkept>,
     /// Blocks that were asked for, and what was found for those that were answered.
     asked: BTreeMap<Key, Asked>,
     unanswered: usize,
@@ -78,10 +81,20 @@ struct State {
 }
 
 enum Task {
-    Find(Key, Hash),
-    /// There are too many questions: nobody looks for this block.
-    Skip(Key),
-    Keep(Vec<u8>),
+    Answer(Question),
+    Keep(Arc<Vec<u8>>),
+}
+
+struct Question {
+    key: Key,
+    /// `None`: there are too many questions, and nobody looks for this block.
+    hash: Option<Hash>,
+}
+
+struct Unkept {
+    bytes: Arc<Vec<u8>>,
+    /// Known once a question was compared with it.
+    hash: Option<Hash>,
 }
 
 struct Asked {
@@ -139,7 +152,7 @@ impl Blocks {
             state.asked.insert(key, Asked { len, left: len.saturating_sub(came as u64), found: None });
         }
         state.unanswered += 1;
-        state.tasks.push_back(if looks { Task::Find(key, hash) } else { Task::Skip(key) });
+        state.questions.push_back(Question { key, hash: looks.then_some(hash) });
         drop(state);
         self.came.notify_one();
         Ok(())
@@ -194,7 +207,7 @@ impl Blocks {
             state.add(key, whole, at, now);
             (bytes, offset) = (rest, offset + n as u64);
         }
-        let keep = !state.tasks.is_empty();
+        let keep = !state.unkept.is_empty();
         drop(state);
         if keep {
             self.came.notify_one();
@@ -205,7 +218,7 @@ impl Blocks {
     pub(super) fn close(&self) {
         let mut state = self.lock();
         state.over = true;
-        state.tasks.retain(|task| matches!(task, Task::Keep(_)));
+        state.questions.clear();
         drop(state);
         self.came.notify_all();
     }
@@ -228,7 +241,7 @@ impl Blocks {
     /// Does what there is to do, once. False: there was nothing.
     #[cfg(test)]
     pub(crate) fn work(&self, cache: &dyn BlockCache, answer: impl Fn(DataKnown)) -> bool {
-        let task = self.lock().tasks.pop_front();
+        let task = self.lock().next();
         task.is_some_and(|task| {
             self.carry_out(task, cache, &answer);
             true
@@ -237,8 +250,10 @@ impl Blocks {
 
     fn carry_out(&self, task: Task, cache: &dyn BlockCache, answer: &impl Fn(DataKnown)) {
         match task {
-            Task::Find(key, hash) => answer(self.found(key, cache.find(&hash))),
-            Task::Skip(key) => answer(self.found(key, None)),
+            Task::Answer(Question { key, hash }) => {
+                let find = |hash| cache.find(&hash).or_else(|| self.find_unkept(&hash));
+                answer(self.found(key, hash.and_then(find)));
+            }
             Task::Keep(bytes) => {
                 cache.keep(&bytes);
                 self.lock().gathered_bytes -= bytes.len() as u64 + BESIDE;
@@ -246,10 +261,30 @@ impl Blocks {
         }
     }
 
+    /// The block with this hash, if it waits to be kept. Only the caller's thread takes such blocks away.
+    fn find_unkept(&self, hash: &Hash) -> Option<Vec<u8>> {
+        for at in 0.. {
+            let (bytes, known) = {
+                let state = self.lock();
+                let unkept = state.unkept.get(at)?;
+                (Arc::clone(&unkept.bytes), unkept.hash)
+            };
+            let own = known.unwrap_or_else(|| {
+                let own = *blake3::hash(&bytes).as_bytes();
+                self.lock().unkept.get_mut(at).into_iter().for_each(|unkept| unkept.hash = Some(own));
+                own
+            });
+            if own == *hash {
+                return Some(bytes.to_vec());
+            }
+        }
+        None
+    }
+
     fn wait(&self) -> Option<Task> {
         let mut state = self.lock();
         loop {
-            if let Some(task) = state.tasks.pop_front() {
+            if let Some(task) = state.next() {
                 return Some(task);
             }
             if state.over {
@@ -283,6 +318,12 @@ impl Blocks {
 }
 
 impl State {
+    /// What is to be done next.
+    fn next(&mut self) -> Option<Task> {
+        let question = self.questions.pop_front().map(Task::Answer);
+        question.or_else(|| Some(Task::Keep(self.unkept.pop_front()?.bytes)))
+    }
+
     fn forget(&mut self, key: &Key) {
         if let Some(Asked { found: Some(found), .. }) = self.asked.remove(key) {
             self.found_bytes -= found.len() as u64;
@@ -329,7 +370,7 @@ impl State {
         if gathered.left == 0
             && let Some(gathered) = self.gathered.remove(&key)
         {
-            self.tasks.push_back(Task::Keep(gathered.bytes));
+            self.unkept.push_back(Unkept { bytes: Arc::new(gathered.bytes), hash: None });
         }
     }
 }
@@ -388,6 +429,21 @@ pub(crate) mod tests {
             blocks.finish(Duration::from_secs(240));
         });
         assert_eq!(cache.find(blake3::hash(&bytes).as_bytes()).as_deref(), Some(&bytes[..]));
+    }
+
+    #[test]
+    fn questions_are_answered_before_gathered_blocks_are_kept_and_find_those_too() {
+        let (blocks, cache) = (Blocks::new(), Memory::default());
+        cache.keep(&[9; 1000]);
+        (0..64).for_each(|seq| blocks.gather((seq, 0), 1000, 0, &[seq as u8; 1000]));
+        for (seq, byte, known) in [(100, 9, 1), (101, 63, 1), (102, 200, 0), (103, 63, 1)] {
+            ask(&blocks, seq, 0, &[byte; 1000]).unwrap();
+            assert!(blocks.work(&cache, |answer| assert_eq!((answer.seq, answer.known), (seq, known))));
+        }
+        assert_eq!(blocks.take(&header(101, 0, 1000)).as_deref(), Some(&[63; 1000][..]));
+        assert_eq!(cache.0.lock().unwrap().len(), 1, "nothing was kept meanwhile");
+        assert_eq!(work(&blocks, &cache).len(), 0);
+        assert_eq!(cache.0.lock().unwrap().len(), 64);
     }
 
     #[test]

@@ -44,6 +44,14 @@ pub trait Client: Send + Sync {
     /// wrong index are left out.
     fn publish(&self, updates: &[ProgressUpdate]);
 
+    /// To be called before [`reply`](Self::reply) or [`publish`](Self::publish) tells the client that work is
+    /// done: does what [`set_before_news`](Self::set_before_news) was given.
+    fn before_news(&self) {}
+
+    /// Sets what comes before each news of work. Where client and worker share their memory, nothing does.
+    /// To be called once.
+    fn set_before_news(&self, _news: Box<dyn Fn() + Send + Sync>) {}
+
     /// The dispatcher has executed the command `seq`. May reach the client later than this, but before the
     /// dispatcher sleeps in [`Commands::next`].
     fn executed(&self, seq: u64);

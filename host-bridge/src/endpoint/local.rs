@@ -624,6 +624,7 @@ fn publish(touch: &Touch, updates: &[ProgressUpdate]) {
                 }
             }
             progress::OUTPUT => area.set_output(update.value),
+            progress::WATCHED => area.set_watched(update.value),
             _ => {}
         }
     }

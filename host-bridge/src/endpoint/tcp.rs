@@ -83,6 +83,14 @@ impl Client for TcpClient {
         self.send(|buffer| put_progress(buffer, updates));
     }
 
+    fn before_news(&self) {
+        self.before_news.get().inspect(|news| news());
+    }
+
+    fn set_before_news(&self, news: Box<dyn Fn() + Send + Sync>) {
+        let _ = self.before_news.set(news);
+    }
+
     fn executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
         self.inbox.executed(seq);

@@ -28,6 +28,10 @@ use super::registration::{Access, Domain, Registration, Slab};
 use super::settings::Settings;
 use super::sys::{SendWr, Sge, Wc, number};
 
+/// Maximum number of pieces one behind the other whose completions are not reported: their buffers are free
+/// only when the next one's is.
+const MOST_QUIET: usize = 3;
+
 /// Size of a piece's header, in bytes.
 const HEADER: usize = size_of::<DirectHeader>();
 
@@ -70,6 +74,8 @@ pub struct Done<B> {
 struct Posted<B> {
     len: usize,
     buffer: Option<B>,
+    /// Its completion is not reported.
+    is_quiet: bool,
 }
 
 /// One end of such a connection. See the module.
@@ -176,23 +182,33 @@ impl<B: PieceBuffer> Pieces<B> {
         self.credits.have > 0 && self.posted.len() < self.depth
     }
 
-    /// Sends a header and the first `len` bytes of a buffer, if [`may_send`](Self::may_send).
+    /// Sends a header and the first `len` bytes of a buffer, if [`may_send`](Self::may_send). `more`: the
+    /// caller sends another one right behind it if that may be sent, whose completion can stand for this
+    /// one's, too. So not every piece wakes a thread.
     ///
     /// # Errors
     /// The buffer has fewer bytes, or the device refuses. The connection must be given up then.
-    pub fn send(&mut self, header: &DirectHeader, piece: Option<(B, usize)>) -> Result<(), VerbsError> {
+    pub fn send(
+        &mut self,
+        header: &DirectHeader,
+        piece: Option<(B, usize)>,
+        more: bool,
+    ) -> Result<(), VerbsError> {
         if !self.may_send() {
             return Err(VerbsError::Broken("the peer has no receive for a piece".into()));
         }
         let place = self.place();
         self.headers.store(place, header.as_bytes());
         let segments = self.segments(place, piece.as_ref().map(|(buffer, len)| (buffer, *len)))?;
+        let is_last = !more || self.credits.have == 1 || self.posted.len() + 1 == self.depth;
+        let quiet = self.posted.iter().rev().take_while(|before| before.is_quiet).count();
+        let is_quiet = !is_last && quiet < MOST_QUIET;
         let mut wr = SendWr {
             wr_id: self.next,
             sg_list: segments.as_ptr(),
             num_sge: if piece.is_some() { 2 } else { 1 },
             opcode: number::WR_SEND,
-            send_flags: number::SEND_SIGNALED,
+            send_flags: if is_quiet { 0 } else { number::SEND_SIGNALED },
             ..SendWr::default()
         };
         // SAFETY: the header's place is used by no other request under way, and the buffer is kept in
@@ -200,7 +216,7 @@ impl<B: PieceBuffer> Pieces<B> {
         unsafe { self.pair.send(&mut wr) }?;
         self.credits.have -= 1;
         let (buffer, len) = piece.map_or((None, 0), |(buffer, len)| (Some(buffer), len));
-        self.posted(len, buffer);
+        self.posted(Posted { len, buffer, is_quiet });
         Ok(())
     }
 
@@ -216,7 +232,7 @@ impl<B: PieceBuffer> Pieces<B> {
         let segments = self.segments(self.place(), Some((&buffer, len)))?;
         // SAFETY: as in `send`; the receive's memory is read only when it has completed.
         unsafe { self.pair.receive(self.next, &segments) }?;
-        self.posted(len, Some(buffer));
+        self.posted(Posted { len, buffer: Some(buffer), is_quiet: false });
         Ok(())
     }
 
@@ -240,8 +256,8 @@ impl<B: PieceBuffer> Pieces<B> {
         Ok([header.sge, bytes])
     }
 
-    fn posted(&mut self, len: usize, buffer: Option<B>) {
-        self.posted.push_back(Posted { len, buffer });
+    fn posted(&mut self, posted: Posted<B>) {
+        self.posted.push_back(posted);
         self.next += 1;
     }
 
@@ -261,7 +277,7 @@ impl<B: PieceBuffer> Pieces<B> {
                     let cause = failure(&batch[..count]).unwrap_or(*wc);
                     return Err(describe(&on, &cause));
                 }
-                done.push(self.completed(wc)?);
+                self.completed(wc, done)?;
             }
             if count < POLL_BATCH {
                 break;
@@ -272,17 +288,25 @@ impl<B: PieceBuffer> Pieces<B> {
         failure.map_or(Ok(()), |why| Err(VerbsError::Broken(why.to_owned())))
     }
 
-    fn completed(&mut self, wc: &Wc) -> Result<Done<B>, VerbsError> {
+    fn completed(&mut self, wc: &Wc, done: &mut Vec<Done<B>>) -> Result<(), VerbsError> {
+        // Those before it have completed as well, and say nothing.
+        let quiet = self.posted.iter().take_while(|posted| posted.is_quiet).count();
         let first = self.next - self.posted.len() as u64;
-        let unknown = || VerbsError::Broken(format!("request {} completed before {first}", wc.wr_id));
-        let Posted { len, buffer } =
-            self.posted.pop_front().filter(|_| wc.wr_id == first).ok_or_else(unknown)?;
-        match (self.end, wc.opcode) {
-            (End::Sending, _) => return Ok(Done { header: DirectHeader::new_zeroed(), len, buffer }),
-            (End::Receiving, number::WC_RECV) => {}
-            (End::Receiving, opcode) => {
-                return Err(VerbsError::Peer(format!("it used a receive for something else ({opcode})")));
-            }
+        let at = first + quiet as u64;
+        let unknown = || VerbsError::Broken(format!("request {} completed before {at}", wc.wr_id));
+        if wc.wr_id != at || quiet == self.posted.len() {
+            return Err(unknown());
+        }
+        if self.end == End::Sending {
+            let sent = self.posted.drain(..=quiet);
+            let header = DirectHeader::new_zeroed();
+            done.extend(sent.map(|Posted { len, buffer, .. }| Done { header, len, buffer }));
+            return Ok(());
+        }
+        let Posted { len, buffer, .. } = self.posted.pop_front().ok_or_else(unknown)?;
+        if wc.opcode != number::WC_RECV {
+            let opcode = wc.opcode;
+            return Err(VerbsError::Peer(format!("it used a receive for something else ({opcode})")));
         }
         let came = (wc.byte_len as usize).checked_sub(HEADER).filter(|came| *came <= len);
         let came = came.ok_or_else(|| {
@@ -293,7 +317,8 @@ impl<B: PieceBuffer> Pieces<B> {
         // writes it.
         let bytes = unsafe { at.cast::<[u8; HEADER]>().as_ptr().read() };
         let header = DirectHeader::read_from_bytes(&bytes).map_err(|_| unknown())?;
-        Ok(Done { header, len: came, buffer })
+        done.push(Done { header, len: came, buffer });
+        Ok(())
     }
 
     /// One of them is readable when something has happened after [`arm`](Self::arm). The last one is while

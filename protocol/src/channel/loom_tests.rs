@@ -15,7 +15,7 @@ use loom::thread;
 #[test]
 fn a_wake_up_is_never_lost() {
     loom::model(|| {
-        let flag = Arc::new(SleepFlag::new());
+        let flag = Arc::new(SleepFlag::default());
         let change = Arc::new(AtomicU32::new(0));
         let waker = {
             let (flag, change) = (flag.clone(), change.clone());

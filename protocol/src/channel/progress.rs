@@ -5,6 +5,7 @@
 //! | 0x000 | `released` u64: of every command with `seq` up to this, the source data has been read (arena may be reused) |
 //! | 0x008 | `executed` u64: every command with `seq` up to this has been executed by the server |
 //! | 0x010 | `output` u64: bytes that kernels have printed so far (the `device_output` operation fetches them) |
+//! | 0x018 | `watched` u64, from version 2.8 on: whether what the client has of mirrors is as new as all work that it knows to be done ([`crate::link::progress::WATCHED`]) |
 //! | 0x040 | [`MAX_CONTEXTS`] error words of 16 bytes: u32 status (0: none), u32 flags (bit 0: sticky), u64 seq of the command that failed, 0 if unknown |
 //! | 0x1000 | [`MAX_STREAMS`] stream words u64: `seq` of the last publishing command that the stream has completed |
 
@@ -22,13 +23,15 @@ pub struct Progress {
     released: AtomicU64,
     executed: AtomicU64,
     output: AtomicU64,
-    _to_errors: [AtomicU64; 5],
+    watched: AtomicU64,
+    _to_errors: [AtomicU64; 4],
     errors: [ErrorWord; MAX_CONTEXTS as usize],
     _to_streams: [AtomicU64; (4096 - 64 - 16 * MAX_CONTEXTS as usize) / 8],
     streams: [AtomicU64; MAX_STREAMS as usize],
 }
 
 impl Progress {
+    /// Without `watched`, of which versions before 2.8 know nothing.
     pub(super) const LAYOUT: Layout = layout_of!(Progress {
         released: u64,
         executed: u64,
@@ -127,6 +130,17 @@ impl Progress {
     /// For the host side. The value never decreases.
     pub fn set_output(&self, bytes: u64) {
         self.output.store(bytes, Ordering::Release);
+    }
+
+    /// See the table above.
+    #[inline]
+    pub fn watched(&self) -> u64 {
+        self.watched.load(Ordering::Acquire)
+    }
+
+    /// For the host side.
+    pub fn set_watched(&self, value: u64) {
+        self.watched.store(value, Ordering::Release);
     }
 
     /// The error word of a context; `None` for an id out of range.

@@ -12,17 +12,12 @@ use super::sync::{AtomicU32, Ordering, fence};
 /// Both sides put a full fence between their write and their read, so at least one of them sees the other's
 /// write and no wake-up is lost. Several threads may sleep on one word; all are woken.
 #[repr(transparent)]
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct SleepFlag(AtomicU32);
 
 impl SleepFlag {
     /// The word's value while a thread sleeps.
     pub const ASLEEP: u32 = 1;
-
-    #[cfg(loom)]
-    pub(crate) fn new() -> Self {
-        SleepFlag(AtomicU32::new(0))
-    }
 
     /// Announces that the caller is about to sleep. It must check once more before it does.
     pub fn announce(&self) {

@@ -84,6 +84,11 @@ pub const MOST_WATCHED_BYTES: usize = 256 << 10;
 /// Maximum words of the answer to a [`HostWatch`].
 pub const MOST_CHANGES: usize = 128;
 
+/// Bit of the number of a [`HostWatch`], for servers of version 2.8 and later, which do not count it as a
+/// part of the number: the client is told of [`progress::WATCHED`](crate::link::progress::WATCHED) from now
+/// on.
+pub const WATCH_TELLS: u64 = 1 << 63;
+
 crate::wire_struct! {
     /// Bytes of a mirror.
     pub struct MirrorRange {
@@ -314,7 +319,7 @@ ops! {
     {
         /// Context in which they were created.
         context: ContextId,
-        /// A number that no other watch of the session has, not 0.
+        /// A number that no other watch of the session has, not 0, and less than 2⁶²; with [`WATCH_TELLS`].
         number: u64,
         /// Number of the watch whose answer the client has taken over since the one before this; 0 if none.
         /// Its words count as what the client has.

@@ -21,6 +21,7 @@ use host_bridge::bridge::{Security, ask};
 use host_bridge::framing::{Address, with_causes};
 use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
+use identity::servers::{CLIENT_FOLDER, CredentialsError};
 use identity::{ClientFiles, Source};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::socket::{
@@ -582,7 +583,10 @@ fn protected(address: &Address, folder: &Path, server: &str, at: SocketAddr, soc
     let credentials = match files.credentials(&address.to_string()) {
         Ok(credentials) => credentials,
         Err(e) => {
-            let step = "run rgpuctl enroll NAME on the server, and here what it prints";
+            let of_root = [CLIENT_FOLDER, protocol::native::DEFAULT_SOCKET];
+            let shared = of_root.iter().any(|path| Path::new(path).exists());
+            let keyless = matches!(e, CredentialsError::NoKey { .. }) && !nix::unistd::geteuid().is_root();
+            let step = how_to_join(shared && keyless);
             return Wrong(
                 format!("a server listens at {server} ({at}), but: {}", with_causes(&e)),
                 step.into(),
@@ -597,6 +601,15 @@ fn protected(address: &Address, folder: &Path, server: &str, at: SocketAddr, soc
             served(trusted, address, Security::Tls(Arc::new(files)))
         }
         Err(e) => Wrong(format!("no protected connection to {server} ({at}): {e}"), step_after(&e).into()),
+    }
+}
+
+/// What makes a server known to this user. `shared`: this machine uses servers already, with root's key.
+fn how_to_join(shared: bool) -> &'static str {
+    if shared {
+        "use this machine's vhost-rgpu (LD_LIBRARY_PATH=/usr/lib/rgpu), which has root's key. For a key of this user: rgpuctl enroll NAME on the server, and here what it prints, where NAME is not this machine's but new, such as HOST-USER: whoever has a name already would be locked out"
+    } else {
+        "run rgpuctl enroll NAME on the server, with a name that nobody else has, and here what it prints"
     }
 }
 
@@ -647,6 +660,14 @@ mod tests {
         assert!(step_after(&of(rustls::CertificateError::Expired)).contains("clocks"));
         assert!(step_after(&of(rustls::CertificateError::NotValidYet)).contains("clocks"));
         assert!(step_after(&of(rustls::CertificateError::UnknownIssuer)).contains("join it again"));
+    }
+
+    #[test]
+    fn nobody_is_told_to_take_a_name_that_is_in_use() {
+        assert!(how_to_join(false).contains("a name that nobody else has"));
+        let shared = how_to_join(true);
+        assert!(shared.starts_with("use this machine's vhost-rgpu"), "{shared}");
+        assert!(shared.contains("HOST-USER"), "{shared}");
     }
 
     #[test]

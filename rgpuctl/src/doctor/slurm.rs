@@ -171,6 +171,13 @@ fn configuration(text: &str, settings: &Settings) -> Vec<Finding> {
             Some("PrologFlags=Alloc in slurm.conf, then restart slurmctld and slurmd".into()),
         ));
     }
+    if value("SelectType").is_some_and(|plugin| plugin == "select/linear") {
+        findings.push(Note(
+            "with SelectType=select/linear, Slurm does not account for the GRES of jobs, each of which has whole nodes"
+                .into(),
+            Some("SelectType=select/cons_tres in slurm.conf, before there are jobs: slurmctld loses them".into()),
+        ));
+    }
     // 65534: no limit.
     let limit = ["PrologEpilogTimeout", "PrologTimeout"].iter().find_map(|name| value(name));
     let limit = limit.and_then(|limit| limit.split_whitespace().next()?.parse::<u64>().ok());
@@ -422,7 +429,7 @@ mod tests {
 
     #[test]
     fn missing_settings_of_slurm_are_named() {
-        let whole = "GresTypes               = gpu,rgpu,rgpumem\nProlog[0]               = /usr/lib/rgpu/rgpu-slurm\nEpilog                  = /usr/lib/rgpu/rgpu-slurm\nTaskProlog = /usr/lib/rgpu/rgpu-slurm\nPrologFlags             = Alloc,Contain\n";
+        let whole = "GresTypes               = gpu,rgpu,rgpumem\nProlog[0]               = /usr/lib/rgpu/rgpu-slurm\nEpilog                  = /usr/lib/rgpu/rgpu-slurm\nTaskProlog = /usr/lib/rgpu/rgpu-slurm\nPrologFlags             = Alloc,Contain\nSelectType              = select/cons_tres\n";
         let settings = parse(SETTINGS).unwrap();
         let configuration = |text: &str| configuration(text, &settings);
         assert!(matches!(&configuration(whole)[..], [Good(_)]));
@@ -431,13 +438,15 @@ mod tests {
             .replace("Epilog                  = /usr/lib/rgpu/rgpu-slurm", "Epilog = (null)");
         let changed = changed
             .replace("Prolog[0]               = /usr/lib/rgpu/rgpu-slurm", "Prolog = /opt/own")
-            .replace("Alloc,", "");
+            .replace("Alloc,", "")
+            .replace("cons_tres", "linear");
         let found = configuration(&changed);
-        assert_eq!(found.len(), 4, "{found:?}");
+        assert_eq!(found.len(), 5, "{found:?}");
         assert!(matches!(&found[0], Wrong(text, _) if text.ends_with("GresTypes is gpu,x")), "{found:?}");
         assert!(matches!(&found[1], Note(text, _) if text.contains("/opt/own")), "{found:?}");
         assert!(matches!(&found[2], Wrong(text, _) if text.starts_with("Slurm has no Epilog")), "{found:?}");
         assert!(matches!(&found[3], Note(text, _) if text.contains("Alloc")), "{found:?}");
+        assert!(matches!(&found[4], Note(text, _) if text.contains("select/linear")), "{found:?}");
     }
 
     #[test]

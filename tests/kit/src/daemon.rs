@@ -174,6 +174,11 @@ impl Daemon {
         self.wait()
     }
 
+    /// Whether it has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
     /// Waits for its end.
     pub fn wait(&mut self) -> ExitStatus {
         self.child.wait().unwrap()

@@ -13,7 +13,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
-use nix::sys::stat::fstat;
 
 use crate::until;
 
@@ -166,6 +165,15 @@ impl Drop for Manager {
     }
 }
 
+/// Whether two descriptors refer to the same open file, of which systemd keeps one, whatever their names are.
+fn is_same(one: &OwnedFd, other: &OwnedFd) -> bool {
+    /// `KCMP_FILE` of linux/kcmp.h.
+    const FILE: libc::c_int = 0;
+    let own = std::process::id();
+    // SAFETY: a plain system call, which compares two descriptors that are open during the call.
+    unsafe { libc::syscall(libc::SYS_kcmp, own, own, FILE, one.as_raw_fd(), other.as_raw_fd()) == 0 }
+}
+
 /// Hears one message. False: the manager is gone.
 fn serve_one(socket: &UnixDatagram, heard: &Mutex<Heard>) -> bool {
     let mut bytes = [0; 4096];
@@ -187,9 +195,8 @@ fn serve_one(socket: &UnixDatagram, heard: &Mutex<Heard>) -> bool {
     let mut heard = heard.lock().unwrap_or_else(PoisonError::into_inner);
     let name = value("FDNAME").unwrap_or("stored").to_owned();
     if value("FDSTORE") == Some("1") {
-        let file = |fd: &OwnedFd| fstat(fd).map(|stat| (stat.st_dev, stat.st_ino)).unwrap();
         for fd in fds {
-            if !heard.kept.iter().any(|(other, there)| *other == name && file(there) == file(&fd)) {
+            if !heard.kept.iter().any(|(_, there)| is_same(there, &fd)) {
                 heard.kept.push((name.clone(), fd));
             }
         }

@@ -10,6 +10,7 @@
 //! when the steps have become longer than that.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -236,6 +237,39 @@ impl<W: Words> Kept<W> {
         Held { number: self.hold(&fd), fd }
     }
 
+    /// [`hold`](Self::hold)s a file with memory of a guest and returns it with its number.
+    ///
+    /// A VMM sends the same open file for each device of its guest, and a service manager stores an open file
+    /// only once, under its first name. So another device's file is opened again, and both outlive each
+    /// other.
+    pub fn held_memory(&self, file: File) -> Held<File> {
+        Held { number: self.hold_memory(&file), fd: file }
+    }
+
+    fn hold_memory(&self, file: &File) -> u64 {
+        // Whether files are kept is asked first, and then they are: one after the other.
+        static ONE: Mutex<()> = Mutex::new(());
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = self.name("");
+        let number = |name: String| name.strip_prefix(&own)?.parse().ok();
+        if let Some(number) = self.store.name_of_memory(&own, file).and_then(number) {
+            return number;
+        }
+        if self.store.name_of("", file).is_none() {
+            return self.hold(file);
+        }
+        match handover::open_again(file) {
+            Ok(again) => self.hold(&again),
+            Err(e) => {
+                let prefix = &self.prefix;
+                tracing::warn!(
+                    "{prefix}: another device has the same memory, and this one could not go on after a crash of this daemon: {e}"
+                );
+                self.hold(file)
+            }
+        }
+    }
+
     /// Changes the record, and releases what it no longer names.
     pub fn change<T>(&self, change: impl FnOnce(&mut W) -> T) -> T {
         let mut state = self.lock();
@@ -322,6 +356,8 @@ impl<W: Words> Kept<W> {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
     use super::*;
 
     #[derive(Default, Serialize, Deserialize)]
@@ -379,6 +415,26 @@ mod tests {
         assert_eq!(kept.hold(&file), 3);
         kept.end();
         assert_eq!(store.name_of("", &files[0]), None);
+    }
+
+    #[test]
+    fn memory_that_another_device_has_too_is_another_open_file() {
+        let store = Arc::new(Store::default());
+        let kept = ["guest-a", "guest-b"].map(|prefix| Kept::<Numbers>::new(store.clone(), prefix).unwrap());
+        let file = || File::from(memfd_create(c"memory", MFdFlags::MFD_CLOEXEC).unwrap());
+        let (memory, other) = (file(), file());
+        // A VMM sends a file for each of its regions, and again whenever one of them changes.
+        for _ in 0..2 {
+            let numbers = kept.each_ref().map(|kept| {
+                let held = |file: &File| kept.held_memory(file.try_clone().unwrap()).number;
+                (held(&memory), held(&memory), held(&other))
+            });
+            assert_eq!(numbers, [(0, 0, 1); 2]);
+        }
+        let name = |prefix| store.name_of(prefix, &memory);
+        assert_eq!((name("guest-a-").as_deref(), name("guest-b-")), (Some("guest-a-0"), None));
+        let name = |prefix| store.name_of_memory(prefix, &memory);
+        assert_eq!(name("guest-b-").as_deref(), Some("guest-b-0"));
     }
 
     #[test]

@@ -48,11 +48,14 @@ use crate::sockets::{Listening, Sockets, Stopper};
 use predecessor::Predecessor;
 use process::Processes;
 use status::Own;
-use takeover::Succession;
+use takeover::{Course, Succession};
 
 /// How long a device process has to end its sessions when the daemon shuts down.
 pub const DRAIN: Duration = Duration::from_secs(12);
-/// Interval between checks whether they have ended.
+/// How long signals wait until the previous keeper's sessions are served again. A session that no device
+/// process serves cannot be ended.
+const SERVED_WITHIN: Duration = Duration::from_secs(5);
+/// Interval between checks for that, and whether device processes have ended.
 const CHECK_EVERY: Duration = Duration::from_millis(5);
 
 /// What the keeper runs.
@@ -189,6 +192,7 @@ impl Keeper {
             let server = vm::Server::new(config, processes, own, succession.clone()).context("an eventfd")?;
             self.vms.push(server.clone());
             self.stoppers.extend(listening.as_ref().map(Listening::stopper));
+            let before = before.map(|before| (before, self.succession.unserved()));
             self.spawn("vm", move || server.serve(listening.as_ref(), before))?;
         }
         if let Some(listening) = admin {
@@ -216,16 +220,30 @@ impl Keeper {
 
     /// Listens to the device processes until a signal comes.
     fn listen_until_signal(&self, signals: &SignalFd) -> Result<Signal> {
+        let deadline = Instant::now() + SERVED_WITHIN;
         loop {
-            if let Some(signal) = signals.read_signal().context("reading a signal")? {
+            let takes_over = !self.succession.has_taken_over() && Instant::now() < deadline;
+            let mut course = self.succession.course();
+            let waits = takes_over || *course == Course::Replaced;
+            let came = if waits { None } else { signals.read_signal().context("reading a signal")? };
+            if let Some(signal) = came {
                 let signal = Signal::try_from(signal.ssi_signo.cast_signed()).context("a signal")?;
                 if signal != Signal::SIGUSR2 {
+                    *course = Course::Ends;
                     return Ok(signal);
                 }
+                drop(course);
                 self.upgrade()?;
+            } else {
+                drop(course);
             }
             let next = self.native.as_ref().and_then(|native| native.expire());
-            self.processes.listen(&[signals.as_fd()], next).context("listening to device processes")?;
+            let listened = if waits {
+                self.processes.listen(&[], Some(Instant::now() + CHECK_EVERY))
+            } else {
+                self.processes.listen(&[signals.as_fd()], next)
+            };
+            listened.context("listening to device processes")?;
         }
     }
 

@@ -594,9 +594,9 @@ impl Server {
             state.next = state.next.max(clients.keys().next_back().map_or(0, |last| last + 1));
             state.users.insert(uid, User { clients, introducing: true, ..User::new(kept.clone()) });
             drop(state);
-            let server = self.clone();
+            let (server, unserved) = (self.clone(), self.succession.unserved());
             let serve = move || {
-                let _stays = server.succession.stays();
+                let (_unserved, _stays) = (unserved, server.succession.stays());
                 match kept.end_device_process(&found, MAX_STORED, incomplete(), |reply| {
                     let state = server.lock();
                     let client = state.users.get(&uid).and_then(|user| user.clients.get(&reply.number));

@@ -17,8 +17,8 @@ use std::convert::Infallible;
 use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use handover::{Inherited, Store, Text};
@@ -55,6 +55,20 @@ struct Saved {
     restarts: u64,
 }
 
+/// What becomes of this program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Course {
+    /// It serves.
+    Serves,
+    /// An upgrade has begun, and has ended nothing yet.
+    Upgrades,
+    /// An upgrade ends the device processes, and executes the next program. Signals stay pending for that
+    /// one: it has device processes again, which tell servers that their sessions are over.
+    Replaced,
+    /// The daemon is shutting down.
+    Ends,
+}
+
 /// The transition from this keeper to the next one.
 #[derive(Debug)]
 pub struct Succession {
@@ -66,7 +80,9 @@ pub struct Succession {
     program: PathBuf,
     /// Held for reading while the keeper does something during which it must not be replaced.
     quiet: RwLock<()>,
-    upgrading: AtomicBool,
+    course: Mutex<Course>,
+    /// Also held for each VMM and user of the previous keeper that no device process serves yet.
+    unserved: Arc<()>,
 }
 
 /// Whether this program takes over what a keeper with this [`FORMAT`] leaves.
@@ -102,7 +118,8 @@ impl Succession {
             before,
             program,
             quiet: RwLock::new(()),
-            upgrading: AtomicBool::new(false),
+            course: Mutex::new(Course::Serves),
+            unserved: Arc::default(),
         };
         succession.save(own);
         succession.store.keep(KEEPER, &succession.record)?;
@@ -130,6 +147,34 @@ impl Succession {
         self.quiet.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What becomes of this program, which is decided under this lock.
+    pub fn course(&self) -> MutexGuard<'_, Course> {
+        self.course.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Held for a VMM or user of the previous keeper until a device process serves it, or none will.
+    pub fn unserved(&self) -> Arc<()> {
+        self.unserved.clone()
+    }
+
+    /// Whether the previous keeper's VMMs and users are served again.
+    pub fn has_taken_over(&self) -> bool {
+        Arc::strong_count(&self.unserved) == 1
+    }
+
+    /// Goes on with an upgrade, unless there is another one, or the daemon is shutting down.
+    fn turn(&self, from: Course, to: Course) -> Result<(), String> {
+        let mut course = self.course();
+        if *course != from {
+            let ends = *course == Course::Ends;
+            let why =
+                if ends { "the daemon is shutting down" } else { "the daemon is being upgraded already" };
+            return Err(why.into());
+        }
+        *course = to;
+        Ok(())
+    }
+
     fn is_quiet(&self) -> Option<RwLockWriteGuard<'_, ()>> {
         let deadline = Instant::now() + QUIET_WITHIN;
         loop {
@@ -152,13 +197,14 @@ impl Succession {
         own: &Own,
         say: impl FnOnce(&serde_json::Value),
     ) -> Result<Infallible, String> {
-        if self.upgrading.swap(true, Ordering::SeqCst) {
-            return Err("the daemon is being upgraded already".into());
-        }
+        self.turn(Course::Serves, Course::Upgrades)?;
         self.store.reloading();
         let Err(why) = self.make_way(processes, own, say);
-        self.store.ready();
-        self.upgrading.store(false, Ordering::SeqCst);
+        let mut course = self.course();
+        if *course != Course::Ends {
+            self.store.ready();
+            *course = Course::Serves;
+        }
         Err(why)
     }
 
@@ -177,6 +223,7 @@ impl Succession {
             ));
         };
         let sessions = processes.sessions();
+        self.turn(Course::Upgrades, Course::Replaced)?;
         tracing::info!("{} takes over {sessions} sessions", self.program.display());
         say(
             &serde_json::json!({ "upgrading": { "daemon": "vhost-rgpu", "sessions": sessions, "version": env!("CARGO_PKG_VERSION") } }),

@@ -11,10 +11,10 @@
 //! the next keeper.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
@@ -25,8 +25,9 @@ use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::socket::{MsgFlags, recv};
+use nix::sys::socket::{MsgFlags, recv, recvmsg};
 use nix::unistd::dup3_raw;
+use sandbox::foreign::{self, Found};
 use vhost::vhost_user::message::{
     MAX_MSG_SIZE, VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags,
     VhostUserHeaderFlag, VhostUserInflight, VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures,
@@ -64,6 +65,10 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
 /// Interval between checks for that.
 const CHECK_EVERY: Duration = Duration::from_millis(5);
+/// How long a [look](foreign::look) at a message's descriptors may take.
+const LOOKS_WITHIN: Duration = Duration::from_secs(10);
+/// Most VMMs whose descriptors may still keep somebody waiting. Beyond that, no other VMM is served.
+const MOST_FOREIGN: usize = 4;
 /// Size of a vhost-user message's header in bytes: its request, its flags and the size of what follows.
 const HEADER: usize = 12;
 /// How long a device process has to end its sessions after its VMM has disconnected.
@@ -81,6 +86,8 @@ pub struct Server {
     succession: Arc<Succession>,
     stopping: AtomicBool,
     stop: EventFd,
+    /// VMMs whose descriptors keep somebody waiting.
+    foreign: Arc<AtomicUsize>,
 }
 
 impl Server {
@@ -92,21 +99,23 @@ impl Server {
         succession: Arc<Succession>,
     ) -> io::Result<Arc<Server>> {
         let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        Ok(Arc::new(Server { config, processes, own, succession, stopping: AtomicBool::new(false), stop }))
+        let (stopping, foreign) = (AtomicBool::new(false), Arc::default());
+        Ok(Arc::new(Server { config, processes, own, succession, stopping, stop, foreign }))
     }
 
     /// Serves one VMM after another until [`stop`](Self::stop) is called and the socket is stopped. The first
-    /// is the previous keeper's, if it had one, and the only one without a socket.
-    pub fn serve(&self, listening: Option<&Listening>, before: Option<Predecessor>) {
+    /// is the previous keeper's, if it had one, [unserved](Succession::unserved), and the only one without a
+    /// socket.
+    pub fn serve(&self, listening: Option<&Listening>, before: Option<(Predecessor, Arc<()>)>) {
         let name = &self.config.name;
         let failed = |e: anyhow::Error| {
             tracing::error!("vm {name}: {e:#}");
             // Most likely the machine is out of descriptors, memory or processes.
             self.pause(Duration::from_millis(200));
         };
-        if let Some(before) = before {
+        if let Some((before, unserved)) = before {
             let stays = self.succession.stays();
-            self.take_over(before, stays).unwrap_or_else(failed);
+            self.take_over(before, unserved, stays).unwrap_or_else(failed);
         }
         let accept = |listening: &Listening| {
             listening.accept_patiently(&format!("vm {name}"), || self.succession.stays())
@@ -133,6 +142,11 @@ impl Server {
     }
 
     fn serve_vmm(&self, vmm: OwnedFd, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+        let foreign = self.foreign.load(Ordering::SeqCst);
+        anyhow::ensure!(
+            foreign < MOST_FOREIGN,
+            "no VMM is served: files that {foreign} earlier ones have sent cannot be closed, because their file systems do not answer"
+        );
         let connection = Connection::new(self.succession.store.clone(), &self.config.name, &vmm)
             .context("what a successor needs")?;
         let connection = Arc::new(connection);
@@ -163,14 +177,24 @@ impl Server {
     }
 
     /// Continues with the previous keeper's VMM, whose device process has ended.
-    fn take_over(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+    fn take_over(
+        &self,
+        before: Predecessor,
+        unserved: Arc<()>,
+        stays: RwLockReadGuard<'_, ()>,
+    ) -> anyhow::Result<()> {
         let connection = before.connection.clone();
-        let result = self.resume(before, stays);
+        let result = self.resume(before, unserved, stays);
         connection.kept.end();
         result.context("the previous keeper's VMM")
     }
 
-    fn resume(&self, before: Predecessor, stays: RwLockReadGuard<'_, ()>) -> anyhow::Result<()> {
+    fn resume(
+        &self,
+        before: Predecessor,
+        unserved: Arc<()>,
+        stays: RwLockReadGuard<'_, ()>,
+    ) -> anyhow::Result<()> {
         let most = self.config.limits.max_channels as usize;
         // Nothing touches the guest's memory before the old process has ended.
         let Predecessor { connection, found } = before;
@@ -202,7 +226,7 @@ impl Server {
         drop(theirs);
         // It belongs to the handler.
         let _ = replaced.context("duplicating the VMM's connection")?.into_raw_fd();
-        drop(stays);
+        drop((unserved, stays));
         self.attend(&vmm, requests, &relay);
         Ok(())
     }
@@ -266,6 +290,9 @@ impl Server {
                 continue;
             }
             unready = None;
+            if readable && !ended {
+                self.look_at_descriptors(vmm)?;
+            }
             let _stays = self.succession.stays();
             if ended {
                 relay.lock().restart(Instant::now()).map_err(|e| e.to_string())?;
@@ -278,6 +305,37 @@ impl Server {
                     Err(e) => return Err(e.to_string()),
                 }
             }
+        }
+    }
+
+    /// Refuses a VMM whose next message has descriptors that may keep whoever has them waiting.
+    fn look_at_descriptors(&self, vmm: &UnixStream) -> std::result::Result<(), String> {
+        let mut header = [0; HEADER];
+        let mut text = [IoSliceMut::new(&mut header)];
+        let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+        // The kernel says that there was no room for descriptors.
+        let message = recvmsg::<()>(vmm.as_raw_fd(), &mut text, None, flags).map_err(|e| e.to_string())?;
+        let has_descriptors = message.flags.contains(MsgFlags::MSG_CTRUNC);
+        if (1..HEADER).contains(&message.bytes) {
+            return Err("it sent a part of a message".into());
+        }
+        if !has_descriptors {
+            return Ok(());
+        }
+        match foreign::look(vmm.as_fd(), HEADER, LOOKS_WITHIN) {
+            Ok(Found::Harmless) => Ok(()),
+            Ok(Found::Foreign(copy)) => {
+                self.foreign.fetch_add(1, Ordering::SeqCst);
+                let count = Arc::clone(&self.foreign);
+                let wait = move || {
+                    copy.wait();
+                    count.fetch_sub(1, Ordering::SeqCst);
+                };
+                // Without a thread it stays counted.
+                let _ = start_thread("foreign", wait);
+                Err("it sent a file whose file system may keep this daemon waiting (FUSE, or one of a network)".into())
+            }
+            Err(e) => Err(format!("looking at its descriptors: {e}")),
         }
     }
 }
@@ -679,7 +737,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
         let mut inner = self.lock();
-        let files = files.into_iter().map(|file| inner.connection.kept.held(file)).collect();
+        let files = files.into_iter().map(|file| inner.connection.kept.held_memory(file)).collect();
         inner.negotiation.set_memories(regions, files);
         inner.tell(|device, negotiation| negotiation.send_memories(device))?;
         Ok(None)
@@ -833,7 +891,7 @@ impl VhostUserBackendReqHandler for Relay<'_> {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<VhostUserMemoryRegionBase>> {
         let mut inner = self.lock();
-        let file = inner.connection.kept.held(file);
+        let file = inner.connection.kept.held_memory(file);
         inner.negotiation.add_memory(region, file)?;
         inner.tell(|device, negotiation| {
             let added = negotiation.last_memory();

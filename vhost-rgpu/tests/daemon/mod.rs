@@ -5,7 +5,7 @@
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
@@ -50,6 +50,13 @@ impl Daemon {
     /// Starts a daemon and waits until it serves.
     pub fn start(arguments: &[&str]) -> Daemon {
         spawn(Command::new(BINARY), &Arc::new(tempfile::tempdir().unwrap()), arguments).ready()
+    }
+
+    /// Starts a daemon whose service manager listens at this path, and waits until it serves.
+    pub fn notifying(notify: &Path, arguments: &[&str]) -> Daemon {
+        let mut command = Command::new(BINARY);
+        command.env("NOTIFY_SOCKET", notify);
+        spawn(command, &Arc::new(tempfile::tempdir().unwrap()), arguments).ready()
     }
 
     /// Starts a daemon whose sessions go to `server`.

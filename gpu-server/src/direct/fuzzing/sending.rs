@@ -70,6 +70,7 @@ pub(super) fn run(steps: &mut Steps<'_>) -> usize {
         due: VecDeque::new(),
         last: 0,
         under_way: VecDeque::new(),
+        quiet: Vec::new(),
         taken: Vec::new(),
         all: 0,
         count: 0,
@@ -102,6 +103,8 @@ struct HostileReceiver<'p, 's> {
     last: u64,
     /// Messages that are sent and not taken.
     under_way: VecDeque<Due>,
+    /// Messages that are taken, which only the completion of a later one tells.
+    quiet: Vec<Due>,
     /// Messages that are taken, which the other end has not seen.
     taken: Vec<Due>,
     /// Bytes of pieces that it has seen taken, and their number.
@@ -213,7 +216,7 @@ impl HostileReceiver<'_, '_> {
     /// The client has a piece filled by a device. False: there is no buffer for it.
     fn fill(&mut self, number: u64, len: u64) -> bool {
         let mut sending = self.outgoing.piece(number);
-        let queued = self.due.iter().chain(&self.under_way).chain(&self.taken);
+        let queued = self.due.iter().chain(&self.under_way).chain(&self.quiet).chain(&self.taken);
         let used = self.filled.len() + queued.filter(|(_, bytes)| !bytes.is_empty()).count();
         let mapped = sending.fill(len);
         assert!(self.excused || mapped.is_some() == (used < PIECES), "{used} buffers are in use");
@@ -252,9 +255,13 @@ impl HostileReceiver<'_, '_> {
     fn take(&mut self, status: u32) {
         if let Some((number, bytes)) = self.under_way.pop_front() {
             self.check(0, number, &bytes);
+            let is_quiet = software::is_quiet(self.pair);
             assert!(software::complete(self.pair, status) || self.excused);
             if status == 0 {
-                self.taken.push((number, bytes));
+                self.quiet.push((number, bytes));
+                if !is_quiet {
+                    self.taken.append(&mut self.quiet);
+                }
             } else {
                 // The others are flushed.
                 self.excused = true;
@@ -316,7 +323,7 @@ impl HostileReceiver<'_, '_> {
         while self.due.front().is_some_and(|(number, _)| *number <= self.last) {
             self.due.pop_front();
         }
-        let owed = !self.due.is_empty() || !self.under_way.is_empty();
+        let owed = !self.due.is_empty() || !self.under_way.is_empty() || !self.quiet.is_empty();
         self.stalled = owed.then(|| self.stalled.filter(|_| !worked).unwrap_or(self.now));
         let sends = software::sends(self.pair);
         assert!(

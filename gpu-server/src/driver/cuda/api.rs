@@ -9,9 +9,9 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys;
 pub use sys::{
-    CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_MEMCPY3D, CUarray, CUcontext, CUdevice, CUdeviceptr, CUevent,
-    CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUgreenCtx, CUlaunchConfig, CUlinkState, CUmipmappedArray,
-    CUmodule, CUstream,
+    CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_KERNEL_NODE_PARAMS_v2, CUDA_MEMCPY3D, CUDA_MEMSET_NODE_PARAMS,
+    CUarray, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode,
+    CUgreenCtx, CUlaunchConfig, CUlinkState, CUmipmappedArray, CUmodule, CUstream,
 };
 
 use protocol::Status;
@@ -233,6 +233,19 @@ api! {
     graph_destroy_node = "cuGraphDestroyNode" (CUgraphNode);
     graph_condition = "cuGraphConditionalHandleCreate" (*mut u64, CUgraph, CUcontext, c_uint, c_uint);
     graph_update = "cuGraphExecUpdate_v2" (CUgraphExec, CUgraph, *mut UpdateResult);
+    graph_node_launch = "cuGraphExecKernelNodeSetParams_v2" (
+        CUgraphExec, CUgraphNode, *const CUDA_KERNEL_NODE_PARAMS_v2
+    );
+    graph_node_fill = "cuGraphExecMemsetNodeSetParams" (
+        CUgraphExec, CUgraphNode, *const CUDA_MEMSET_NODE_PARAMS, CUcontext
+    );
+    graph_node_copy = "cuGraphExecMemcpyNodeSetParams" (
+        CUgraphExec, CUgraphNode, *const CUDA_MEMCPY3D, CUcontext
+    );
+    graph_node_memory_ops = "cuGraphExecBatchMemOpNodeSetParams" (
+        CUgraphExec, CUgraphNode, *const BatchMemOpNode
+    );
+    graph_node_enable = "cuGraphNodeSetEnabled" (CUgraphExec, CUgraphNode, c_uint);
     graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);
     graph_launch = "cuGraphLaunch" (CUgraphExec, CUstream);
     graph_upload = "cuGraphUpload" (CUgraphExec, CUstream);
@@ -554,6 +567,15 @@ impl Api {
             "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
                 tracing::trace!("{function}: {} ({})", self.name(status), status.0);
             }
+            // If the driver refuses a change, the graph is made again.
+            "cuGraphExecUpdate_v2"
+            | "cuGraphExecKernelNodeSetParams_v2"
+            | "cuGraphExecMemsetNodeSetParams"
+            | "cuGraphExecMemcpyNodeSetParams"
+            | "cuGraphExecBatchMemOpNodeSetParams"
+            | "cuGraphNodeSetEnabled" => {
+                tracing::debug!("{function}: {} ({})", self.name(status), status.0);
+            }
             _ if EXPECTED.contains(&status) => {
                 tracing::debug!("{function}: {} ({})", self.name(status), status.0)
             }
@@ -591,8 +613,8 @@ impl Api {
         Box::leak(Box::new(Api { copy_3d: copy, copy_dtoh: out, ..*Api::idle() }))
     }
 
-    /// Like [`idle`](Api::idle), but contexts and streams have handles that nothing else has, calls that
-    /// make, use up or end something are noted ([`calls`](Api::calls)), and those that
+    /// Like [`idle`](Api::idle), but contexts, streams and captured nodes have handles that nothing else has,
+    /// calls that make, change, use up or end something are noted ([`calls`](Api::calls)), and those that
     /// [`refuse`](Api::refuse) names fail. All that is a thread's own.
     pub fn noting() -> &'static Api {
         unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint, _: c_int) -> u32 {
@@ -615,6 +637,65 @@ impl Api {
         unsafe extern "C" fn primary_reset(device: CUdevice) -> u32 {
             note("primary_reset", device as usize, || ())
         }
+        unsafe extern "C" fn capture_begin(
+            _: CUstream,
+            _: CUgraph,
+            _: *const CUgraphNode,
+            _: *const c_void,
+            _: usize,
+            _: u32,
+        ) -> u32 {
+            note("capture_begin", 0, || ())
+        }
+        unsafe extern "C" fn capture_info(
+            _: CUstream,
+            _: *mut u32,
+            _: *mut u64,
+            _: *mut CUgraph,
+            last: *mut *const CUgraphNode,
+            count: *mut usize,
+        ) -> u32 {
+            let node = NODE.with(|node| {
+                node.set(fresh() as CUgraphNode);
+                node.as_ptr()
+            });
+            // SAFETY: the caller's values.
+            unsafe { (*last, *count) = (node, 1) };
+            0
+        }
+        unsafe extern "C" fn graph_instantiate(_: *mut CUgraphExec, _: CUgraph, _: u64) -> u32 {
+            note("graph_instantiate", 0, || ())
+        }
+        unsafe extern "C" fn graph_node_launch(
+            _: CUgraphExec,
+            node: CUgraphNode,
+            _: *const CUDA_KERNEL_NODE_PARAMS_v2,
+        ) -> u32 {
+            note("graph_node_launch", node as usize, || ())
+        }
+        unsafe extern "C" fn graph_node_fill(
+            _: CUgraphExec,
+            node: CUgraphNode,
+            _: *const CUDA_MEMSET_NODE_PARAMS,
+            _: CUcontext,
+        ) -> u32 {
+            note("graph_node_fill", node as usize, || ())
+        }
+        unsafe extern "C" fn graph_node_copy(
+            _: CUgraphExec,
+            node: CUgraphNode,
+            _: *const CUDA_MEMCPY3D,
+            _: CUcontext,
+        ) -> u32 {
+            note("graph_node_copy", node as usize, || ())
+        }
+        unsafe extern "C" fn graph_node_enable(_: CUgraphExec, node: CUgraphNode, _: c_uint) -> u32 {
+            note("graph_node_enable", node as usize, || ())
+        }
+        unsafe extern "C" fn copy_3d(copy: *const CUDA_MEMCPY3D, _: CUstream) -> u32 {
+            // SAFETY: the caller's structure.
+            note("copy_3d", unsafe { (*copy).Depth }, || ())
+        }
         unsafe extern "C" fn memory_unmap(address: CUdeviceptr, _: usize) -> u32 {
             note("memory_unmap", address as usize, || ())
         }
@@ -625,12 +706,38 @@ impl Api {
             context_create,
             context_destroy,
             primary_reset,
+            capture_begin,
+            capture_info,
+            graph_instantiate,
+            graph_node_launch,
+            graph_node_fill,
+            graph_node_copy,
+            graph_node_enable,
+            copy_3d,
             memory_unmap,
             ..*Api::idle()
         }))
     }
 
-    /// What was called since this was last asked, each with its handle, device or address.
+    /// Like [`idle`](Api::idle), but captures always end with the same node.
+    pub fn adding_none() -> &'static Api {
+        unsafe extern "C" fn capture_info(
+            _: CUstream,
+            _: *mut u32,
+            _: *mut u64,
+            _: *mut CUgraph,
+            last: *mut *const CUgraphNode,
+            count: *mut usize,
+        ) -> u32 {
+            // SAFETY: the caller's values.
+            unsafe { (*last, *count) = (NODE.with(std::cell::Cell::as_ptr), 1) };
+            0
+        }
+        Box::leak(Box::new(Api { capture_info, ..*Api::idle() }))
+    }
+
+    /// What was called since this was last asked, each with its handle, device, address or
+    /// number of slices.
     pub fn calls() -> Vec<(&'static str, usize)> {
         CALLS.take()
     }
@@ -644,6 +751,7 @@ impl Api {
 #[cfg(test)]
 thread_local! {
     static CALLS: std::cell::RefCell<Vec<(&'static str, usize)>> = const { std::cell::RefCell::new(Vec::new()) };
+    static NODE: std::cell::Cell<CUgraphNode> = const { std::cell::Cell::new(std::ptr::null_mut()) };
     static REFUSED: std::cell::Cell<Option<&'static str>> = const { std::cell::Cell::new(None) };
 }
 

@@ -4,16 +4,18 @@ use cudarc::driver::sys::CUmemorytype;
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::array::*;
+use protocol::ops::copy::Pitched;
 
 use super::Cuda;
 use super::api::{
     CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_ARRAY3D_DESCRIPTOR, CUarray, CUmipmappedArray, ResourceDesc,
     TextureDesc, ViewDesc,
 };
-use super::row_copies::blank;
+use super::row_copies::{blank, slices_at_once};
 use super::streams::Place;
 use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};
+use crate::driver::rows::Rows;
 
 /// `CU_RESOURCE_TYPE_ARRAY`.
 const OF_ARRAY: u32 = 0;
@@ -25,6 +27,14 @@ pub struct CudaArray(CUarray);
 
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CudaArray {}
+
+#[cfg(test)]
+impl CudaArray {
+    /// One that no driver has made.
+    pub fn fake() -> CudaArray {
+        CudaArray(std::ptr::null_mut())
+    }
+}
 
 /// A mipmapped array's handle.
 pub struct CudaMipmapped(CUmipmappedArray);
@@ -129,11 +139,18 @@ impl GpuArrays for Cuda {
         place: &Place,
         src: &CopyEnd<'_, CudaArray>,
         dst: &CopyEnd<'_, CudaArray>,
-        [width, height, depth]: [u64; 3],
+        extent: [u64; 3],
     ) -> Result {
-        // One slice at a time: unlike in a three-dimensional copy, the slice pitch need not be a multiple of
-        // the row pitch.
-        for z in 0..depth {
+        let [width, height, depth] = extent;
+        // An array's slices can always be copied at once, like packed ones.
+        let packed = Pitched { address: 0, pitch: width, slice: width * height };
+        let rows = |end: &CopyEnd<'_, CudaArray>| match end {
+            CopyEnd::Array { .. } => Rows::of(&packed, extent),
+            CopyEnd::Memory { memory, .. } => Rows::of(memory, extent),
+        };
+        // Unlike in a three-dimensional copy, the slice pitch need not be a multiple of the row pitch.
+        let (slices, from, to) = slices_at_once(&rows(src), &rows(dst));
+        for z in (0..depth).step_by(slices) {
             let mut copy = blank();
             let of_array = |at: &[u64; 3]| (at[0] as usize, at[1] as usize, (at[2] + z) as usize);
             match src {
@@ -145,7 +162,7 @@ impl GpuArrays for Cuda {
                 CopyEnd::Memory { memory, .. } => {
                     copy.srcDevice = memory.address + z * memory.slice;
                     copy.srcPitch = memory.pitch.max(width) as usize;
-                    copy.srcHeight = height as usize;
+                    copy.srcHeight = from;
                 }
             }
             match dst {
@@ -157,10 +174,10 @@ impl GpuArrays for Cuda {
                 CopyEnd::Memory { memory, .. } => {
                     copy.dstDevice = memory.address + z * memory.slice;
                     copy.dstPitch = memory.pitch.max(width) as usize;
-                    copy.dstHeight = height as usize;
+                    copy.dstHeight = to;
                 }
             }
-            (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, height as usize, 1);
+            (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, height as usize, slices);
             // SAFETY: arrays and ranges of this session; the session has checked that the box lies inside
             // each.
             let copied = unsafe { self.api.copy_3d(&copy, place.stream) };

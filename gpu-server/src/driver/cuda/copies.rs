@@ -17,7 +17,7 @@ use protocol::wire::Bytes;
 use super::Cuda;
 use super::api::{CUstream, WAIT_AT_LEAST};
 use super::registration;
-use super::row_copies::{blank, copy_rows};
+use super::row_copies::{blank, copy_rows, slices_at_once};
 use super::staging::{ANSWER, ChunkPlace, Transfer};
 use super::streams::{CudaStream, Place};
 use crate::driver::call::{Call, Input, Result};
@@ -392,21 +392,16 @@ impl Cuda {
         stream: CUstream,
         BoxCopy { source, target, .. }: &BoxCopy,
     ) -> Result {
-        // One slice at a time: unlike in a three-dimensional copy, the slice pitch need not be a multiple of
-        // the row pitch.
-        for z in 0..source.depth {
+        // Unlike in a three-dimensional copy, the slice pitch need not be a multiple of the row pitch.
+        let (slices, from, to) = slices_at_once(source, target);
+        for z in (0..source.depth).step_by(slices) {
             let mut copy = blank();
-            (copy.srcDevice, copy.srcPitch, copy.srcHeight) = (
-                source.at + z * source.slice,
-                source.pitch.max(source.width) as usize,
-                source.height as usize,
-            );
-            (copy.dstDevice, copy.dstPitch, copy.dstHeight) = (
-                target.at + z * target.slice,
-                target.pitch.max(target.width) as usize,
-                target.height as usize,
-            );
-            (copy.WidthInBytes, copy.Height, copy.Depth) = (source.width as usize, source.height as usize, 1);
+            (copy.srcDevice, copy.srcPitch, copy.srcHeight) =
+                (source.at + z * source.slice, source.pitch.max(source.width) as usize, from);
+            (copy.dstDevice, copy.dstPitch, copy.dstHeight) =
+                (target.at + z * target.slice, target.pitch.max(target.width) as usize, to);
+            (copy.WidthInBytes, copy.Height, copy.Depth) =
+                (source.width as usize, source.height as usize, slices);
             // SAFETY: ranges of this session.
             let copied = unsafe { self.api.copy_3d(&copy, stream) };
             self.note(context, copied)?;
@@ -438,11 +433,14 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use protocol::handle::StreamId;
+    use protocol::ops::array::ArrayShape;
+    use protocol::ops::copy::Pitched;
 
     use super::super::api::Api;
+    use super::super::array::CudaArray;
     use super::*;
     use crate::doubles::Listener;
-    use crate::driver::gpu::GpuStreams;
+    use crate::driver::gpu::{CopyEnd, GpuArrays, GpuStreams};
     use crate::driver::streams::Stream;
 
     /// A session's default stream, and a place in it.
@@ -458,7 +456,7 @@ mod tests {
 
     /// Two slices, of which the driver refuses to copy the second, and the memory to copy them from.
     fn two_slices() -> (Rows, Arc<Region>, Mapped) {
-        let rows = Rows { at: Api::REFUSED - 4096, pitch: 64, slice: 4096, width: 32, height: 2, depth: 2 };
+        let rows = Rows { at: Api::REFUSED - 4095, pitch: 64, slice: 4095, width: 32, height: 2, depth: 2 };
         let region = Region::own(NonZeroUsize::new(4096).unwrap()).unwrap();
         let mapped = Mapped::of(&region, 128).unwrap();
         (rows, region, mapped)
@@ -476,6 +474,33 @@ mod tests {
         while !yet() {
             assert!(Instant::now() < limit, "it is never given back");
             std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn regular_boxes_are_copied_by_one_call() {
+        let mut cuda = Cuda::fake(Api::noting());
+        let (call, _, place) = default_stream(&mut cuda);
+        let regular = Rows { at: 1 << 30, pitch: 64, slice: 640, width: 32, height: 8, depth: 8 };
+        let odd = Rows { slice: 650, ..regular };
+        let mut copied = |source, target| {
+            Api::calls();
+            cuda.copy_box(&call, &place, &BoxCopy { source, from: 0, target, to: 0 }).unwrap();
+            Api::calls()
+        };
+        assert_eq!(copied(regular, regular), [("copy_3d", 8)]);
+        assert_eq!(copied(regular, Rows { slice: 512, ..regular }), [("copy_3d", 8)]);
+        for (source, target) in [(odd, regular), (regular, odd)] {
+            assert_eq!(copied(source, target), [("copy_3d", 1); 8]);
+        }
+        let array = CudaArray::fake();
+        let shape = ArrayShape { width: 32, height: 8, depth: 8, format: 1, channels: 1, flags: 0 };
+        for (slice, calls) in [(640, vec![("copy_3d", 8)]), (650, vec![("copy_3d", 1); 8])] {
+            let memory = Pitched { address: 1 << 30, pitch: 64, slice };
+            let source = CopyEnd::Memory { memory: &memory, device: 0 };
+            let target = CopyEnd::Array { array: &array, shape: &shape, at: [0; 3] };
+            cuda.copy_array(&call, &place, &source, &target, [32, 8, 8]).unwrap();
+            assert_eq!(Api::calls(), calls);
         }
     }
 

@@ -6,19 +6,26 @@
 //!
 //! The driver chooses a condition's handle for one particular graph. So a draft is a driver graph from the
 //! start, and so are the graphs of its conditional nodes.
+//!
+//! The nodes of an instance are changed in place through those of the graph that it was made from. An
+//! instance keeps that graph from its first change on: most are never changed.
 
 use std::collections::HashSet;
+use std::sync::OnceLock;
 
 use protocol::Status;
 use protocol::handle::ContextId;
+use protocol::ops::launch::LaunchAttribute;
 
-use super::Cuda;
 use super::api::{
-    Api, BatchMemOpNode, CUgraph, CUgraphExec, CUgraphNode, CUstream, ConditionalNode, UpdateResult,
+    Api, BatchMemOp, BatchMemOpNode, CUDA_KERNEL_NODE_PARAMS_v2, CUDA_MEMSET_NODE_PARAMS, CUcontext, CUgraph,
+    CUgraphExec, CUgraphNode, CUstream, ConditionalNode, UpdateResult,
 };
+use super::row_copies::{blank, slices_at_once};
 use super::streams::Place;
+use super::{Context, Cuda};
 use crate::driver::call::{Call, Result};
-use crate::driver::gpu::{GpuGraphs, Node, NodeWork, STREAM_NON_BLOCKING};
+use crate::driver::gpu::{BoxCopy, Fill, GpuGraphs, LineCopy, Node, NodeWork, STREAM_NON_BLOCKING};
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
@@ -31,6 +38,8 @@ pub struct Draft {
     /// The driver's functions, to destroy it with. `None`: it is destroyed with the conditional node that it
     /// belongs to.
     owner: Option<&'static Api>,
+    /// By the places of the client's nodes, once it is filled: those that are one node of the driver's.
+    parts: OnceLock<Vec<Option<Part>>>,
 }
 
 // SAFETY: the driver API takes handles from any thread.
@@ -46,6 +55,39 @@ impl Drop for Draft {
     }
 }
 
+/// A node of the driver's that does all of a client's node.
+struct Part {
+    node: CUgraphNode,
+    does: Does,
+    is_enabled: bool,
+}
+
+/// What a node does while it is enabled, as far as it says which changes are possible or needed.
+enum Does {
+    Launch(Vec<LaunchAttribute>),
+    Fill(Fill),
+    CopyLine(LineCopy),
+    CopyBox(BoxCopy),
+    MemoryOps,
+}
+
+impl Does {
+    /// `None` if this is not one node of the driver's, or not one that can be changed.
+    fn of(work: &NodeWork<'_, Cuda>) -> Option<Does> {
+        match work {
+            NodeWork::Launch { launch, .. } => Some(Does::Launch(launch.attributes.clone())),
+            NodeWork::Fill(fill) => Some(Does::Fill(*fill)),
+            NodeWork::CopyLine(copy) => Some(Does::CopyLine(*copy)),
+            NodeWork::CopyBox(copy) => {
+                let (slices, ..) = slices_at_once(&copy.source, &copy.target);
+                (slices as u64 == copy.source.depth).then_some(Does::CopyBox(*copy))
+            }
+            NodeWork::MemoryOps(_) => Some(Does::MemoryOps),
+            NodeWork::Empty | NodeWork::Conditional(_) => None,
+        }
+    }
+}
+
 /// A conditional node.
 pub struct Conditional(CUgraphNode);
 
@@ -53,7 +95,11 @@ pub struct Conditional(CUgraphNode);
 unsafe impl Send for Conditional {}
 
 /// An instantiated graph.
-pub struct Executable(CUgraphExec);
+pub struct Executable {
+    handle: CUgraphExec,
+    /// The graph that it was made from, if nodes were changed since.
+    draft: Option<Draft>,
+}
 
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for Executable {}
@@ -138,12 +184,7 @@ impl Cuda {
                 unsafe { self.api.graph_depend(graph, before.as_ptr(), after.as_ptr(), count) }?;
             }
             NodeWork::MemoryOps(mut operations) => {
-                let params = BatchMemOpNode {
-                    context: self.context(context)?.handle,
-                    count: operations.len() as u32,
-                    operations: operations.as_mut_ptr(),
-                    flags: 0,
-                };
+                let params = memory_ops(self.context(context)?.handle, &mut operations);
                 // SAFETY: nodes of this graph, as many as the length says; a description that lives through
                 // the call; writes a handle.
                 unsafe { self.api.graph_add_memory_ops(&mut node, graph, before.as_ptr(), count, &params) }?;
@@ -168,8 +209,15 @@ impl Cuda {
         Ok(vec![node])
     }
 
-    fn add_nodes(&self, context: ContextId, graph: CUgraph, nodes: Vec<Node<'_, Cuda>>) -> Result {
+    /// Makes the driver's nodes for the client's, and returns those that can be changed.
+    fn add_nodes(
+        &self,
+        context: ContextId,
+        graph: CUgraph,
+        nodes: Vec<Node<'_, Cuda>>,
+    ) -> Result<Vec<Option<Part>>> {
         let capture = Capture::new(self.api, graph)?;
+        let mut parts = Vec::with_capacity(nodes.len());
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
         let mut seen: HashSet<usize> = HashSet::new();
         // The nodes that begin the graph. A conditional node that begins it, too, comes after them. The
@@ -189,14 +237,127 @@ impl Cuda {
             if begins && is_conditional {
                 before.clone_from(&begin);
             }
+            let does = Does::of(&node.work);
             let added = self.add_node(context, &capture, before, node.work)?;
+            parts.push(match (does, &added[..]) {
+                // A copy of nothing adds no node.
+                (Some(does), [node]) if !seen.contains(&node.addr()) => {
+                    Some(Part { node: *node, does, is_enabled: true })
+                }
+                _ => None,
+            });
             if begins && !is_conditional {
                 begin.extend(&added);
             }
             made.push(added);
         }
-        Ok(())
+        Ok(parts)
     }
+
+    fn instantiate_draft(&self, context: ContextId, draft: &Draft, flags: u64) -> Result<CUgraphExec> {
+        let mut handle: CUgraphExec = std::ptr::null_mut();
+        // SAFETY: a live graph; writes a handle.
+        let made = unsafe { self.api.graph_instantiate(&mut handle, draft.graph, flags & FLAGS) };
+        self.note(context, made).map(|()| handle)
+    }
+
+    /// Puts an instance in another's place.
+    fn put_in_place(&self, graph: &mut Executable, new: Executable) {
+        let old = std::mem::replace(graph, new);
+        // SAFETY: replaced; pending launches complete.
+        let _ = unsafe { self.api.graph_exec_destroy(old.handle) };
+    }
+
+    /// Gives a node of an instance other work, whose context is current, or disables it. Returns whether the
+    /// driver did that; otherwise the instance is to be replaced.
+    fn change_node(
+        &self,
+        context: &Context,
+        graph: CUgraphExec,
+        part: &mut Part,
+        work: NodeWork<'_, Cuda>,
+    ) -> bool {
+        let (api, node) = (self.api, part.node);
+        // The driver may do otherwise what is not all in the memory of the context's device.
+        let is_here = |devices: &[u32]| devices.iter().all(|device| *device == context.device);
+        let enable = !matches!(work, NodeWork::Empty);
+        let is_set = match (&mut part.does, work) {
+            (_, NodeWork::Empty) => true,
+            // The attributes of a node stay.
+            (Does::Launch(attributes), NodeWork::Launch { function, launch })
+                if *attributes == launch.attributes =>
+            {
+                let set = self.with_params(function, launch.params, |params| {
+                    let [grid, block] = [launch.grid, launch.block];
+                    let params = CUDA_KERNEL_NODE_PARAMS_v2 {
+                        func: function.handle,
+                        gridDimX: grid[0],
+                        gridDimY: grid[1],
+                        gridDimZ: grid[2],
+                        blockDimX: block[0],
+                        blockDimY: block[1],
+                        blockDimZ: block[2],
+                        sharedMemBytes: launch.dynamic_shared,
+                        kernelParams: params,
+                        extra: std::ptr::null_mut(),
+                        kern: std::ptr::null_mut(),
+                        ctx: std::ptr::null_mut(),
+                    };
+                    // SAFETY: an instance, a node of the graph that it was made from, and a function of its
+                    // context with a pointer to each parameter, which the driver copies before it returns.
+                    unsafe { api.graph_node_launch(graph, node, &params) }
+                });
+                set.is_ok()
+            }
+            (Does::Fill(now), NodeWork::Fill(fill)) => {
+                let params = CUDA_MEMSET_NODE_PARAMS {
+                    dst: fill.address,
+                    pitch: fill.pitch as usize,
+                    value: fill.value & (u32::MAX >> (32 - 8 * fill.element)),
+                    elementSize: fill.element,
+                    width: fill.width as usize,
+                    height: fill.height as usize,
+                };
+                // SAFETY: an instance, a node of the graph that it was made from, and a range of this
+                // session, aligned to its elements.
+                let set = || unsafe { api.graph_node_fill(graph, node, &params, context.handle) };
+                let before = std::mem::replace(now, fill);
+                before == fill || is_here(&[before.device, fill.device]) && set().is_ok()
+            }
+            (Does::CopyLine(now), NodeWork::CopyLine(copy)) => {
+                let mut params = blank();
+                (params.srcDevice, params.srcPitch, params.srcHeight) = (copy.src, copy.len as usize, 1);
+                (params.dstDevice, params.dstPitch, params.dstHeight) = (copy.dst, copy.len as usize, 1);
+                (params.WidthInBytes, params.Height) = (copy.len as usize, 1);
+                // SAFETY: an instance, a node of the graph that it was made from, and ranges of this session.
+                let set = || unsafe { api.graph_node_copy(graph, node, &params, context.handle) };
+                let before = std::mem::replace(now, copy);
+                let devices = [before.from, before.to, copy.from, copy.to];
+                before == copy || is_here(&devices) && set().is_ok()
+            }
+            // The driver changes only copies of one dimension.
+            (Does::CopyBox(now), NodeWork::CopyBox(copy)) => *now == copy,
+            (Does::MemoryOps, NodeWork::MemoryOps(mut operations)) => {
+                let params = memory_ops(context.handle, &mut operations);
+                // SAFETY: an instance, a node of the graph that it was made from, and a description that
+                // lives through the call.
+                unsafe { api.graph_node_memory_ops(graph, node, &params) }.is_ok()
+            }
+            _ => false,
+        };
+        // SAFETY: an instance, and a node of the graph that it was made from.
+        let turn = || unsafe { api.graph_node_enable(graph, node, enable.into()) };
+        if !is_set || part.is_enabled != enable && turn().is_err() {
+            return false;
+        }
+        part.is_enabled = enable;
+        true
+    }
+}
+
+/// A node's description. It points to `operations`.
+fn memory_ops(context: CUcontext, operations: &mut [BatchMemOp]) -> BatchMemOpNode {
+    BatchMemOpNode { context, count: operations.len() as u32, operations: operations.as_mut_ptr(), flags: 0 }
 }
 
 impl GpuGraphs for Cuda {
@@ -213,7 +374,7 @@ impl GpuGraphs for Cuda {
         // SAFETY: writes a handle.
         let made = unsafe { self.api.graph_create(&mut graph, 0) };
         self.note(context, made)?;
-        Ok(Draft { graph, owner: Some(self.api) })
+        Ok(Draft { graph, owner: Some(self.api), parts: OnceLock::new() })
     }
 
     fn make_condition(&mut self, context: ContextId, draft: &Draft, default: u32, flags: u32) -> Result<u64> {
@@ -243,7 +404,8 @@ impl GpuGraphs for Cuda {
         }
         // SAFETY: the driver has written the address of `count` graphs, which live as long as the node.
         let graphs = unsafe { std::slice::from_raw_parts(params.graphs, count) };
-        let drafts = graphs.iter().map(|graph| Draft { graph: *graph, owner: None }).collect();
+        let body = |graph: &CUgraph| Draft { graph: *graph, owner: None, parts: OnceLock::new() };
+        let drafts = graphs.iter().map(body).collect();
         Ok((Conditional(node), drafts))
     }
 
@@ -254,14 +416,12 @@ impl GpuGraphs for Cuda {
     }
 
     fn fill_draft(&self, context: ContextId, draft: &Draft, nodes: Vec<Node<'_, Cuda>>) -> Result {
-        self.note(context, self.add_nodes(context, draft.graph, nodes))
+        let parts = self.note(context, self.add_nodes(context, draft.graph, nodes))?;
+        draft.parts.set(parts).map_err(|_| Status::NOT_SUPPORTED)
     }
 
     fn instantiate(&mut self, context: ContextId, draft: &Draft, flags: u64) -> Result<Executable> {
-        let mut exec: CUgraphExec = std::ptr::null_mut();
-        // SAFETY: a live graph; writes a handle.
-        let made = unsafe { self.api.graph_instantiate(&mut exec, draft.graph, flags & FLAGS) };
-        self.note(context, made).map(|()| Executable(exec))
+        Ok(Executable { handle: self.instantiate_draft(context, draft, flags)?, draft: None })
     }
 
     /// Uses the driver's own update if possible, and a new instance otherwise.
@@ -278,30 +438,166 @@ impl GpuGraphs for Cuda {
             error_from_node: std::ptr::null_mut(),
         };
         // SAFETY: a live instance and a live graph; writes the result.
-        if unsafe { self.api.graph_update(graph.0, draft.graph, &mut why) }.is_ok() {
+        if unsafe { self.api.graph_update(graph.handle, draft.graph, &mut why) }.is_ok() {
+            // Which of the instance's nodes are at which places is now for the driver to know.
+            graph.draft = None;
             return Ok(());
         }
-        let old = std::mem::replace(graph, self.instantiate(context, draft, flags)?);
-        // SAFETY: replaced; pending launches complete.
-        let _ = unsafe { self.api.graph_exec_destroy(old.0) };
+        let new = self.instantiate(context, draft, flags)?;
+        self.put_in_place(graph, new);
+        Ok(())
+    }
+
+    fn change_nodes(
+        &self,
+        context: ContextId,
+        graph: &mut Executable,
+        changed: Vec<(u32, NodeWork<'_, Cuda>)>,
+    ) -> bool {
+        let Ok(context) = self.context(context) else { return false };
+        let Executable { handle, draft: Some(draft) } = graph else { return false };
+        let Some(parts) = draft.parts.get_mut() else { return false };
+        changed.into_iter().all(|(place, work)| {
+            let part = parts.get_mut(place as usize).and_then(Option::as_mut);
+            part.is_some_and(|part| self.change_node(context, *handle, part, work))
+        })
+    }
+
+    /// Keeps the draft, so that the next changes are made in place.
+    fn replace_graph(
+        &mut self,
+        context: ContextId,
+        graph: &mut Executable,
+        draft: Draft,
+        flags: u64,
+    ) -> Result {
+        let handle = self.instantiate_draft(context, &draft, flags)?;
+        self.put_in_place(graph, Executable { handle, draft: Some(draft) });
         Ok(())
     }
 
     fn launch_graph(&mut self, _cx: &Call, place: &Place, graph: &Executable) -> Result {
         // SAFETY: live handles of the current context.
-        let launched = unsafe { self.api.graph_launch(graph.0, place.stream) };
+        let launched = unsafe { self.api.graph_launch(graph.handle, place.stream) };
         self.note(place.context, launched)
     }
 
     fn upload_graph(&mut self, place: &Place, graph: &Executable) -> Result {
         // SAFETY: live handles of the current context.
-        let uploaded = unsafe { self.api.graph_upload(graph.0, place.stream) };
+        let uploaded = unsafe { self.api.graph_upload(graph.handle, place.stream) };
         self.note(place.context, uploaded)
     }
 
     fn destroy_graph(&mut self, context: ContextId, graph: Executable) -> Result {
         // SAFETY: removed from the session's table; pending launches complete.
-        let destroyed = unsafe { self.api.graph_exec_destroy(graph.0) };
+        let destroyed = unsafe { self.api.graph_exec_destroy(graph.handle) };
         self.note(context, destroyed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use protocol::handle::{FunctionId, StreamId};
+    use protocol::ops::launch::Launch;
+
+    use super::super::kernels::CudaFunction;
+    use super::*;
+
+    const CONTEXT: ContextId = ContextId(0);
+
+    fn launch(function: &CudaFunction, x: u32, attribute: Option<u32>) -> NodeWork<'_, Cuda> {
+        let attributes = attribute.map(|id| LaunchAttribute { id, value: [1; 64] });
+        let launch = Launch {
+            function: FunctionId(0),
+            stream: StreamId(0),
+            grid: [x, 1, 1],
+            block: [1; 3],
+            dynamic_shared: 0,
+            attributes: attributes.into_iter().collect(),
+            params: &[],
+        };
+        NodeWork::Launch { function, launch }
+    }
+
+    fn fill(address: u64) -> NodeWork<'static, Cuda> {
+        let fill = Fill { address, device: 0, pitch: 4, value: 7, element: 4, width: 1, height: 1 };
+        NodeWork::Fill(fill)
+    }
+
+    fn copy(dst: u64, to: u32) -> NodeWork<'static, Cuda> {
+        NodeWork::CopyLine(LineCopy { dst, to, src: 0, from: 0, len: 4 })
+    }
+
+    /// 100 kernels, a fill and a copy, one after the other.
+    fn draft(cuda: &mut Cuda, function: &CudaFunction) -> Draft {
+        let draft = cuda.make_draft(CONTEXT).unwrap();
+        let before: Vec<u32> = (0..102).collect();
+        let works = (0..100).map(|_| launch(function, 1, None)).chain([fill(0), copy(1 << 20, 0)]);
+        let nodes = works.enumerate().map(|(place, work)| {
+            let dependencies = place.checked_sub(1).map_or(&[][..], |from| &before[from..=from]);
+            Node { work, dependencies }
+        });
+        cuda.fill_draft(CONTEXT, &draft, nodes.collect()).unwrap();
+        draft
+    }
+
+    fn called() -> Vec<&'static str> {
+        Api::calls().into_iter().map(|(name, _)| name).collect()
+    }
+
+    #[test]
+    fn a_changed_node_is_changed_in_place_from_the_second_change_on() {
+        let (mut cuda, function) = (Cuda::fake_of(Api::noting(), 1), CudaFunction::fake());
+        let first = draft(&mut cuda, &function);
+        let mut graph = cuda.instantiate(CONTEXT, &first, 0).unwrap();
+        let change = |cuda: &Cuda, graph: &mut Executable, place, work| {
+            Api::calls();
+            cuda.change_nodes(CONTEXT, graph, vec![(place, work)])
+        };
+        assert!(!change(&cuda, &mut graph, 3, launch(&function, 2, None)));
+        let again = draft(&mut cuda, &function);
+        cuda.replace_graph(CONTEXT, &mut graph, again, 0).unwrap();
+        for (place, work, calls) in [
+            (3, launch(&function, 2, None), &["graph_node_launch"][..]),
+            (3, NodeWork::Empty, &["graph_node_enable"]),
+            (3, NodeWork::Empty, &[]),
+            (3, launch(&function, 1, None), &["graph_node_launch", "graph_node_enable"]),
+            (100, fill(8), &["graph_node_fill"]),
+            (100, fill(8), &[]),
+            (101, NodeWork::Empty, &["graph_node_enable"]),
+            (101, copy(1 << 20, 0), &["graph_node_enable"]),
+            (101, copy(1 << 21, 0), &["graph_node_copy"]),
+            (101, copy(1 << 21, 0), &[]),
+        ] {
+            assert!(change(&cuda, &mut graph, place, work), "{place} {calls:?}");
+            assert_eq!(called(), calls, "{place}");
+        }
+        // Another kind, another attribute, another device, and no such place.
+        for (place, work) in [
+            (3, fill(8)),
+            (3, launch(&function, 1, Some(8))),
+            (101, copy(1 << 21, 1)),
+            (102, launch(&function, 1, None)),
+        ] {
+            assert!(!change(&cuda, &mut graph, place, work), "{place}");
+            assert!(called().is_empty(), "{place}");
+        }
+        Api::refuse(Some("graph_node_launch"));
+        assert!(!change(&cuda, &mut graph, 3, launch(&function, 1, None)));
+        Api::refuse(None);
+        // The driver says which nodes of the instance are the other graph's.
+        let whole = draft(&mut cuda, &function);
+        cuda.update_graph(CONTEXT, &mut graph, &whole, 0).unwrap();
+        assert!(!change(&cuda, &mut graph, 3, launch(&function, 1, None)));
+    }
+
+    #[test]
+    fn a_copy_that_adds_no_node_does_not_stand_for_the_node_before_it() {
+        let mut cuda = Cuda::fake_of(Api::adding_none(), 1);
+        let draft = cuda.make_draft(CONTEXT).unwrap();
+        let nodes = [&[][..], &[0]].map(|dependencies| Node { work: copy(0, 0), dependencies });
+        cuda.fill_draft(CONTEXT, &draft, nodes.into_iter().collect()).unwrap();
+        let parts: Vec<bool> = draft.parts.get().unwrap().iter().map(Option::is_some).collect();
+        assert_eq!(parts, [true, false]);
     }
 }

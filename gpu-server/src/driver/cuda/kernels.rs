@@ -64,6 +64,14 @@ pub struct CudaFunction {
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CudaFunction {}
 
+#[cfg(test)]
+impl CudaFunction {
+    /// One without parameters.
+    pub(super) fn fake() -> CudaFunction {
+        CudaFunction { handle: std::ptr::null_mut(), params: Vec::new(), prints: false }
+    }
+}
+
 fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::new();
@@ -240,6 +248,22 @@ impl Cuda {
         op: &Launch<'_>,
     ) -> Result {
         let mut attributes = launch_attributes(&op.attributes)?;
+        let config = config(op.grid, op.block, op.dynamic_shared, stream, &mut attributes);
+        let launched = self.with_params(function, op.params, |params| {
+            // SAFETY: live handles of the current context; one pointer per parameter, each to as many bytes
+            // as that parameter has, which the driver copies before it returns.
+            unsafe { self.api.launch(&config, function.handle, params, std::ptr::null_mut()) }
+        });
+        self.note(context, launched)
+    }
+
+    /// Calls `launch` with a pointer to each parameter in the packed ones of a launch, which is to happen.
+    pub(super) fn with_params(
+        &self,
+        function: &CudaFunction,
+        packed: &[u8],
+        launch: impl FnOnce(*mut *mut c_void) -> Result,
+    ) -> Result {
         if function.prints {
             self.completer.may_print();
         }
@@ -255,16 +279,11 @@ impl Cuda {
             let (offset, size) = (param.offset as usize, param.size as usize);
             let bytes = offset
                 .checked_add(size)
-                .and_then(|end| op.params.get(offset..end))
+                .and_then(|end| packed.get(offset..end))
                 .ok_or(Status::INVALID_VALUE)?;
             *pointer = bytes.as_ptr().cast_mut().cast();
         }
-        let config = config(op.grid, op.block, op.dynamic_shared, stream, &mut attributes);
-        // SAFETY: live handles of the current context; one pointer per parameter, each to as many bytes as
-        // that parameter has, which the driver copies before it returns.
-        let launched =
-            unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
-        self.note(context, launched)
+        launch(pointers.as_mut_ptr())
     }
 }
 

@@ -815,7 +815,7 @@ impl Cuda {
     }
 
     /// One with so many devices and a context on each; the first one's is the home.
-    fn fake_of(api: &'static Api, devices: u32) -> Cuda {
+    pub(crate) fn fake_of(api: &'static Api, devices: u32) -> Cuda {
         let device = |handle| Device {
             number: handle as u32,
             handle,

@@ -24,10 +24,10 @@ pub(super) unsafe fn copy_rows(
     host: NonNull<u8>,
     len: usize,
 ) -> Result {
-    rows.parts(offset, len as u64, |Part { at, offset, width, rows: count }| {
+    rows.parts(offset, len as u64, |Part { at, offset, width, rows: count, slices }| {
         // SAFETY: parts lie inside the `len` bytes.
         let host = unsafe { host.add(offset as usize) }.as_ptr().cast::<c_void>();
-        if count == 1 {
+        if count * slices == 1 {
             // SAFETY: guaranteed by the caller.
             return unsafe {
                 match way {
@@ -36,26 +36,39 @@ pub(super) unsafe fn copy_rows(
                 }
             };
         }
-        let mut copy = blank();
+        let (mut copy, pitch) = (blank(), rows.pitch.max(width) as usize);
         match way {
             Way::In => {
                 (copy.srcMemoryType, copy.srcHost, copy.srcPitch) =
                     (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
                 (copy.dstMemoryType, copy.dstDevice, copy.dstPitch) =
-                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
+                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, pitch);
             }
             Way::Out => {
                 (copy.dstMemoryType, copy.dstHost, copy.dstPitch) =
                     (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
                 (copy.srcMemoryType, copy.srcDevice, copy.srcPitch) =
-                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
+                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, pitch);
             }
         }
-        (copy.srcHeight, copy.dstHeight) = (count as usize, count as usize);
-        (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, count as usize, 1);
+        let apart = rows.rows_per_slice().filter(|_| slices > 1).unwrap_or(count);
+        (copy.srcHeight, copy.dstHeight) = match way {
+            Way::In => (count as usize, apart as usize),
+            Way::Out => (apart as usize, count as usize),
+        };
+        (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, count as usize, slices as usize);
         // SAFETY: guaranteed by the caller.
         unsafe { api.copy_3d(&copy, stream) }
     })
+}
+
+/// How many slices of two boxes of the same size one call can copy, and how many rows there are from one to
+/// the next in each box: all slices, if that is a whole number in both.
+pub(super) fn slices_at_once(source: &Rows, target: &Rows) -> (usize, usize, usize) {
+    match (source.rows_per_slice(), target.rows_per_slice()) {
+        (Some(from), Some(to)) if source.depth > 1 => (source.depth as usize, from as usize, to as usize),
+        _ => (1, source.height as usize, target.height as usize),
+    }
 }
 
 /// A copy of nothing.

@@ -12,7 +12,7 @@ use crate::driver::store::Way;
 use crate::driver::streams::Streams;
 
 /// A contiguous copy. Both ranges are in memory that the devices can access.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LineCopy {
     /// The target's address.
     pub dst: u64,
@@ -27,7 +27,7 @@ pub struct LineCopy {
 }
 
 /// A copy of a box that is not empty. Both boxes have the same width, height and depth.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BoxCopy {
     /// The source.
     pub source: Rows,
@@ -40,7 +40,7 @@ pub struct BoxCopy {
 }
 
 /// A fill that is not empty.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fill {
     /// The first element's address, a multiple of its size.
     pub address: u64,
@@ -62,9 +62,10 @@ pub struct Fill {
 /// memory, it has a stream of its own, which waits for nothing.
 pub trait Carrier: Send + Sync {
     /// Copies between `bytes` and as many bytes of `rows`, from this offset in its packed bytes on. `rows` is
-    /// memory that was checked. When that is done, or never will be, it publishes `seq` as the progress of
-    /// the stream for which it was made (0: it does not) and calls `end`. Copies end in the order of these
-    /// calls.
+    /// memory that was checked, and `bytes` is a connection's buffer, which only this process can use, and
+    /// which nobody uses until `end` is called. When the copy is done, or never will be, it publishes `seq` as
+    /// the progress of the stream for which it was made (0: it does not) and calls `end`. Copies end in the
+    /// order of these calls.
     fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End);
 }
 

@@ -100,6 +100,31 @@ pub trait GpuGraphs: GpuCopies + GpuModules + Sized {
         flags: u64,
     ) -> Result;
 
+    /// Gives some nodes of an instance other work, by their places in the list that it was made from. What
+    /// they depend on stays, and pending launches complete as they were. Returns false if that is impossible:
+    /// then any of the nodes may have been changed, and the session makes the graph again with
+    /// [`replace_graph`](Self::replace_graph).
+    fn change_nodes(
+        &self,
+        _context: ContextId,
+        _graph: &mut Self::Graph,
+        _changed: Vec<(u32, NodeWork<'_, Self>)>,
+    ) -> bool {
+        false
+    }
+
+    /// The same as [`update_graph`](Self::update_graph) for an instance of which nodes are changed, so more
+    /// changes may follow.
+    fn replace_graph(
+        &mut self,
+        context: ContextId,
+        graph: &mut Self::Graph,
+        draft: Self::Draft,
+        flags: u64,
+    ) -> Result {
+        self.update_graph(context, graph, &draft, flags)
+    }
+
     /// Enqueues a launch of a graph of the place's context.
     fn launch_graph(&mut self, cx: &Call, place: &Self::Place, graph: &Self::Graph) -> Result;
 

@@ -26,27 +26,19 @@ const QUEUED: usize = 8 << 20;
 
 fn write(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &[u8]) -> Result<()> {
     rows.parts(offset, bytes.len() as u64, |part| {
-        let from = &bytes[part.offset as usize..];
-        gpu.write_2d(
-            Plane { addr: part.at, pitch: rows.pitch.max(part.width) },
-            from,
-            part.width,
-            part.width,
-            part.rows,
-        )
+        part.planes(rows).try_for_each(|(at, offset)| {
+            let plane = Plane { addr: at, pitch: rows.pitch.max(part.width) };
+            gpu.write_2d(plane, &bytes[offset as usize..], part.width, part.width, part.rows)
+        })
     })
 }
 
 fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
     rows.parts(offset, bytes.len() as u64, |part| {
-        let to = &mut bytes[part.offset as usize..];
-        gpu.read_2d(
-            Plane { addr: part.at, pitch: rows.pitch.max(part.width) },
-            to,
-            part.width,
-            part.width,
-            part.rows,
-        )
+        part.planes(rows).try_for_each(|(at, offset)| {
+            let plane = Plane { addr: at, pitch: rows.pitch.max(part.width) };
+            gpu.read_2d(plane, &mut bytes[offset as usize..], part.width, part.width, part.rows)
+        })
     })
 }
 
@@ -91,6 +83,21 @@ fn upload(gpu: &Gpu, to: &Rows, offset: u64, from: &Mapped) -> Result<()> {
             write(to, gpu, offset + at as u64, buffer)
         })?;
         at += n;
+    }
+    Ok(())
+}
+
+/// Copies a piece between rows, from an offset on, and memory of this process that nobody else uses
+/// meanwhile.
+fn copy_piece(way: Way, gpu: &Gpu, rows: &Rows, mut offset: u64, piece: &Mapped) -> Result<()> {
+    for (run, len) in piece.runs() {
+        // SAFETY: mapped memory, of which the caller says that nobody else uses it (`Carrier::carry`).
+        let bytes = unsafe { std::slice::from_raw_parts_mut(run.as_ptr(), *len) };
+        match way {
+            Way::In => write(rows, gpu, offset, bytes)?,
+            Way::Out => read(rows, gpu, offset, bytes)?,
+        }
+        offset += *len as u64;
     }
     Ok(())
 }
@@ -170,11 +177,7 @@ impl Carrier for SoftwareCarrier {
         let failed = Arc::<OnceLock<Status>>::default();
         let fails = Arc::clone(&failed);
         let copy = move |_: &Gpu| {
-            let copied = match way {
-                Way::In => upload(&memory, &rows, offset, &bytes),
-                Way::Out => download(&memory, &rows, offset, &bytes),
-            };
-            if let Err(e) = copied {
+            if let Err(e) = copy_piece(way, &memory, &rows, offset, &bytes) {
                 word.complain(code(&e), seq);
                 fails.get_or_init(|| code(&e));
             }
@@ -395,4 +398,38 @@ pub(super) fn box_copy(from: Gpu, source: Rows, to: Gpu, target: Rows) -> std::r
         }
         Ok(())
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use host_bridge::endpoint::Region;
+    use software_gpu::GpuConfig;
+
+    use super::*;
+
+    #[test]
+    fn a_piece_is_copied_between_its_buffer_and_rows_without_a_third_place() {
+        const LEN: usize = 3000;
+        let gpu = Gpu::new(GpuConfig { workers: 1, ..GpuConfig::default() }).unwrap();
+        let at = gpu.allocate(1 << 20).unwrap();
+        let rows = Rows { at, pitch: 1000, slice: 20_000, width: 700, height: 5, depth: 2 };
+        let [from, to] = [(); 2].map(|()| Arc::new(Region::own(NonZeroUsize::new(LEN).unwrap()).unwrap()));
+        let content: Vec<u8> = (0..LEN).map(|at| (at * 7 / 3) as u8).collect();
+        let piece = Mapped::of(&from, LEN as u64).unwrap();
+        piece.write(0, &content);
+        copy_piece(Way::In, &gpu, &rows, 2500, &piece).unwrap();
+        let piece = Mapped::of(&to, LEN as u64).unwrap();
+        copy_piece(Way::Out, &gpu, &rows, 2500, &piece).unwrap();
+        let mut came = vec![0; LEN];
+        piece.read(0, &mut came);
+        assert!(came == content);
+        // The fourth row of the first slice, from its 400th byte on.
+        let mut third = [0; 300];
+        gpu.read(at + 3400, &mut third).unwrap();
+        assert_eq!(third, content[..300]);
+        assert!(BUFFER.with_borrow(Vec::is_empty));
+        assert!(copy_piece(Way::In, &gpu, &Rows { at: 0, ..rows }, 0, &piece).is_err());
+    }
 }

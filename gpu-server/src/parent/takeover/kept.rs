@@ -259,13 +259,18 @@ impl State {
             leases: self.leases.all().cloned().collect(),
             ended: if ended { self.ended.iter().cloned().collect() } else { Vec::new() },
         };
-        let written = succession.record.write(&saved).or_else(|_| {
-            // The certificates of many leases may be too long. Without them, a successor ends leases only by
-            // their owners' names. Why sessions have ended matters less than leases.
-            saved.leases.iter_mut().for_each(|lease| lease.holder = None);
+        let mut written = succession.record.write(&saved);
+        if written.is_err() {
+            // Why sessions have ended matters less than leases.
             saved.ended.clear();
-            succession.record.write(&saved)
-        });
+            written = succession.record.write(&saved);
+        }
+        if written.is_err() {
+            // The certificates of many leases may be too long. Without them, a successor ends leases only by
+            // their owners' names.
+            saved.leases.iter_mut().for_each(|lease| lease.holder = None);
+            written = succession.record.write(&saved);
+        }
         if let Err(e) = written {
             tracing::warn!("cannot save the state for another daemon: {e}");
         }
@@ -335,14 +340,27 @@ mod tests {
     fn as_many_leases_as_there_may_be_are_kept_however_long_they_are() {
         let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
         let mut state = server.lock();
+        // As long as certificates may be.
+        let holder = Principal::named(&"n".repeat(8000));
+        let lease = |number: u64| Lease { id: LeaseId(u32::MAX - number as u32), ..lease(holder.clone()) };
+        let all = (0..MOST_LEASES).map(lease).map(|lease| (lease.id, lease));
+        state.leases.0.extend(all);
+        state.ended.extend((0..256).map(|_| ([255; 16], "a reason".repeat(30))));
+        state.save_daemon(&server.succession, true);
+        let mut next = State::default();
+        next.restore(server.succession.record.read().unwrap());
+        assert_eq!(next.leases.all().count() as u64, MOST_LEASES);
+    }
+
+    /// A lease that is as long as it may be.
+    fn lease(holder: Principal) -> Lease {
         let name = "n".repeat(200);
-        let lease = |number: u64| Lease {
-            id: LeaseId(u32::MAX - number as u32),
+        Lease {
+            id: LeaseId(0),
             key: [255; 32],
             principal: name.clone(),
-            // As long as certificates may be.
-            holder: Some(Principal::named(&"n".repeat(8000))),
-            account: name.clone(),
+            holder: Some(holder),
+            account: name,
             // Each character takes two bytes of JSON.
             name: "\"".repeat(MAX_NAME),
             devices: (0..MAX_GPUS as u32).collect(),
@@ -353,14 +371,22 @@ mod tests {
             lasts: Duration::from_secs(u32::MAX.into()),
             granted: Instant::now(),
             renewed: Instant::now(),
-        };
-        let all = (0..MOST_LEASES).map(lease).map(|lease| (lease.id, lease));
-        state.leases.0.extend(all);
-        state.ended.extend((0..256).map(|_| ([255; 16], "a reason".repeat(30))));
+        }
+    }
+
+    #[test]
+    fn the_holders_of_leases_are_kept_before_the_reasons_why_sessions_have_ended() {
+        let server = Server::new(Serve::from_flags(&[]), &mut Inherited::default()).unwrap();
+        let mut state = server.lock();
+        let lease = |number: u32| Lease { id: LeaseId(number), ..lease(Principal::named(&"n".repeat(8000))) };
+        state.leases.0.extend((0..110).map(lease).map(|lease| (lease.id, lease)));
+        for number in 0..1024_u128 {
+            state.remember_end(number.to_be_bytes(), "a reason ".repeat(100));
+        }
         state.save_daemon(&server.succession, true);
         let mut next = State::default();
         next.restore(server.succession.record.read().unwrap());
-        assert_eq!(next.leases.all().count() as u64, MOST_LEASES);
+        assert_eq!(next.leases.all().filter(|lease| lease.holder.is_some()).count(), 110);
     }
 
     /// A session that is kept for another daemon.

@@ -510,8 +510,8 @@ pub struct AccessDesc {
     pub flags: u32,
 }
 
-/// `CUgraphEdgeData`. Every dependency is on the whole of the earlier node, which is at least as strict as
-/// what the program asked for.
+/// `CUgraphEdgeData`. Except from a kernel's programmatic port, every dependency is on the whole of the
+/// earlier node, which is at least as strict as what the program asked for.
 pub type EdgeData = [u8; 8];
 
 /// `CUlaunchAttributeID` numbers.

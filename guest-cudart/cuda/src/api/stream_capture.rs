@@ -74,8 +74,8 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result 
 fn check_joined(capture: &Capture, origin: &Stream) -> Result {
     capture.check()?;
     let behind = graph_of(capture)?.ancestors(&capture.point(origin.unique()));
-    let added = lock(&capture.added);
-    if lock(&capture.ends).values().flatten().any(|node| added.contains(node) && !behind.contains(node)) {
+    let (ends, added) = (lock(&capture.ends), lock(&capture.added));
+    if ends.values().flatten().any(|node| added.contains_key(node) && !behind.contains(node)) {
         return Err(code::STREAM_CAPTURE_UNJOINED);
     }
     Ok(())

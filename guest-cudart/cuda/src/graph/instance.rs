@@ -17,7 +17,7 @@ use crate::abi::types::{MemsetNodeParams, launch_attr};
 use crate::graph::launch_steps::{self, Bounce};
 use crate::graph::node_work::{Kernel, Way, Work};
 use crate::graph::user_object::Held;
-use crate::graph::{Graph, conditional};
+use crate::graph::{Graph, PROGRAMMATIC, conditional};
 use crate::memory::graph_chunks::{self, Segment};
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::staging::Staging;
@@ -137,7 +137,15 @@ pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) 
     let mut places: HashMap<u64, usize> = HashMap::new();
     let mut waited: BTreeSet<usize> = BTreeSet::new();
     for (id, work, before) in graph.ordered() {
-        let mut before: Vec<usize> = before.iter().filter_map(|from| places.get(from).copied()).collect();
+        // The server captures the launch behind the kernels that it depends on. It may overlap with them if
+        // all its dependencies are on their programmatic ports, also if the program has made these.
+        let overlaps = !before.is_empty() && before.iter().all(|edge| edge.data == PROGRAMMATIC);
+        let work = match work {
+            Work::Kernel(kernel) => Work::Kernel(kernel.overlapping(overlaps)),
+            work => work,
+        };
+        let mut before: Vec<usize> =
+            before.iter().filter_map(|edge| places.get(&edge.from).copied()).collect();
         waited.extend(&before);
         if before.is_empty() {
             before = entry.to_vec();

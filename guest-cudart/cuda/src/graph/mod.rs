@@ -38,6 +38,11 @@ use crate::process::ids::unique_id;
 use client::handles::Slab;
 use client::{Status, lock};
 
+/// The data of a dependency on a kernel that is met when all its blocks allow later kernels to begin, or have
+/// ended: from port `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC`, of type
+/// `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
+pub(crate) const PROGRAMMATIC: EdgeData = [1, 0, 1, 0, 0, 0, 0, 0];
+
 /// A dependency on an earlier node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Edge {
@@ -253,11 +258,11 @@ impl Graph {
     }
 
     /// Its nodes. Each comes after those that it depends on.
-    fn ordered(&self) -> Vec<(u64, Work, Vec<u64>)> {
+    fn ordered(&self) -> Vec<(u64, Work, Vec<Edge>)> {
         let inner = lock(&self.inner);
         let describe = |id: u64| {
             let node = inner.nodes.get(&id)?;
-            Some((id, node.work.clone(), node.before.iter().map(|edge| edge.from).collect()))
+            Some((id, node.work.clone(), node.before.clone()))
         };
         // There is an order: a dependency that would close a cycle is refused.
         order(&inner.nodes).unwrap_or_default().into_iter().filter_map(describe).collect()

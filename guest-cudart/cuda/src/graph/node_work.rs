@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::abi::result::Result;
-use crate::abi::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams, UserData};
+use crate::abi::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams, UserData, launch_attr};
 use crate::code::function::Function;
 use crate::code::library::{self, KERNELS};
 use crate::graph::Graph;
@@ -156,6 +156,29 @@ impl Kernel {
     pub fn with_attributes(&self, attributes: Vec<LaunchAttribute>) -> Kernel {
         let (function, params) = (self.function.clone(), self.params.clone());
         Kernel { function, attributes, params, ..*self }
+    }
+
+    /// Whether it may begin before the kernel ahead of it has ended.
+    pub fn overlaps(&self) -> bool {
+        let is_set = |attribute: &LaunchAttribute| {
+            attribute.id == launch_attr::PROGRAMMATIC_STREAM_SERIALIZATION && attribute.value[..4] != [0; 4]
+        };
+        self.attributes.iter().any(is_set)
+    }
+
+    /// The same kernel, for which [`overlaps`](Self::overlaps) is as given.
+    pub fn overlapping(self: &Arc<Kernel>, overlaps: bool) -> Arc<Kernel> {
+        if self.overlaps() == overlaps {
+            return self.clone();
+        }
+        let mut attributes = self.attributes.clone();
+        attributes.retain(|attribute| attribute.id != launch_attr::PROGRAMMATIC_STREAM_SERIALIZATION);
+        if overlaps {
+            let mut value = [0; 64];
+            value[0] = 1;
+            attributes.push(LaunchAttribute { id: launch_attr::PROGRAMMATIC_STREAM_SERIALIZATION, value });
+        }
+        Arc::new(self.with_attributes(attributes))
     }
 
     /// The parameters that the program gets.

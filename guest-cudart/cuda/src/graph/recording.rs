@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::abi::result::Result;
 use crate::abi::types::MemAccessDesc;
 use crate::graph::node_work::Work;
-use crate::graph::{Edge, Graph, told};
+use crate::graph::{Edge, Graph, PROGRAMMATIC, told};
 use crate::memory::graph_memory;
 use crate::process::capture::{Capture, Recorded};
 use crate::process::driver::Driver;
@@ -34,13 +34,26 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     }
     let mut ends = lock(&capture.ends);
     let end = ends.entry(stream.unique()).or_default();
-    let before = edges(&std::mem::take(end));
+    let mut before = edges(&std::mem::take(end));
+    if let ([edge], Work::Kernel(kernel)) = (&mut before[..], &work)
+        && kernel.overlaps()
+        && follows_kernel(capture, stream, &graph, edge.from)
+    {
+        edge.data = PROGRAMMATIC;
+    }
     let node = graph.add(work, before).inspect_err(|_| capture.spoil())?;
-    lock(&capture.added).insert(node);
+    lock(&capture.added).insert(node, stream.unique());
     *end = vec![node];
     drop(ends);
     told::node_added(&graph, node);
     Ok(())
+}
+
+/// Whether a node is a kernel that was launched on this stream. NVIDIA's driver notes of a launch that may
+/// overlap with it that it depends on the kernel's programmatic port.
+fn follows_kernel(capture: &Capture, stream: &Stream, graph: &Graph, node: u64) -> bool {
+    lock(&capture.added).get(&node) == Some(&stream.unique())
+        && graph.with(node, |node| Ok(matches!(node.work, Work::Kernel(_)))) == Ok(true)
 }
 
 /// Adds an allocation that depends on what the stream's next node depends on, and that other devices have

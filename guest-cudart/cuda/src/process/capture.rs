@@ -6,7 +6,7 @@
 
 use std::any::Any;
 use std::cell::Cell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::ThreadId;
@@ -54,8 +54,9 @@ pub(crate) struct Capture {
     broken: AtomicBool,
     /// For each stream in the capture, the nodes that the stream's next node depends on.
     pub ends: Mutex<HashMap<u64, Vec<u64>>>,
-    /// The nodes that the capture added. A graph that is captured into may already have had others.
-    pub added: Mutex<HashSet<u64>>,
+    /// The nodes that the capture added, with the unique numbers of their streams. A graph that is captured
+    /// into may already have had others.
+    pub added: Mutex<HashMap<u64, u64>>,
     /// The node handles and edge data last returned to the program, which may read them until its next call.
     pub told: Mutex<(Vec<usize>, Vec<EdgeData>)>,
 }

@@ -34,6 +34,7 @@ use crate::process::holds;
 use crate::process::stream::Stream;
 use crate::streams::stream_table;
 use crate::work::server_copy::{Linear, Part, Split};
+use client::handle::ContextId;
 use client::ops::copy::Pitched;
 use client::ops::direct::{
     DirectArrival, DirectClose, DirectKey, DirectLand, DirectOffer, DirectOpen, DirectReceiveAll,
@@ -55,6 +56,10 @@ const MOST_MORE: usize = 24;
 
 /// Their number now.
 static MORE: AtomicUsize = AtomicUsize::new(0);
+
+/// The minor version since which servers send pieces of several contexts in the order of their numbers,
+/// whichever device is done first. With an older one, copies of such contexts are not under way at once.
+const ORDERED_SINCE: u16 = 8;
 
 /// How long a connection that has failed, or was refused, is not opened again: the first time, and at most.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -109,8 +114,9 @@ struct Open {
     all: Vec<Single>,
     /// Whether others can be opened.
     more: More,
-    /// How long it is not opened again if it fails.
+    /// How long it is not opened again if it fails soon, and since when it is open.
     pause: Duration,
+    since: Instant,
 }
 
 /// Whether a pair of servers gets more connections.
@@ -152,7 +158,13 @@ struct Single {
 
 impl Open {
     fn new(direct: u32, pause: Duration) -> Open {
-        Open { all: vec![Single { direct, last: 0 }], more: More::Wanted(FIRST_PAUSE), pause }
+        let (all, more) = (vec![Single { direct, last: 0 }], More::Wanted(FIRST_PAUSE));
+        Open { all, more, pause, since: Instant::now() }
+    }
+
+    /// How long it is not opened again if it fails now. One that has lasted was worth opening.
+    fn pause(&self, now: Instant) -> Duration {
+        if now.saturating_duration_since(self.since) >= LAST_PAUSE { FIRST_PAUSE } else { self.pause }
     }
 
     /// Closes all, because a copy has failed. Returns what stands for them.
@@ -162,7 +174,8 @@ impl Open {
             "a direct connection between servers has failed ({status}): copies from server {from_number} to server {to_number} pass through this machine until there is another one"
         ));
         self.close(from, to);
-        Connection::failed(can_close(from, to), Instant::now(), self.pause)
+        let now = Instant::now();
+        Connection::failed(can_close(from, to), now, self.pause(now))
     }
 
     /// Closes all.
@@ -360,9 +373,17 @@ struct Moves {
     extent: [u64; 3],
     first: u32,
     count: usize,
+    /// What is read from, and whether its server keeps pieces of several contexts in order.
+    source: ContextId,
+    keeps_order: bool,
 }
 
 impl Moves {
+    /// Whether another copy's pieces may be among its own, or come over other connections.
+    fn may_mix(&self, other: &Moves) -> bool {
+        self.first != other.first || self.source == other.source || self.keeps_order
+    }
+
     /// Whether it may be begun while another copy is under way. Either it makes no difference for the bytes
     /// which is done first, or the connections keep them in order: each box of one is written where the same
     /// box of the other is.
@@ -380,6 +401,7 @@ impl Moves {
             && !meet(read, written_before)
             && !meet(written, read_before)
             && (is_alike || !meet(written, written_before))
+            && self.may_mix(before)
     }
 }
 
@@ -466,11 +488,15 @@ pub(crate) fn begin(
     }
     let count = count.min(open.all.len());
     let (dst_place, first) = (dst.place.clone(), open.all[0].direct);
-    let moves = Arc::new(Moves { spans, dst: dst_place, extent: split.extent, first, count });
+    let (source, keeps_order) = (src.context.id, from.session().minor() >= ORDERED_SINCE);
+    let moves = Moves { spans, dst: dst_place, extent: split.extent, first, count, source, keeps_order };
+    let moves = Arc::new(moves);
     {
         let mut under_way = lock(&UNDER_WAY);
         let full = under_way.iter().filter(|other| other.first == first).count() >= MAX_COPIES;
-        if full || ahead && !under_way.iter().all(|other| moves.may_come_behind(other)) {
+        let may_begin =
+            |other: &Arc<Moves>| if ahead { moves.may_come_behind(other) } else { moves.may_mix(other) };
+        if full || !under_way.iter().all(may_begin) {
             return Ok(None);
         }
         under_way.push(Arc::clone(&moves));
@@ -689,7 +715,9 @@ mod tests {
     fn a_copy_is_begun_ahead_only_if_the_order_makes_no_difference_or_is_kept() {
         let moves = |written, read, first, count| {
             let dst = Pitched { address: written, pitch: 100, slice: 100 };
-            Moves { spans: [(written, 100), (read, 100)], dst, extent: [100, 1, 1], first, count }
+            let (spans, extent) = ([(written, 100), (read, 100)], [100, 1, 1]);
+            let source = ContextId(0);
+            Moves { spans, dst, extent, first, count, source, keeps_order: true }
         };
         let before = moves(1000, 5000, 1, 2);
         let rows = Moves { extent: [50, 2, 1], ..moves(1000, 6000, 1, 2) };
@@ -711,6 +739,17 @@ mod tests {
             assert_eq!(copy.may_come_behind(&before), may, "{why}");
         }
         assert!(moves(2000, 6000, 1, 1).may_come_behind(&moves(1000, 5000, 1, 1)), "the same connection");
+        // From another device of the same server.
+        let other = |first| Moves { source: ContextId(1), ..moves(2000, 6000, first, 2) };
+        assert!(other(1).may_come_behind(&before) && other(1).may_mix(&before));
+        let older = |first| Moves { keeps_order: false, ..other(first) };
+        assert!(
+            !older(1).may_come_behind(&before) && !older(1).may_mix(&before),
+            "an older server mixes them up"
+        );
+        assert!(older(3).may_come_behind(&before), "other connections");
+        let same = Moves { keeps_order: false, ..moves(2000, 6000, 1, 2) };
+        assert!(same.may_come_behind(&before), "one device");
     }
 
     #[test]
@@ -727,6 +766,11 @@ mod tests {
             connection = Connection::failed(true, now, pause);
         }
         assert_eq!(pause, LAST_PAUSE);
+        let mut open = Open::new(1, LAST_PAUSE);
+        assert_eq!(open.pause(open.since + Duration::from_secs(1)), LAST_PAUSE);
+        assert_eq!(open.pause(open.since + LAST_PAUSE), FIRST_PAUSE, "it has lasted");
+        open.pause = FIRST_PAUSE;
+        assert_eq!(open.pause(open.since), FIRST_PAUSE);
         // Each attempt would take a place at a server that cannot close it.
         let mut connection = Connection::failed(false, now, FIRST_PAUSE);
         assert_eq!(connection.begin_again(now + LAST_PAUSE), None);

@@ -437,6 +437,13 @@ impl<M> Flows<M> {
         self.pace.link()
     }
 
+    /// The connections are other ones, perhaps over another link.
+    pub(in crate::bridge) fn relinked(&mut self) {
+        let waited = self.waits();
+        self.pace.forget();
+        self.wait_no_more(waited);
+    }
+
     /// The server has a chunk, of which `crossed` bytes came over the link.
     pub(in crate::bridge) fn arrived(&mut self, chunk: &Chunk<M>, crossed: u64) {
         self.arrived_at(chunk, crossed, Instant::now);

@@ -914,6 +914,7 @@ fn publish(session: &SessionState, update: ProgressUpdate, again: bool) -> Resul
             }
         }
         progress::OUTPUT => area.set_output(update.value),
+        progress::WATCHED => area.set_watched(update.value),
         // The bridge knows by itself what it has sent.
         progress::RELEASED => {}
         _ => return Err(wrong()),

@@ -50,6 +50,9 @@ pub(super) struct Pace {
     before: u64,
     /// What the rate is first found out with.
     probe: Option<Probe>,
+    /// What was sent before the link was another one is still on its way, or sent again. It stands in front
+    /// of the watched chunk, whose time says nothing.
+    settles: bool,
 }
 
 /// Bytes that were given out while the rate was not known, since nothing was on its way.
@@ -76,7 +79,19 @@ impl Pace {
             link: LinkRate::new(),
             before: 0,
             probe: None,
+            settles: false,
         }
+    }
+
+    /// The link is another one: nothing is known of it.
+    pub(super) fn forget(&mut self) {
+        self.link.forget();
+        self.begin_anew();
+        self.settles = true;
+    }
+
+    fn begin_anew(&mut self) {
+        (self.window, self.shortest, self.rate, self.probe) = (self.least, Duration::MAX, 0, None);
     }
 
     /// Bytes that the server has received.
@@ -133,12 +148,11 @@ impl Pace {
         let now = LazyCell::new(now);
         if self.link.watched().is_none() {
             if self.link.leaves(chunk, *now) {
-                (self.window, self.shortest, self.rate) = (self.least, Duration::MAX, 0);
-                self.probe = None;
+                self.begin_anew();
             }
             self.before = self.received;
         }
-        if self.rate == 0 {
+        if self.rate == 0 && !self.settles {
             let begin = || Probe { begun: *now, before: self.received, bytes: 0, first: None };
             self.probe.get_or_insert_with(begin).bytes += len;
         }
@@ -173,6 +187,9 @@ impl Pace {
             }
         }
         let Some(time) = self.link.arrives(&(seq, piece, at), crossed, || *now) else { return false };
+        if std::mem::take(&mut self.settles) {
+            return false;
+        }
         let near = !self.is_far();
         self.shortest = self.shortest.min(time);
         let meanwhile = self.received - self.before;
@@ -305,6 +322,30 @@ mod tests {
         let link = pace.link().unwrap();
         assert!((24_900_000..25_100_000).contains(&link), "{link}");
         assert!(pace.rate > 249_000_000, "{}", pace.rate);
+    }
+
+    #[test]
+    fn another_link_is_measured_anew() {
+        let mut now = Instant::now();
+        let mut pace = Pace::new(LEAST, MOST);
+        assert_eq!(settled(&mut pace, 14 << 30, Duration::from_micros(100), now), LEAST);
+        assert!(pace.is_fast() && !pace.is_far());
+        // The link breaks while a chunk is watched, and the next one is long and slow.
+        pace.leaves((7, 0, 0), LEAST, || now);
+        pace.forget();
+        assert!(!pace.is_fast() && pace.may_be_far() && pace.link().is_none());
+        now += Duration::from_secs(20);
+        pace.arrives(7, 0, 0, (LEAST, LEAST), || now);
+        assert!(pace.link().is_none(), "nothing is known from the outage");
+        // What is sent now comes behind what is sent again.
+        pace.leaves((8, 0, 0), 1000, || now);
+        now += Duration::from_millis(500);
+        pace.arrives(8, 0, 0, (1000, 1000), || now);
+        assert!(!pace.is_far() && pace.window() == LEAST);
+        let window = settled(&mut pace, 1 << 30, Duration::from_millis(30), now);
+        let carried = (1 << 30) * 30 / 1000;
+        assert!((2 * carried - LEAST / 8..=2 * carried + LEAST / 8).contains(&window), "{window} {carried}");
+        assert!(pace.is_far());
     }
 
     #[test]

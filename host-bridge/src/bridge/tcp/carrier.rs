@@ -473,6 +473,7 @@ impl Carrier<Flows<SocketMemory>> for TcpCarrier {
         self.watched = (true, false);
         self.told = machine.control_taken();
         machine.frames_resume(&mut self.out, *control)?;
+        machine.schedule().relinked();
         self.connect(machine, resumed.data, data)?;
         self.session.link.stands(&self.control);
         lost.end();

@@ -44,6 +44,7 @@ pub struct TcpClient {
     pub(super) control_counted: Counted,
     pub(super) data: Vec<Arc<DataIn>>,
     pub(super) link_changes: OnceLock<Box<dyn Fn(bool) + Send + Sync>>,
+    pub(super) before_news: OnceLock<Box<dyn Fn() + Send + Sync>>,
     pub(super) announcing: Mutex<()>,
     /// Held by the attempt whose connections take the place of others.
     pub(super) relinking: Mutex<()>,

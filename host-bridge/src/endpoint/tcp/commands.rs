@@ -77,6 +77,7 @@ impl TcpCommands {
                 .map(|_| Arc::new(DataIn::new(Box::new(Owner(this.clone())))))
                 .collect(),
             link_changes: OnceLock::new(),
+            before_news: OnceLock::new(),
             announcing: Mutex::default(),
             relinking: Mutex::default(),
             sending: Mutex::new(Sending {

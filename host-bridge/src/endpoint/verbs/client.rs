@@ -51,6 +51,7 @@ pub struct VerbsClient {
     /// Raised for the pump when there are other connections to watch.
     pub(super) changed: EventFd,
     pub(super) link_changes: OnceLock<Box<dyn Fn(bool) + Send + Sync>>,
+    pub(super) before_news: OnceLock<Box<dyn Fn() + Send + Sync>>,
     pub(super) announcing: Mutex<()>,
     pub(super) settings: Settings,
     /// The client's address, for messages.

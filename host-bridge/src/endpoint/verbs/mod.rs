@@ -151,6 +151,7 @@ impl VerbsCommands {
                 control: Mutex::new(Some(control)),
                 changed,
                 link_changes: OnceLock::new(),
+                before_news: OnceLock::new(),
                 announcing: Mutex::default(),
                 settings: settings.clone(),
                 peer,
@@ -281,6 +282,14 @@ impl Client for VerbsClient {
 
     fn publish(&self, updates: &[ProgressUpdate]) {
         self.say(|engine| put_progress(engine.link.out(), updates));
+    }
+
+    fn before_news(&self) {
+        self.before_news.get().inspect(|news| news());
+    }
+
+    fn set_before_news(&self, news: Box<dyn Fn() + Send + Sync>) {
+        let _ = self.before_news.set(news);
     }
 
     fn executed(&self, seq: u64) {

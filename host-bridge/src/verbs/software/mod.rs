@@ -222,6 +222,12 @@ pub fn sent(from: u32, n: usize) -> Option<Sent> {
     pair.sends.get(n).map(|request| fabric.gather(pair.domain, request))
 }
 
+/// Whether the oldest request of a queue pair does not say when it has completed.
+pub fn is_quiet(from: u32) -> bool {
+    let fabric = fabric();
+    fabric.pairs.get(&from).and_then(|pair| pair.sends.front()).is_some_and(|request| !request.signalled)
+}
+
 /// Completes the oldest request of a queue pair. Another status than 0 stops the pair. False: there is none.
 pub fn complete(from: u32, status: u32) -> bool {
     fabric().complete(from, status)

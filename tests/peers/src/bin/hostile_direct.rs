@@ -180,12 +180,12 @@ fn sender(
     let answer = agree(&queue.offer())?;
     queue.connect(&answer)?;
     if what == "no-probe" {
-        queue.send(&header(1, 8), piece(8))?;
+        queue.send(&header(1, 8), piece(8), false)?;
         settle(&mut queue)?;
         socket.write_all(&[1])?;
         return ends(session, &socket, 1);
     }
-    queue.send(&DirectHeader::new_zeroed(), None)?;
+    queue.send(&DirectHeader::new_zeroed(), None, false)?;
     settle(&mut queue)?;
     if what == "half-agreed" {
         // It neither agrees nor declines.
@@ -194,7 +194,7 @@ fn sender(
     }
     socket.write_all(&[1])?;
     store(&buffer, &[6; 8])?;
-    queue.send(&header(1, 8), piece(8))?;
+    queue.send(&header(1, 8), piece(8), false)?;
     settle(&mut queue)?;
     // Whatever comes next has a receive.
     while !queue.may_send() {
@@ -203,9 +203,9 @@ fn sender(
         queue.grant(granted[0].into())?;
     }
     match what {
-        "long-piece" => queue.send(&header(2, 2 << 20), piece(2 << 20))?,
-        "wrong-length" => queue.send(&header(2, 10), piece(20))?,
-        "number-again" => queue.send(&header(1, 8), piece(8))?,
+        "long-piece" => queue.send(&header(2, 2 << 20), piece(2 << 20), false)?,
+        "wrong-length" => queue.send(&header(2, 10), piece(20), false)?,
+        "number-again" => queue.send(&header(1, 8), piece(8), false)?,
         "socket-bytes" => socket.write_all(&[1])?,
         "beyond-receives" => {
             // Nobody lands them, so not all of them can come; the server's device refuses one.
@@ -234,7 +234,7 @@ fn push(queue: &mut Pieces<Own>, header: &DirectHeader, piece: Option<(Own, usiz
     if !queue.may_send() {
         queue.grant(1)?;
     }
-    queue.send(header, piece)?;
+    queue.send(header, piece, false)?;
     settle(queue)
 }
 

@@ -151,7 +151,8 @@ fn send(
         {
             number += 1;
             let header = DirectHeader { number, len: size as u32, reserved: 0 };
-            queue.send(&header, Some((buffer, size as usize)))?;
+            let more = number < count && !free.is_empty();
+            queue.send(&header, Some((buffer, size as usize)), more)?;
         }
         if !worked {
             sleep(&queue, &socket)?;

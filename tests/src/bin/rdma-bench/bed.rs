@@ -179,9 +179,14 @@ impl Bed {
     }
 
     /// Copies of a CUDA program from the first server's GPU to the second one's, one after the other:
-    /// `volume` bytes in all.
-    pub fn peer_copies(&self, size: u64, volume: u64) -> Result<Bulk> {
+    /// `volume` bytes in all. Returns how many connections the servers had for them, too.
+    pub fn peer_copies(&self, size: u64, volume: u64) -> Result<(Bulk, usize)> {
         let count = volume / size;
+        let opened = || -> Result<usize> {
+            let log = self.machine.check("cat /run/server.log", LIMIT)?;
+            Ok(log.matches("a direct connection to another server is open").count())
+        };
+        let before = opened()?;
         let said = self.machine.check(&Self::program("pair", "peer", size, count), LIMIT)?;
         let sent = self.machine.check(
             "sleep 1; grep 'session ended' /run/server.log | tail -n 1 | grep -o 'bytes_direct_verbs=[0-9]*'",
@@ -189,7 +194,8 @@ impl Bed {
         )?;
         // Also those of a copy before the time began.
         ensure!(field(&sent, "bytes_direct_verbs")? >= (count * size) as f64, "not over verbs: {sent}");
-        Ok(Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?))
+        let bulk = Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?);
+        Ok((bulk, opened()? - before))
     }
 
     /// The median of a synchronous call of 64 bytes, in microseconds. `what`: `memory_info` or `dtoh`.

@@ -192,11 +192,17 @@ fn peers(rounds: usize) -> Result<()> {
     for round in 1..=rounds {
         for (what, size) in pieces.into_iter().chain(copies) {
             let theirs = bed.perftest(1 << 20, 1, 128, false, 0.0)?.rate;
-            let ours = match what {
-                "pieces" => bed.pieces(size, bed::VOLUME)?,
-                _ => bed.peer_copies(size, PEER_VOLUME)?.rate,
+            let (ours, connections) = match what {
+                "pieces" => (bed.pieces(size, bed::VOLUME)?, 1),
+                _ => {
+                    let (bulk, connections) = bed.peer_copies(size, PEER_VOLUME)?;
+                    (bulk.rate, connections)
+                }
             };
-            eprintln!("{round}: {what} {}: {ours:.1} MB/s, ib_write_bw {theirs:.1}", report::bytes(size));
+            eprintln!(
+                "{round}: {what} {}: {ours:.1} MB/s, ib_write_bw {theirs:.1}; connections: {connections}",
+                report::bytes(size)
+            );
             let row = found.entry((what, size)).or_default();
             row.iter_mut()
                 .zip([ours, theirs, 100.0 * ours / theirs])

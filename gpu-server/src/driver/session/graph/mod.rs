@@ -7,6 +7,7 @@
 mod drafts;
 mod nodes;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use protocol::Status;
@@ -33,6 +34,8 @@ struct Instance<N> {
     native: N,
     /// Its nodes as they should be; the status of changes to some of them if they are not known.
     nodes: Result<Arc<[GraphNode]>>,
+    /// The places of nodes that were changed in the list, but not yet in `native`.
+    changed: BTreeSet<u32>,
     /// Why the last change without an answer failed. Then it cannot be launched.
     failed: Option<Status>,
 }
@@ -76,7 +79,8 @@ impl<G: GpuGraphs> Graphs<G> {
         native: G::Graph,
         nodes: Result<Arc<[GraphNode]>>,
     ) {
-        self.instances.insert(id.0, Instance { context, flags, native, nodes, failed: None });
+        self.instances
+            .insert(id.0, Instance { context, flags, native, nodes, changed: BTreeSet::new(), failed: None });
     }
 
     /// An instance of a context, for a launch.
@@ -90,29 +94,28 @@ impl<G: GpuGraphs> Graphs<G> {
 }
 
 impl<G: Gpu> Session<G> {
+    /// What a client's node does, in the GPU's form.
+    fn work<'a>(&'a self, context: ContextId, node: &'a GraphNode) -> Result<NodeWork<'a, G>> {
+        let home = G::home_of_graph(self.device_of(context)?);
+        Ok(match operation(node)? {
+            Operation::Empty => NodeWork::Empty,
+            Operation::Launch(launch) => {
+                NodeWork::Launch { function: self.modules.function(context, launch.function)?, launch }
+            }
+            Operation::Memset(op) => self.checked_fill(&op, home)?.map_or(NodeWork::Empty, NodeWork::Fill),
+            Operation::Copy(op) => NodeWork::CopyLine(self.checked_line(&op, home)?),
+            Operation::Copy3D(op) => self.checked_box(&op, home)?.map_or(NodeWork::Empty, NodeWork::CopyBox),
+            Operation::MemoryOps(op) => NodeWork::MemoryOps(self.memory_ops(&op.operations, home)?),
+            Operation::Conditional(first) => NodeWork::Conditional(&self.graphs.drafts.node(first)?.native),
+        })
+    }
+
     /// A client's nodes in the GPU's form.
     fn resolve<'a>(&'a self, context: ContextId, nodes: &'a [GraphNode]) -> Result<Vec<Node<'a, G>>> {
-        let home = G::home_of_graph(self.device_of(context)?);
-        let work = |node: &'a GraphNode| {
-            Ok(match operation(node)? {
-                Operation::Empty => NodeWork::Empty,
-                Operation::Launch(launch) => {
-                    NodeWork::Launch { function: self.modules.function(context, launch.function)?, launch }
-                }
-                Operation::Memset(op) => {
-                    self.checked_fill(&op, home)?.map_or(NodeWork::Empty, NodeWork::Fill)
-                }
-                Operation::Copy(op) => NodeWork::CopyLine(self.checked_line(&op, home)?),
-                Operation::Copy3D(op) => {
-                    self.checked_box(&op, home)?.map_or(NodeWork::Empty, NodeWork::CopyBox)
-                }
-                Operation::MemoryOps(op) => NodeWork::MemoryOps(self.memory_ops(&op.operations, home)?),
-                Operation::Conditional(first) => {
-                    NodeWork::Conditional(&self.graphs.drafts.node(first)?.native)
-                }
-            })
+        let resolved = |node: &'a GraphNode| {
+            Ok(Node { work: self.work(context, node)?, dependencies: &node.dependencies })
         };
-        nodes.iter().map(|node| Ok(Node { work: work(node)?, dependencies: &node.dependencies })).collect()
+        nodes.iter().map(resolved).collect()
     }
 
     /// Puts a client's nodes into a draft. The context was entered.
@@ -159,12 +162,40 @@ impl<G: Gpu> Session<G> {
         self.gpu.update_graph(graph.context, &mut graph.native, &draft, graph.flags)
     }
 
-    /// The same without an answer: launches fail as long as the nodes are not as they should be.
-    fn change(&mut self, cx: &mut Call, id: GraphId, nodes: Result<Arc<[GraphNode]>>) -> Result {
-        let failed = nodes.clone().and_then(|nodes| self.update(cx, id, &nodes)).err();
+    /// Notes which nodes an instance should have, and why it does not have them: then launches fail.
+    fn noted(&mut self, id: GraphId, nodes: Result<Arc<[GraphNode]>>, failed: Option<Status>) -> Result {
         let graph = self.graphs.get_mut(id)?;
         (graph.nodes, graph.failed) = (nodes, failed);
+        graph.changed.clear();
         Ok(())
+    }
+
+    /// Makes later launches of an instance do what these nodes say, of which some were changed.
+    fn change(&mut self, cx: &mut Call, id: GraphId, nodes: &[GraphNode]) -> Result {
+        if self.change_in_place(cx, id, nodes)? {
+            return Ok(());
+        }
+        let draft = self.draft(cx, cx.context, nodes)?;
+        let graph = self.graphs.get_mut(id)?;
+        self.gpu.replace_graph(graph.context, &mut graph.native, draft, graph.flags)
+    }
+
+    /// The same if the instance has the other nodes already, and the GPU can change these. Returns whether
+    /// that is so.
+    fn change_in_place(&mut self, cx: &mut Call, id: GraphId, nodes: &[GraphNode]) -> Result<bool> {
+        let context = cx.context;
+        self.gpu.enter(context)?;
+        // While the nodes refer to the session, the instance does not belong to it.
+        let Some(mut graph) = self.graphs.instances.remove(&id.0) else { return Err(Status::INVALID_HANDLE) };
+        let place = |place: &u32| Some((*place, nodes.get(*place as usize)?));
+        let changed = graph.changed.iter().filter_map(place);
+        let changed: Result<Vec<_>> =
+            changed.map(|(place, node)| Ok((place, self.work(context, node)?))).collect();
+        let done = changed.map(|changed| {
+            graph.failed.is_none() && self.gpu.change_nodes(context, &mut graph.native, changed)
+        });
+        self.graphs.instances.insert(id.0, graph);
+        done
     }
 
     /// Checks that conditional nodes may still be added to or removed from a draft. Enters its context, which
@@ -201,25 +232,32 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
         cx.context = self.graphs.get(op.graph)?.context;
         let nodes = nodes::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
         self.update(cx, op.graph, &nodes)?;
-        let graph = self.graphs.get_mut(op.graph)?;
-        (graph.nodes, graph.failed) = (Ok(nodes.into()), None);
+        self.noted(op.graph, Ok(nodes.into()), None)?;
         now(GraphUpdateReply {})
     }
 
     fn graph_change<'a>(&mut self, cx: &mut Call, op: GraphChange<'a>) -> Result {
         cx.context = self.graphs.get(op.graph)?.context;
-        self.change(cx, op.graph, nodes::read(op.nodes).map(Arc::from))
+        let nodes = nodes::read(op.nodes).map(Arc::from);
+        let failed = nodes.clone().and_then(|nodes| self.update(cx, op.graph, &nodes)).err();
+        self.noted(op.graph, nodes, failed)
     }
 
     fn graph_change_nodes(&mut self, cx: &mut Call, op: GraphChangeNodes) -> Result {
         let graph = self.graphs.get_mut(op.graph)?;
         cx.context = graph.context;
+        let places: Vec<u32> = op.nodes.iter().map(|node| node.place).collect();
         let change = |nodes: &mut Arc<[GraphNode]>| nodes::change(Arc::make_mut(nodes), op.nodes);
-        if let Err(status) = graph.nodes.as_mut().map_err(|status| *status).and_then(change) {
-            graph.nodes = Err(status);
+        match graph.nodes.as_mut().map_err(|status| *status).and_then(change) {
+            Ok(()) => graph.changed.extend(places),
+            Err(status) => graph.nodes = Err(status),
         }
         let nodes = graph.nodes.clone();
-        if op.last || nodes.is_err() { self.change(cx, op.graph, nodes) } else { Ok(()) }
+        if !op.last && nodes.is_ok() {
+            return Ok(());
+        }
+        let failed = nodes.clone().and_then(|nodes| self.change(cx, op.graph, &nodes)).err();
+        self.noted(op.graph, nodes, failed)
     }
 
     fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
@@ -298,5 +336,111 @@ impl<G: Gpu> GraphOps<Call> for Session<G> {
         let Ok(draft) = self.graphs.drafts.get(op.graph) else { return Ok(()) };
         cx.context = ContextId(draft.context);
         self.graphs.drafts.forget(op.graph)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use protocol::data::HostIn;
+    use protocol::handle::StreamId;
+    use protocol::ops::Op;
+    use protocol::ops::copy::Memset;
+    use protocol::ops::memory::{MemAlloc, MemGrow, MemoryOps, window};
+    use protocol::wire::{Bytes, Wire, Writer};
+
+    use super::*;
+    use crate::config::{Backend as Choice, Backing};
+    use crate::doubles::Listener;
+    use crate::driver::Backend;
+    use crate::driver::cuda::Cuda;
+    use crate::driver::cuda::api::Api;
+    use crate::driver::nvml::Management;
+    use crate::driver::quota::Quota;
+
+    const GRAPH: GraphId = GraphId(1);
+
+    /// A session with some memory, on a driver that notes its calls.
+    fn session() -> (Session<Cuda>, Call) {
+        let backing = Backing {
+            backend: Choice::Software,
+            devices: Vec::new(),
+            cupti: None,
+            software_memory: 64 << 20,
+            software_devices: 1,
+            software_events: None,
+            software_imitate: "".parse().unwrap(),
+            listed: Vec::new(),
+        };
+        let quota = Quota::default();
+        let nvml = Management::new(&backing, quota.clone());
+        let mut session = Session::new(Cuda::fake_of(Api::noting(), 1), quota, nvml);
+        let listener = || Arc::new(Listener::new(|_| ()));
+        session.begin(listener());
+        let mut call = Call::new(listener());
+        let (address, size) = (window(0), 2 << 20);
+        session.mem_grow(&mut call, MemGrow { device: 0, address, size }).unwrap();
+        session.mem_alloc(&mut call, MemAlloc { address, size }).unwrap();
+        (session, call)
+    }
+
+    fn bytes<'a>(value: &impl Wire<'a>) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        value.put(&mut Writer(&mut bytes));
+        bytes
+    }
+
+    fn fill(at: u64) -> GraphNode {
+        let (stream, dst) = (StreamId(0), window(0) + at);
+        let fill = Memset { stream, dst, pitch: 0, value: 1, element: 4, width: 1, height: 1 };
+        GraphNode { opcode: <Memset as Op>::INFO.opcode, dependencies: Vec::new(), body: Bytes(bytes(&fill)) }
+    }
+
+    fn change(session: &mut Session<Cuda>, call: &mut Call, last: bool, changed: &[(u32, u64)]) {
+        let node = |(place, at): &(u32, u64)| {
+            let GraphNode { opcode, body, .. } = fill(*at);
+            ChangedNode { place: *place, opcode, body }
+        };
+        let nodes = changed.iter().map(node).collect();
+        session.graph_change_nodes(call, GraphChangeNodes { graph: GRAPH, last, nodes }).unwrap();
+    }
+
+    /// The calls for graphs since this was last asked.
+    fn called() -> Vec<&'static str> {
+        let names = Api::calls().into_iter().map(|(name, _)| name);
+        names.filter(|name| name.starts_with("graph_") || name.starts_with("capture_")).collect()
+    }
+
+    #[test]
+    fn the_driver_is_told_of_changed_nodes_only() {
+        let (mut session, mut call) = session();
+        let nodes = bytes(&GraphNodes { nodes: (0..4).map(|n| fill(n * 4)).collect() });
+        let (context, nodes) = (ContextId(0), HostIn::Inline(&nodes));
+        session
+            .graph_instantiate(&mut call, GraphInstantiate { context, graph: GRAPH, flags: 0, nodes })
+            .unwrap();
+        // With the first change, it is told which node is which.
+        let again = [&["capture_begin"; 4][..], &["graph_instantiate"]].concat();
+        called();
+        change(&mut session, &mut call, true, &[(1, 100)]);
+        assert_eq!(called(), again);
+        change(&mut session, &mut call, true, &[(1, 200)]);
+        assert_eq!(called(), ["graph_node_fill"]);
+        // Two changes that are one.
+        change(&mut session, &mut call, false, &[(0, 300), (1, 300)]);
+        assert!(called().is_empty());
+        change(&mut session, &mut call, true, &[(1, 400), (2, 300)]);
+        assert_eq!(called(), ["graph_node_fill"; 3]);
+        // After a refusal by the session, nodes that were not refused are missing, too.
+        change(&mut session, &mut call, true, &[(2, 500), (3, 4 << 20)]);
+        assert!(called().is_empty());
+        assert!(session.graphs.get_in(GRAPH, context).is_err());
+        change(&mut session, &mut call, true, &[(3, 0)]);
+        assert_eq!(called(), again);
+        assert!(session.graphs.get_in(GRAPH, context).is_ok());
+        // After a refusal by the driver, it makes all of the graph.
+        Api::refuse(Some("graph_node_fill"));
+        change(&mut session, &mut call, true, &[(3, 8)]);
+        assert_eq!(called(), [&["graph_node_fill"][..], &again].concat());
+        assert!(session.graphs.get_in(GRAPH, context).is_ok());
     }
 }

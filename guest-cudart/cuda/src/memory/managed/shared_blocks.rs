@@ -33,7 +33,7 @@ use std::time::{Duration, Instant};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SHORT};
 use crate::memory::managed::changes::{changes, rows, send};
-use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
+use crate::memory::managed::{STATE, State, compared_words, page_faults, pages, watched_pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -84,6 +84,10 @@ impl Together {
     pub fn before_of(&mut self, part: &Run) -> &mut [u8] {
         let first = (part.address - self.run.address) as usize;
         &mut self.before[first..first + part.len as usize]
+    }
+
+    pub fn has(&self, address: u64) -> bool {
+        self.range().contains(&address)
     }
 
     pub fn touches(&self, range: &Range<u64>) -> bool {
@@ -146,7 +150,10 @@ pub(crate) fn answer(
         // that has learned that the work is done may not have taken it away yet.
         take_pinned(driver);
         compared_words::compare_if_due();
-        return page_faults::answer(pages, fault, buffer);
+        let stays = lock(&STATE).together.iter().any(|together| together.has(fault.address as u64));
+        if !stays {
+            return page_faults::answer(pages, fault, buffer);
+        }
     }
     start(driver);
     let mut state = lock(&STATE);
@@ -207,19 +214,27 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 
 #[cold]
 fn take_all(driver: &'static Driver) {
-    let mut state = lock(&STATE);
-    state.count_waited();
-    state.sets.taken();
-    told(state.part(driver, |_| true));
+    take_old(driver, |_| true);
 }
 
 fn take_pinned(driver: &'static Driver) {
     if GIVEN.load(Ordering::SeqCst) != 0 {
-        let mut state = lock(&STATE);
-        state.count_waited();
-        state.sets.taken();
-        told(state.part(driver, |together| together.pinned));
+        take_old(driver, |together| together.pinned);
     }
+}
+
+/// Takes away those runs that `which` selects and that may be older than the work of which the program knows
+/// that it is done.
+fn take_old(driver: &'static Driver, which: impl Fn(&Together) -> bool) {
+    let mut state = watched_pages::settled();
+    let old = |together: &&Together| which(together) && !state.is_current(together);
+    let old: Vec<u64> = state.together.iter().filter(old).map(|together| together.number).collect();
+    if old.is_empty() {
+        return;
+    }
+    state.count_waited();
+    state.sets.taken();
+    told(state.part(driver, |together| old.contains(&together.number)));
 }
 
 /// Logs an error, of which nobody else learns.

@@ -1,5 +1,8 @@
 //! A server's watch of pages that the program has while the device works ([`HostWatch`]), and the thread that
 //! waits for its answers. See [`watched_pages`](super::watched_pages).
+//!
+//! Before the server tells of the end of work, it compares these pages, answers the watch if they have
+//! changed, and says by a word whether the program then has everything ([`Watch::news`]).
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -21,6 +24,17 @@ struct Asked {
     answer: Ahead<'static, HostWatchReply>,
 }
 
+/// What a server says of what the program has ([`progress::WATCHED`](protocol::link::progress::WATCHED)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum News {
+    /// It is as new as all work that the program knows to be done.
+    Current,
+    /// It is so once the answer to the watch has been taken over, which is there.
+    Answered,
+    /// It may be older.
+    Unknown,
+}
+
 /// What a server watches.
 pub(crate) struct Watch {
     /// A context of the server.
@@ -29,6 +43,8 @@ pub(crate) struct Watch {
     pub number: u64,
     /// The number of the watch whose answer is being taken over, otherwise 0.
     pub after: u64,
+    /// The number of the last watch whose answer was taken over.
+    pub taken_over: u64,
     /// The runs, with their numbers. `None` once it was answered.
     pub what: Option<Vec<(u64, u64)>>,
     mailbox: Arc<Mailbox>,
@@ -60,13 +76,23 @@ impl Watch {
             ));
             Status::OUT_OF_MEMORY
         })?;
-        Ok(Watch { context, number: 0, after: 0, what: None, mailbox })
+        Ok(Watch { context, number: 0, after: 0, taken_over: 0, what: None, mailbox })
     }
 
     /// One whose answers nobody takes over.
     #[cfg(test)]
     pub fn for_tests(context: &'static Context) -> Watch {
-        Watch { context, number: 0, after: 0, what: None, mailbox: Arc::default() }
+        Watch { context, number: 0, after: 0, taken_over: 0, what: None, mailbox: Arc::default() }
+    }
+
+    /// What the server says of what the program has, now that the program knows that work is done.
+    pub fn news(&self) -> News {
+        match self.context.session().progress().watched() {
+            0 => News::Unknown,
+            word if word.is_multiple_of(2) || word / 2 == self.taken_over => News::Current,
+            word if word / 2 == self.number => News::Answered,
+            _ => News::Unknown,
+        }
     }
 
     /// The program has nothing any more. The answer is not needed then.

@@ -10,18 +10,19 @@
 //! one means nothing. If nothing changes for a while, the pages are taken away, and the program's next access
 //! begins again.
 
+use std::sync::{Condvar, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::Run;
 use crate::memory::managed::shared_blocks::{Together, WHILE, new_number, told};
-use crate::memory::managed::watch::Watch;
+use crate::memory::managed::watch::{News, Watch};
 use crate::memory::managed::{STATE, State, page_faults, pages};
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
 use crate::process::work_signal;
 use client::counters::{self, COUNTERS};
-use client::ops::memory::{HostWatch, HostWatchReply, MOST_WATCHED_BYTES, WordPatch};
+use client::ops::memory::{HostWatch, HostWatchReply, MOST_WATCHED_BYTES, WATCH_TELLS, WordPatch};
 use client::pages::PAGE;
 use client::{Status, lock, log};
 
@@ -29,6 +30,14 @@ use client::{Status, lock, log};
 const MOST_TIME: Duration = Duration::from_millis(100);
 /// A page in which more words change at a time is not one that the program polls.
 const MOST_POLLED: usize = 16;
+/// Minor version from which on a server says whether what the program has is as new as the work that has
+/// ended.
+const TELLS_SINCE: u16 = 8;
+/// How long the end of work waits for an answer that is there to be taken over.
+const MOST_HANDLING: Duration = Duration::from_millis(10);
+
+/// Notified when an answer has been taken over.
+static TAKEN_OVER: Condvar = Condvar::new();
 
 fn is_same(a: &Context, b: &Context) -> bool {
     std::ptr::eq(a.session(), b.session())
@@ -36,6 +45,16 @@ fn is_same(a: &Context, b: &Context) -> bool {
 
 fn answered(driver: &'static Driver, context: &'static Context, number: u64, reply: Result<HostWatchReply>) {
     told(lock(&STATE).answered(driver, context, number, reply));
+    TAKEN_OVER.notify_all();
+}
+
+/// The state, once the answers that have come before the end of work are taken over. Returns it sooner if
+/// that takes too long.
+pub(super) fn settled() -> MutexGuard<'static, State> {
+    let state = lock(&STATE);
+    let is_open = |state: &mut State| state.watches.iter().any(|watch| watch.news() == News::Answered);
+    let waited = TAKEN_OVER.wait_timeout_while(state, MOST_HANDLING, is_open);
+    waited.unwrap_or_else(PoisonError::into_inner).0
 }
 
 impl State {
@@ -78,9 +97,10 @@ impl State {
             return Ok(());
         }
         watch.number = new_number();
+        let tells = if context.session().minor() >= TELLS_SINCE { WATCH_TELLS } else { 0 };
         let op = HostWatch {
             context: context.id,
-            number: watch.number,
+            number: watch.number | tells,
             after: std::mem::take(&mut watch.after),
             most_us: MOST_TIME.as_micros() as u32,
             watched: what.iter().map(|(address, _)| *address).collect(),
@@ -90,6 +110,20 @@ impl State {
         watch.what = Some(what);
         watch.expect(answer);
         Ok(())
+    }
+
+    /// Whether a run is as new as all work that the program knows to be done. Only in a program with one
+    /// context: what another server does may come behind this one's work, without the program's having been
+    /// told of that.
+    pub(super) fn is_current(&self, together: &Together) -> bool {
+        self.is_told_to_be_current(together) && context::is_only(together.context)
+    }
+
+    fn is_told_to_be_current(&self, together: &Together) -> bool {
+        let remembered = together.pinned && together.remembered && together.until.is_none();
+        let watch = self.watches.iter().find(|watch| is_same(watch.context, together.context));
+        let current = watch.is_some_and(|watch| watch.news() == News::Current);
+        remembered && current && !together.context.is_given_up()
     }
 
     /// The short runs that a context's server is to watch, with their numbers: not more than it accepts. The
@@ -133,7 +167,7 @@ impl State {
         watch.what = None;
         let taken = match reply {
             Ok(HostWatchReply { words, changed }) if !words.is_empty() || !changed.is_empty() => {
-                watch.after = number;
+                (watch.after, watch.taken_over) = (number, number);
                 counters::add(&COUNTERS.mirror_bytes, size_of_val(&words[..]) as u64);
                 self.take_changes(driver, context, &words, &changed)
             }
@@ -250,6 +284,32 @@ mod tests {
         state.together.retain(|together| together.is_short());
         state.watch();
         assert_eq!(context.session().last_seq(), before, "there is nothing new");
+    }
+
+    #[test]
+    fn what_a_server_says_to_be_current_stays_when_work_ends() {
+        let (mut state, context) = watching();
+        state.has(context, 0, SMALL);
+        state.watch();
+        let (number, says) = (state.watches[0].number, |word| context.session().progress().set_watched(word));
+        let current = |state: &State| state.is_told_to_be_current(&state.together[0]);
+        assert!(number > 0 && !current(&state), "the server has said nothing");
+        says(2 * number);
+        assert!(current(&state));
+        says(2 * number + 1);
+        assert_eq!(state.watches[0].news(), News::Answered);
+        assert!(!current(&state));
+        state.watches[0].taken_over = number;
+        assert!(current(&state));
+        // The program has given up another watch, whose answer nobody takes over.
+        says(2 * (number - 1) + 1);
+        assert!(state.watches[0].news() == News::Unknown && !current(&state));
+        says(2 * number);
+        state.together[0].until = Some(Instant::now());
+        assert!(!current(&state));
+        state.together[0].until = None;
+        state.together[0].remembered = false;
+        assert!(!current(&state));
     }
 
     #[test]

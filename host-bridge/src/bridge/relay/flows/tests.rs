@@ -294,6 +294,18 @@ fn what_waits_for_a_server_that_does_not_answer_is_sent_after_a_while() {
 }
 
 #[test]
+fn over_other_connections_nothing_waits_until_the_link_is_known() {
+    let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Slow);
+    let now = over_ten_milliseconds(&mut flows);
+    push(&mut flows, 1, 1, 0, 900_000);
+    assert_eq!(hash(&mut flows), 1);
+    while next(&mut flows, now).is_some() {}
+    assert!(flows.waits() && !flows.has_chunks());
+    flows.relinked();
+    assert!(!flows.waits() && flows.has_chunks() && flows.is_unknown());
+}
+
+#[test]
 fn after_a_pause_without_data_nothing_waits_until_the_link_is_known() {
     let mut flows = TestFlows::new(4, 128 << 20, CacheUse::Slow);
     let now = over_ten_milliseconds(&mut flows);
