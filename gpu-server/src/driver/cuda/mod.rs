@@ -2,9 +2,9 @@
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
 //! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`],
-//!   [`copies`], [`row_copies`] and [`across`] (with [`staging`] and [`arrivals`] for data to and from the network, and
-//!   [`landing`] for what other servers send), [`kernels`] (with [`link`]), [`graph`], [`green`], [`array`],
-//!   [`texture`]; [`nvml`]; [`activity`] and [`cupti`]: device activity;
+//!   [`copies`], [`row_copies`] and [`across`] (with [`staging`] and [`arrivals`] for data to and from the
+//!   network, and [`landing`] for what other servers send), [`kernels`] (with [`link`]), [`graph`], [`green`],
+//!   [`array`], [`texture`]; [`nvml`]; [`activity`] and [`cupti`]: device activity;
 //! - [`registration`]: client memory that CUDA accesses in place; [`reach`]: state that threads other than
 //!   the dispatcher's may use.
 //!
