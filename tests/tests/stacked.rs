@@ -157,8 +157,9 @@ impl Stack {
         let at = |name: &str| folder.path().join(name);
         let unix = |name: &str| format!("unix:{}", at(name).display());
         let (below, above) = (unix("below.sock"), unix("above.sock"));
-        let gpu =
-            ["--backend", "software", "--software-devices", DEVICES, "--workers", "2", "--listen", &below];
+        // Most programs have one of the devices. Those that have two also do without access between them.
+        let devices = ["--software-devices", DEVICES, "--software-imitate", "no-peers"];
+        let gpu = [&["--backend", "software", "--workers", "2", "--listen", &below][..], &devices].concat();
         let gpu = start(folder.path(), "below", "rgpu-server", &[], &gpu)?;
         let (to_gpu, socket) = bridge(folder.path(), "to-below", "local", &below)?;
 
@@ -179,6 +180,21 @@ impl Stack {
             bridges.push((transport, bridge, socket));
         }
         Ok(Stack { bridges, _server: server, _below: [to_gpu, gpu], driver, folder })
+    }
+
+    /// A program uses two devices that do not reach each other's memory.
+    fn two_apart(&self) -> Result<()> {
+        let folder = self.folder.path().join("apart");
+        std::fs::create_dir(&folder)?;
+        let address = format!("unix:{}", folder.join("server.sock").display());
+        let variables = [&self.driver[..], &[("CUDA_VISIBLE_DEVICES", LAST_TWO.into())]].concat();
+        let arguments = [&ABOVE[..], &["--listen", &address]].concat();
+        let _server = start(&folder, "apart", "rgpu-server", &variables, &arguments)?;
+        let (_bridge, socket) = bridge(&folder, "to-apart", "local", &address)?;
+        let mut command = Command::new(programs::built("two_gpus")?);
+        command.env("RGPU_SOCKET", &socket).env("LD_LIBRARY_PATH", tree::guest_libraries());
+        programs::run(&mut command, programs::LIMIT)?.verdict("two_gpus")?;
+        Ok(())
     }
 
     /// A server with two devices keeps their numbers when the first one is lost, so that its driver counts
@@ -282,11 +298,18 @@ fn main() -> Result<ExitCode> {
     let stack = if arguments.list { None } else { Some(Arc::new(Stack::start()?)) };
     let mut trials = Vec::new();
     if asked.is_empty() {
-        let stack = stack.clone();
-        trials.push(Trial::test("numbers_stay_with_their_devices_when_one_is_lost", move || {
-            let stack = stack.as_ref().ok_or("nothing runs while tests are listed")?;
-            Ok(told(stack.numbers_stay())?)
-        }));
+        type Case = fn(&Stack) -> Result<()>;
+        let cases: [(&str, Case); 2] = [
+            ("numbers_stay_with_their_devices_when_one_is_lost", Stack::numbers_stay),
+            ("two_devices_do_not_reach_each_other", Stack::two_apart),
+        ];
+        for (name, case) in cases {
+            let stack = stack.clone();
+            trials.push(Trial::test(name, move || {
+                let stack = stack.as_ref().ok_or("nothing runs while tests are listed")?;
+                Ok(told(case(stack))?)
+            }));
+        }
     }
     for program in all {
         for transport in TRANSPORTS {

@@ -251,7 +251,6 @@ api! {
     graph_node_memory_ops = "cuGraphExecBatchMemOpNodeSetParams" (
         CUgraphExec, CUgraphNode, *const BatchMemOpNode
     );
-    graph_node_enable = "cuGraphNodeSetEnabled" (CUgraphExec, CUgraphNode, c_uint);
     graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);
     graph_launch = "cuGraphLaunch" (CUgraphExec, CUstream);
     graph_upload = "cuGraphUpload" (CUgraphExec, CUstream);
@@ -719,9 +718,6 @@ impl Api {
         ) -> u32 {
             note("graph_node_copy", node as usize, || ())
         }
-        unsafe extern "C" fn graph_node_enable(_: CUgraphExec, node: CUgraphNode, _: c_uint) -> u32 {
-            note("graph_node_enable", node as usize, || ())
-        }
         unsafe extern "C" fn copy_3d(copy: *const CUDA_MEMCPY3D, _: CUstream) -> u32 {
             // SAFETY: the caller's structure.
             note("copy_3d", unsafe { (*copy).Depth }, || ())
@@ -771,7 +767,6 @@ impl Api {
             graph_node_launch,
             graph_node_fill,
             graph_node_copy,
-            graph_node_enable,
             copy_3d,
             memory_unmap,
             event_record,
