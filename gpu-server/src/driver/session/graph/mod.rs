@@ -370,7 +370,6 @@ mod tests {
             software_devices: 1,
             software_events: None,
             software_imitate: "".parse().unwrap(),
-            listed: Vec::new(),
         };
         let quota = Quota::default();
         let nvml = Management::new(&backing, quota.clone());
