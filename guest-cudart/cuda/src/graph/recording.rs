@@ -35,11 +35,11 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     let mut ends = lock(&capture.ends);
     let end = ends.entry(stream.unique()).or_default();
     let mut before = edges(&std::mem::take(end));
-    if let ([edge], Work::Kernel(kernel)) = (&mut before[..], &work)
+    if let Work::Kernel(kernel) = &work
         && kernel.overlaps()
-        && follows_kernel(capture, stream, &graph, edge.from)
+        && before.iter().all(|edge| is_kernel(&graph, edge.from))
     {
-        edge.data = PROGRAMMATIC;
+        before.iter_mut().for_each(|edge| edge.data = PROGRAMMATIC);
     }
     let node = graph.add(work, before).inspect_err(|_| capture.spoil())?;
     lock(&capture.added).insert(node, stream.unique());
@@ -49,11 +49,10 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     Ok(())
 }
 
-/// Whether a node is a kernel that was launched on this stream. NVIDIA's driver notes of a launch that may
-/// overlap with it that it depends on the kernel's programmatic port.
-fn follows_kernel(capture: &Capture, stream: &Stream, graph: &Graph, node: u64) -> bool {
-    lock(&capture.added).get(&node) == Some(&stream.unique())
-        && graph.with(node, |node| Ok(matches!(node.work, Work::Kernel(_)))) == Ok(true)
+/// Whether a node is a kernel. NVIDIA's driver notes of a launch that may overlap with what is ahead of it that
+/// it depends on the kernels' programmatic ports, whichever streams they were launched on.
+fn is_kernel(graph: &Graph, node: u64) -> bool {
+    graph.with(node, |node| Ok(matches!(node.work, Work::Kernel(_)))) == Ok(true)
 }
 
 /// Adds an allocation that depends on what the stream's next node depends on, and that other devices have
