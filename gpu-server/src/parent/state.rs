@@ -90,7 +90,8 @@ pub(super) struct State {
     pub(super) serving: Option<(String, Vec<String>)>,
     /// All devices of NVIDIA's driver, by number, once a worker that serves them has been ready.
     pub(super) known: Arc<Devices>,
-    /// The options behind those that are served ([`Backing::chosen`](crate::config::Backing::chosen)), for the next daemon.
+    /// The options behind those that are served ([`Backing::chosen`](crate::config::Backing::chosen)), for
+    /// the next daemon.
     pub(super) chosen: (Vec<u32>, u32),
     pub(super) paces: Paces,
     /// How often the rules for clients were read again.

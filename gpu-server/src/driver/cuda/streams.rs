@@ -713,8 +713,8 @@ impl GpuStreams for Cuda {
         // SAFETY: live handles of one context.
         let recorded = unsafe { self.api.event_record(event.handle, place.stream, flags) };
         let recorded = self.note(place.context, recorded);
-        // After the record, so that the event is done when others see the word. Also if the driver has refused
-        // the record: what waits for the stream's progress must end.
+        // After the record, so that the event is done when others see the word. Also if the driver has
+        // refused the record: what waits for the stream's progress must end.
         let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
         self.fence(streams, place, seq, move |status| progress.publish(seq, status))?;
         recorded?;

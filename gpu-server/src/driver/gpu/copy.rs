@@ -63,9 +63,9 @@ pub struct Fill {
 pub trait Carrier: Send + Sync {
     /// Copies between `bytes` and as many bytes of `rows`, from this offset in its packed bytes on. `rows` is
     /// memory that was checked, and `bytes` is a connection's buffer, which only this process can use, and
-    /// which nobody uses until `end` is called. When the copy is done, or never will be, it publishes `seq` as
-    /// the progress of the stream for which it was made (0: it does not) and calls `end`. Copies end in the
-    /// order of these calls.
+    /// which nobody uses until `end` is called. When the copy is done, or never will be, it publishes `seq`
+    /// as the progress of the stream for which it was made (0: it does not) and calls `end`. Copies end in
+    /// the order of these calls.
     fn carry(&self, rows: &Rows, offset: u64, bytes: Mapped, seq: u64, end: End);
 }
 

@@ -49,8 +49,8 @@ pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
     Ok(())
 }
 
-/// Whether a node is a kernel. NVIDIA's driver notes of a launch that may overlap with what is ahead of it that
-/// it depends on the kernels' programmatic ports, whichever streams they were launched on.
+/// Whether a node is a kernel. NVIDIA's driver notes of a launch that may overlap with what is ahead of it
+/// that it depends on the kernels' programmatic ports, whichever streams they were launched on.
 fn is_kernel(graph: &Graph, node: u64) -> bool {
     graph.with(node, |node| Ok(matches!(node.work, Work::Kernel(_)))) == Ok(true)
 }
