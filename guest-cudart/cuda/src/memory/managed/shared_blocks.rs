@@ -27,13 +27,14 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Once, PoisonError};
+use std::sync::{MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, MOST_READINGS, Run, SHORT};
 use crate::memory::managed::changes::{changes, rows, send};
-use crate::memory::managed::{STATE, State, compared_words, page_faults, pages, watched_pages};
+use crate::memory::managed::watch::{News, TAKEN_OVER};
+use crate::memory::managed::{STATE, State, compared_words, page_faults, pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -46,6 +47,9 @@ use client::{lock, log};
 pub(crate) const WHILE: Duration = Duration::from_micros(100);
 /// The same for a run that is longer than [`SHORT`].
 const WHILE_LONG: Duration = Duration::from_millis(1);
+
+/// How long the end of work waits for an answer that is there to be taken over.
+const MOST_HANDLING: Duration = Duration::from_millis(10);
 
 /// A run that the host was given while the device worked.
 pub(crate) struct Together {
@@ -223,10 +227,18 @@ fn take_pinned(driver: &'static Driver) {
     }
 }
 
+/// The state, once the answers to watches that have come before the end of work are taken over. Returns it
+/// sooner if that takes too long.
+fn settled() -> MutexGuard<'static, State> {
+    let is_open = |state: &mut State| state.watches.iter().any(|watch| watch.news() == News::Answered);
+    let waited = TAKEN_OVER.wait_timeout_while(lock(&STATE), MOST_HANDLING, is_open);
+    waited.unwrap_or_else(PoisonError::into_inner).0
+}
+
 /// Takes away those runs that `which` selects and that may be older than the work of which the program knows
 /// that it is done.
 fn take_old(driver: &'static Driver, which: impl Fn(&Together) -> bool) {
-    let mut state = watched_pages::settled();
+    let mut state = settled();
     let old = |together: &&Together| which(together) && !state.is_current(together);
     let old: Vec<u64> = state.together.iter().filter(old).map(|together| together.number).collect();
     if old.is_empty() {

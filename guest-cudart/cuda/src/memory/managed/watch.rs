@@ -50,6 +50,9 @@ pub(crate) struct Watch {
     mailbox: Arc<Mailbox>,
 }
 
+/// Notified when an answer has been taken over.
+pub(super) static TAKEN_OVER: Condvar = Condvar::new();
+
 /// Whether a context's server can watch.
 pub(crate) fn is_possible(context: &Context) -> bool {
     context.session().knows::<HostWatch>()

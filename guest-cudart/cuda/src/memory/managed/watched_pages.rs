@@ -10,13 +10,12 @@
 //! one means nothing. If nothing changes for a while, the pages are taken away, and the program's next access
 //! begins again.
 
-use std::sync::{Condvar, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::Run;
 use crate::memory::managed::shared_blocks::{Together, WHILE, new_number, told};
-use crate::memory::managed::watch::{News, Watch};
+use crate::memory::managed::watch::{News, TAKEN_OVER, Watch};
 use crate::memory::managed::{STATE, State, page_faults, pages};
 use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
@@ -33,11 +32,6 @@ const MOST_POLLED: usize = 16;
 /// Minor version from which on a server says whether what the program has is as new as the work that has
 /// ended.
 const TELLS_SINCE: u16 = 8;
-/// How long the end of work waits for an answer that is there to be taken over.
-const MOST_HANDLING: Duration = Duration::from_millis(10);
-
-/// Notified when an answer has been taken over.
-static TAKEN_OVER: Condvar = Condvar::new();
 
 fn is_same(a: &Context, b: &Context) -> bool {
     std::ptr::eq(a.session(), b.session())
@@ -46,15 +40,6 @@ fn is_same(a: &Context, b: &Context) -> bool {
 fn answered(driver: &'static Driver, context: &'static Context, number: u64, reply: Result<HostWatchReply>) {
     told(lock(&STATE).answered(driver, context, number, reply));
     TAKEN_OVER.notify_all();
-}
-
-/// The state, once the answers that have come before the end of work are taken over. Returns it sooner if
-/// that takes too long.
-pub(super) fn settled() -> MutexGuard<'static, State> {
-    let state = lock(&STATE);
-    let is_open = |state: &mut State| state.watches.iter().any(|watch| watch.news() == News::Answered);
-    let waited = TAKEN_OVER.wait_timeout_while(state, MOST_HANDLING, is_open);
-    waited.unwrap_or_else(PoisonError::into_inner).0
 }
 
 impl State {
