@@ -307,8 +307,9 @@ impl HostileReceiver<'_, '_> {
             assert!(self.excused || counter.load(Ordering::Relaxed) == self.all);
         }
         // What it should have sent now.
+        // Those whose completion only a later one tells count as under way there.
         while self.receives > 0
-            && self.under_way.len() < PIECES
+            && self.under_way.len() + self.quiet.len() < PIECES
             && let Some((number, bytes)) = self.due.pop_front()
         {
             if number > self.last {
