@@ -463,6 +463,21 @@ impl Backing {
     pub fn chosen(&self) -> (Vec<u32>, u32) {
         (self.devices.clone(), self.software_devices)
     }
+
+    /// So many software devices, each with so many bytes.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn software(software_memory: u64, software_devices: u32) -> Backing {
+        Backing {
+            backend: Backend::Software,
+            devices: Vec::new(),
+            cupti: None,
+            software_memory,
+            software_devices,
+            software_events: None,
+            software_imitate: Imitate::default(),
+            listed: Vec::new(),
+        }
+    }
 }
 
 /// What executes commands.

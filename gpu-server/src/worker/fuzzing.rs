@@ -34,7 +34,7 @@ use protocol::wire::{Bytes, Wire, Writer};
 use super::residence::{Orders, Residence};
 use super::turns::{Link, Turns};
 use super::{Shared, session};
-use crate::config::{Backend, Backing};
+use crate::config::Backing;
 use crate::cuda_ipc::Broker;
 use crate::direct::Directs;
 use crate::driver;
@@ -340,19 +340,6 @@ impl Commands for Program<'_> {
     }
 }
 
-fn backing() -> Backing {
-    Backing {
-        backend: Backend::Software,
-        devices: Vec::new(),
-        cupti: None,
-        software_memory: MEMORY,
-        software_devices: 1,
-        software_events: None,
-        software_imitate: Default::default(),
-        listed: Vec::new(),
-    }
-}
-
 fn memory(len: usize, content: &[u8]) -> Arc<Region> {
     let region = Region::own(NonZeroUsize::new(len).expect("it has bytes")).expect("memory");
     Mapped::of(&region, len as u64).expect("all of it").write(0, content);
@@ -371,7 +358,9 @@ pub fn session_any(bytes: &[u8]) -> u64 {
         before_news: OnceLock::new(),
     });
     let quota = Quota::default();
-    let mut backend = driver::make(&backing(), quota.clone()).map_err(|e| e.reason).expect("a software GPU");
+    let mut backend = driver::make(&Backing::software(MEMORY, 1), quota.clone())
+        .map_err(|e| e.reason)
+        .expect("a software GPU");
     let (terms, meter) = (Arc::new(Page::new().expect("a page").0), Arc::new(Page::new().expect("a page").0));
     let bell: OwnedFd = std::fs::File::options().write(true).open("/dev/null").expect("a bell").into();
     let link = Link { terms: Arc::clone(&terms), meter: Arc::clone(&meter), bell: Arc::new(bell) };

@@ -511,7 +511,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::config::{Backend as Choice, Backing};
+    use crate::config::Backing;
     use crate::doubles::{Listener, Told};
     use crate::driver::cuda::Cuda;
     use crate::driver::cuda::api::{Api, UNMAPS};
@@ -521,18 +521,8 @@ mod tests {
     /// The driver takes milliseconds to release GiBs.
     #[test]
     fn nothing_else_waits_while_memory_is_released() {
-        let backing = Backing {
-            backend: Choice::Software,
-            devices: Vec::new(),
-            listed: Vec::new(),
-            cupti: None,
-            software_memory: 64 << 20,
-            software_devices: 1,
-            software_events: None,
-            software_imitate: "".parse().unwrap(),
-        };
         let quota = Quota::default();
-        let nvml = Management::new(&backing, quota.clone());
+        let nvml = Management::new(&Backing::software(64 << 20, 1), quota.clone());
         let mut session = Session::new(Cuda::fake_of(Api::slow_to_unmap(), 1), quota, nvml);
         let (answer, answers) = channel();
         let mut call = Call::new(Arc::new(Listener::new(move |told: Told<'_>| {

@@ -327,7 +327,7 @@ impl<G: Gpu> Session<G> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Backend as Choice, Backing};
+    use crate::config::Backing;
     use crate::doubles::Listener;
     use crate::driver::Backend;
     use crate::driver::nvml::Management;
@@ -337,16 +337,7 @@ mod tests {
 
     #[test]
     fn opened_events_count_like_made_ones() {
-        let backing = Backing {
-            backend: Choice::Software,
-            devices: Vec::new(),
-            cupti: None,
-            software_memory: 64 << 20,
-            software_devices: 1,
-            software_events: None,
-            software_imitate: "".parse().unwrap(),
-            listed: Vec::new(),
-        };
+        let backing = Backing::software(64 << 20, 1);
         let quota = Quota::default();
         let nvml = Management::new(&backing, quota.clone());
         let mut session = Session::new(Software::new(&backing).unwrap(), quota, nvml);

@@ -349,7 +349,7 @@ mod tests {
     use protocol::wire::{Bytes, Wire, Writer};
 
     use super::*;
-    use crate::config::{Backend as Choice, Backing};
+    use crate::config::Backing;
     use crate::doubles::Listener;
     use crate::driver::Backend;
     use crate::driver::cuda::Cuda;
@@ -361,18 +361,8 @@ mod tests {
 
     /// A session with some memory, on a driver that notes its calls.
     fn session() -> (Session<Cuda>, Call) {
-        let backing = Backing {
-            backend: Choice::Software,
-            devices: Vec::new(),
-            listed: Vec::new(),
-            cupti: None,
-            software_memory: 64 << 20,
-            software_devices: 1,
-            software_events: None,
-            software_imitate: "".parse().unwrap(),
-        };
         let quota = Quota::default();
-        let nvml = Management::new(&backing, quota.clone());
+        let nvml = Management::new(&Backing::software(64 << 20, 1), quota.clone());
         let mut session = Session::new(Cuda::fake_of(Api::noting(), 1), quota, nvml);
         let listener = || Arc::new(Listener::new(|_| ()));
         session.begin(listener());

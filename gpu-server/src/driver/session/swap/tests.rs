@@ -9,7 +9,7 @@ use protocol::handle::MemoryId;
 use protocol::ops::memory::*;
 
 use super::*;
-use crate::config::{Backend as Choice, Backing};
+use crate::config::Backing;
 use crate::cuda_ipc::Broker;
 use crate::doubles::Listener;
 use crate::driver::Backend;
@@ -86,16 +86,8 @@ fn file() -> OwnedFd {
 
 impl World {
     fn new(imitate: &str) -> World {
-        let backing = Backing {
-            backend: Choice::Software,
-            devices: Vec::new(),
-            cupti: None,
-            software_memory: 64 << 20,
-            software_devices: 2,
-            software_events: None,
-            software_imitate: imitate.parse().unwrap(),
-            listed: Vec::new(),
-        };
+        let software_imitate = imitate.parse().unwrap();
+        let backing = Backing { software_imitate, ..Backing::software(64 << 20, 2) };
         let quota = Quota::default();
         let nvml = Management::new(&backing, quota.clone());
         let session = Session::new(Software::new(&backing).unwrap(), quota.clone(), nvml);
