@@ -1211,6 +1211,34 @@ static int all_at_once(unsigned count, size_t bytes, bool default_stream, bool f
     return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%u copies of %zu bytes", count, bytes);
 }
 
+// Copies of so many bytes from two devices of one server to another server's, at the same time. All are queued before the first begins.
+static int from_two_devices(unsigned count, size_t bytes) {
+    const int n = bytes / sizeof(int), other = 2;
+    int *sources[2], *targets[2];
+    cudaStream_t streams[2];
+    Gate gate;
+    for (int device = 0; device < 2; device++) {
+        targets[device] = on_device(other, n, -1);
+        sources[device] = on_device(device, n, 1000 * device);
+        set_device(device);
+        CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
+    }
+    for (cudaStream_t stream : streams) CHECK(cudaLaunchHostFunc(stream, Gate::wait, &gate));
+    for (unsigned i = 0; i < 2 * count; i++) {
+        int device = i % 2;
+        set_device(device);
+        CHECK(cudaMemcpyPeerAsync(targets[device], other, sources[device], device, bytes, streams[device]));
+    }
+    gate.open = true;
+    for (int device = 0; device < 2; device++) {
+        set_device(device);
+        CHECK(cudaStreamSynchronize(streams[device]));
+        set_device(other);
+        expect_value("a copy from one of two devices", 1, holds(targets[device], n, 1000 * device));
+    }
+    return mismatches ? (fail("%s", first_mismatch.c_str()), 1) : pass("%u copies of %zu bytes", 2 * count, bytes);
+}
+
 int main(int argc, char **argv) {
     Options options = parse_options(argc, argv);
     unsigned count;
@@ -1220,6 +1248,7 @@ int main(int argc, char **argv) {
         const char *form = default_stream ? "default_%ux%zu" : "queued_%ux%zu";
         if (sscanf(options.word.c_str(), form, &count, &bytes) == 2) return all_at_once(count, bytes, default_stream, false);
     }
+    if (sscanf(options.word.c_str(), "both_%ux%zu", &count, &bytes) == 2) return from_two_devices(count, bytes);
     if (sscanf(options.word.c_str(), "broken_%ux%zu", &count, &bytes) == 2) return all_at_once(count, bytes, false, true);
     if (options.word == "unreachable") return unreachable();
     if (options.word == "pinned") return pinned_of_both(1 << 10);

@@ -85,6 +85,28 @@ fn copies_that_are_queued_do_not_wait_for_each_others_answers() -> Result<()> {
 }
 
 #[test]
+fn copies_from_two_devices_of_a_server_at_once_keep_their_connections() -> Result<()> {
+    const COUNT: u64 = 60;
+    let rigs = connected("pool-two-devices", &[Transport::Tcp])?;
+    let [one, two] = [0, 1].map(|place| address(&rigs[place], Transport::Tcp));
+    for bytes in [256 << 10, 1 << 20, 4 << 20] {
+        let mut command = with_servers(&[format!("{two}/0,1"), one.clone()], PROGRAM)?;
+        let outcome = programs::run(command.arg(format!("both_{COUNT}x{bytes}")), programs::LIMIT)?;
+        outcome.verdict(PROGRAM)?;
+        ensure!(!outcome.stderr.contains("pass through this machine"), "{bytes}: {}", outcome.stderr);
+        eventually(|| {
+            let direct = counter(&rigs[1], "bytes_direct")?;
+            ensure!(
+                direct == 2 * COUNT * bytes,
+                "{direct} bytes where {COUNT} times {bytes} were copied from each"
+            );
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
 fn if_one_of_several_copies_under_way_fails_all_are_made_again_in_order() -> Result<()> {
     const BYTES: usize = 8 << 20;
     let rigs = connected("pool-queued-broken", &[Transport::Tcp])?;
