@@ -13,9 +13,9 @@
 //! sleeps. Everything else is compared every few milliseconds and before the client gets something new, so
 //! that it then has nothing that is older than that.
 //!
-//! A client may ask to be told of it ([`WATCH_TELLS`]). Then everything is compared before the client learns
-//! that work is done as well, and what has changed is told first: a word says whether the client has
-//! everything ([`Watches::before_news`]). So it can keep what it has over the end of work.
+//! A client may ask for more ([`WATCH_TELLS`]). Then everything is also compared before the client learns
+//! that work is done, and any changes are sent first. A word says whether the client has all of them
+//! ([`Watches::before_news`]). So the client can keep what it has when work ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -759,7 +759,7 @@ mod tests {
         let test = Test::new();
         let has = [0, MIRROR_PAGE];
         has.iter().for_each(|page| _ = test.fetch(*page, PAGE, &has).expect("a mirror"));
-        // What a client of before says: nobody tells it.
+        // An older client does not ask for the word.
         test.begin(1, 0, &[0], &has, HOUR_US);
         assert_eq!(test.news(), None);
         let watch = |number, after| test.begin(number | WATCH_TELLS, after, &[0], &has, HOUR_US);
@@ -767,7 +767,7 @@ mod tests {
         assert_eq!(test.answer().0, 1);
         assert_eq!(test.news(), Some(4));
         assert_eq!(test.news(), None, "as before");
-        // What is not watched as well, and at once.
+        // Pages that are not watched count too, and the watch is answered at once.
         test.mirror.set(PAGE, 1);
         assert_eq!(test.news(), Some(5));
         assert_eq!(test.answer(), (2 | WATCH_TELLS, vec![], vec![MIRROR_PAGE]));

@@ -836,7 +836,7 @@ mod tests {
         // That was a fence of all that is on the stream.
         cuda.synchronize_stream(&mut call, &mut streams, id).unwrap();
         assert!(Api::calls().is_empty());
-        // The stream's progress goes on without the record.
+        // If the record fails, the stream's progress is still written.
         let place = cuda.enter_stream(&mut call, &mut streams, id).unwrap();
         Api::refuse(Some("event_record"));
         let refused = cuda.record_event(&call, &mut streams, &place, &mut event, 0);

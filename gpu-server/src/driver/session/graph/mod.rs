@@ -408,7 +408,7 @@ mod tests {
         session
             .graph_instantiate(&mut call, GraphInstantiate { context, graph: GRAPH, flags: 0, nodes })
             .unwrap();
-        // With the first change, it is told which node is which.
+        // The first change captures the graph again, to learn which node is which.
         let again = [&["capture_begin"; 4][..], &["graph_instantiate"]].concat();
         called();
         change(&mut session, &mut call, true, &[(1, 100)]);
